@@ -10,22 +10,19 @@ from consilium.research.engines.in_process import RoundHistory, simulate
 from fl_core.methods import METHODS
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types import tensor_maps
-from tests.support import until
-from tests.support.coordinator import World, running
-from tests.support.federations import NAMES, manifest, same, shares
-from tests.support.hospital import ScriptedSilo
+from tests.support.federation import Federation, manifest
+from tests.support.federation import federation as started
+from tests.support.federations import NAMES, same, shares
 
 pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")
-def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, list[ScriptedSilo]]]:
-    """Start one service and its silos; they serve one run after the other."""
-    with running(tmp_path_factory.mktemp("ports") / "home", NAMES) as world:
-        silos = [ScriptedSilo(world, name, share) for name, share in zip(NAMES, shares(), strict=True)]
-        yield world, silos
-        for silo in silos:
-            silo.stop()
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    """Start the services; they serve one run after the other."""
+    with started(tmp_path_factory.mktemp("ports") / "home") as made:
+        made.come()
+        yield made
 
 
 USUAL = ("fedavg", "fedmr", "fedgela", "fednh", "map", "scaffold")
@@ -33,10 +30,8 @@ USUAL = ("fedavg", "fedmr", "fedgela", "fednh", "map", "scaffold")
 
 
 @pytest.mark.parametrize("method", [pytest.param(m, marks=[] if m in USUAL else pytest.mark.slow) for m in METHODS])
-def test_a_run_over_grpc_equals_the_simulation_bit_for_bit(
-    method: str, federation: tuple[World, list[ScriptedSilo]]
-) -> None:
-    world, silos = federation
+def test_a_run_over_grpc_equals_the_simulation_bit_for_bit(method: str, federation: Federation) -> None:
+    world = federation.world
     agreed = manifest(
         method, rounds=2, personal=method == "fedmr", metrics="clinical" if method in ("fedavg", "fedmr") else "basic"
     )
@@ -45,7 +40,7 @@ def test_a_run_over_grpc_equals_the_simulation_bit_for_bit(
     run = world.finished(world.submit(agreed, request_id=method).id)
     found = world.model(run.id)
     rounds = [row.record for row in world.server.store.runs.rounds(run.id)]
-    until(lambda: all(s.memory.ended.get(run.id) == "finished" for s in silos), "the end at every silo")
+    federation.told("ended", run.id)
     assert set(found) == set(expected)
     assert all(same(found[group], expected[group]) for group in expected)
     assert run.model_digest == tensor_maps.digest(expected["w"])
@@ -57,4 +52,4 @@ def test_a_run_over_grpc_equals_the_simulation_bit_for_bit(
         {}
     ]
     assert [r.included for r in rounds] == [tuple(sorted(NAMES))] * 3
-    assert all(not silo.memory.outbox for silo in silos)
+    assert all(not hospital.service.store.outbox() for hospital in federation.hospitals.values())

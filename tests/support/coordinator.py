@@ -108,8 +108,8 @@ class World:
         del roster
         return self.manifests[spec]
 
-    def start(self) -> CoordinatorServer:
-        self.server = CoordinatorServer(self.home, "127.0.0.1:0", self.compose, self.settings)
+    def start(self, port: int = 0) -> CoordinatorServer:
+        self.server = CoordinatorServer(self.home, f"127.0.0.1:{port}", self.compose, self.settings)
         self.port = self.server.start()
         return self.server
 
@@ -299,6 +299,7 @@ class Site:
     service: Service | None = None
     run_round: RunRound = run_silo_round
     retry_policy: RetryPolicy = PATIENCE
+    settings: Callable[..., SiloSettings] = SiloSettings
 
     @property
     def ledger(self) -> Ledger:
@@ -317,7 +318,7 @@ class Site:
 
     def start(self) -> None:
         own = SiloIdentity(self.home.path).current_credentials
-        place = SiloSettings(self.home, self.data, device="cpu")
+        place = self.settings(self.home, self.data, device="cpu")
         over = lambda: channel(self.world.port, own())  # noqa: E731
         self.service = service(place, self.notices, self.retry_policy, over, self.run_round)
         self.service.start()

@@ -32,8 +32,8 @@ from service_core.pki.roster import SignedRoster, renewed_from
 from service_core.storage.private_files import Credentials
 from tests.support import until
 from tests.support.coordinator import World, channel, running
-from tests.support.federations import NAMES, manifest, shares
-from tests.support.hospital import ScriptedSilo
+from tests.support.federation import federation, manifest
+from tests.support.federations import NAMES
 
 
 def test_every_call_of_the_protocol_is_answered_by_code_of_ours() -> None:
@@ -88,13 +88,14 @@ def test_a_silo_enrols_and_renews_over_the_wire(tmp_path: Path) -> None:
 
 
 def test_the_lead_submits_follows_and_fetches(tmp_path: Path) -> None:
-    with running(tmp_path / "home", NAMES) as world:
+    with federation(tmp_path / "home") as people:
+        world = people.world
         world.manifests["spec"] = manifest(rounds=2)
         client = LeadClient.open(world.home)
         info = client.submit("spec", "one")
         assert client.submit("spec", "one").run_id == info.run_id
         assert (info.method, info.rounds, info.accuracy) == ("fedavg", 2, -1)
-        people = [ScriptedSilo(world, n, s) for n, s in zip(NAMES, shares(), strict=True)]
+        people.come()
         events = list(client.watch(info.run_id))
         stored = [e for e in events if not (e.kind == "silo" and e.silos)]
         numbers = [e.number for e in stored]
@@ -116,33 +117,26 @@ def test_the_lead_submits_follows_and_fetches(tmp_path: Path) -> None:
             client.fetch("0" * 64, tmp_path / "nothing", 1 << 20)
         assert not (tmp_path / "nothing").exists()
         client.close()
-        for silo in people:
-            silo.stop()
 
 
 def test_a_watch_goes_on_over_a_restart_of_the_service(tmp_path: Path) -> None:
-    world = World.create(tmp_path / "home", NAMES)
-    world.start()
-    client = LeadClient.open(world.home)
-    run = world.submit(manifest(rounds=1))
-    seen: list[pb.Event] = []
-    watching = threading.Thread(target=lambda: seen.extend(client.watch(run.id)), daemon=True)
-    watching.start()
-    port = world.port
-    until(lambda: world.server.store.runs.round(run.id, 0), "the round")
-    world.stop()
-    world.server = CoordinatorServer(world.home, f"127.0.0.1:{port}", world.compose, world.settings)
-    world.server.start()
-    people = [ScriptedSilo(world, n, s) for n, s in zip(NAMES, shares(), strict=True)]
-    world.finished(run.id)
-    watching.join(20)
-    numbers = [e.number for e in seen if not e.silos]
-    assert numbers == sorted(set(numbers))
-    assert seen[-1].kind == "ended"
-    for silo in people:
-        silo.stop()
-    client.close()
-    world.stop()
+    with federation(tmp_path / "home") as people:
+        world = people.world
+        client = LeadClient.open(world.home)
+        run = world.submit(manifest(rounds=1))
+        seen: list[pb.Event] = []
+        watching = threading.Thread(target=lambda: seen.extend(client.watch(run.id)), daemon=True)
+        watching.start()
+        until(lambda: world.server.store.runs.round(run.id, 0), "the round")
+        world.stop()
+        world.start(world.port)
+        people.come()
+        world.finished(run.id)
+        watching.join(20)
+        numbers = [e.number for e in seen if not e.silos]
+        assert numbers == sorted(set(numbers))
+        assert seen[-1].kind == "ended"
+        client.close()
 
 
 def test_two_services_never_share_a_home_or_a_port(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from service_core.pki.identity import identity_of
 from service_core.storage import disk
 from tests.support import until
 from tests.support.coordinator import FAST, HELLO, Line, World, channel, running
-from tests.support.federations import NAMES, manifest, shares
-from tests.support.hospital import ScriptedSilo
+from tests.support.federation import Federation, manifest
+from tests.support.federations import NAMES
 from tests.support.pages import Scrape, get, until_scraped
 
 SERVED = replace(FAST, pulse_s=2.0, metrics=LoopbackAddress("127.0.0.1", 0))  # nobody is silent on a slow machine
@@ -63,7 +63,8 @@ def test_the_numbers_of_a_run_are_those_of_what_happened(world: World) -> None:
     assert open_run[name(f"run_rounds_closed{{run={run.id}}}")] == 0
     assert open_run[name(f"run_rounds_planned{{run={run.id}}}")] == 2
     began = time.time()
-    silos = [ScriptedSilo(world, n, share) for n, share in zip(NAMES, shares(), strict=True)]
+    people = Federation(world)
+    people.come()
     try:
         done = world.finished(run.id)
         took = time.time() - began
@@ -71,8 +72,7 @@ def test_the_numbers_of_a_run_are_those_of_what_happened(world: World) -> None:
         assert connected[name("silos_connected")] == 3
         assert connected[name("calls_under_way{call=Control/Session}")] == 3
     finally:
-        for silo in silos:
-            silo.stop()
+        people.leave()
     found = until_scraped(at(world), lambda found: found[name("silos_connected")] == 0)
     assert found[name("runs{state=running}")] == 0
     assert found.labels(name("run_rounds_closed")) == []

@@ -12,9 +12,9 @@ from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types import tensor_maps
 from tests.support import until
-from tests.support.coordinator import World, events, running
-from tests.support.federations import NAMES, manifest, shares
-from tests.support.hospital import Memory, ScriptedSilo
+from tests.support.coordinator import events
+from tests.support.federation import federation, manifest
+from tests.support.federations import NAMES, shares
 
 
 def flip(file: Path) -> None:
@@ -23,24 +23,15 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
-def start(world: World, memories: dict[str, Memory], **script: object) -> list[ScriptedSilo]:
-    return [
-        ScriptedSilo(world, name, share, memories[name], **script)
-        for name, share in zip(NAMES, shares(), strict=True)
-        if name in memories
-    ]
-
-
 @pytest.mark.fault("a disk", "changes a byte of the coordinator's model", "the run stops with E-STATE-63")
 def test_a_damaged_state_stops_the_run(tmp_path: Path) -> None:
-    memories = {name: Memory() for name in NAMES}
-    with running(tmp_path / "home", NAMES) as world:
-        people = start(world, memories, refuse=lambda offer: "not today" if offer.round else "")
+    with federation(tmp_path / "home") as people:
+        world = people.world
+        people.come(refuse=lambda round, kind: "not today" if round else "")
         run = world.ended(world.submit(manifest(rounds=2)).id)
         assert (run.state, run.closed) == (RunState.PAUSED, 1)
         state = world.server.objects.path(run.state_object)
-        for silo in people:
-            silo.stop()
+        people.leave()
         world.stop()
         flip(state)
         world.start()
@@ -48,34 +39,29 @@ def test_a_damaged_state_stops_the_run(tmp_path: Path) -> None:
         until(lambda: world.run(run.id).state is RunState.FAILED, "the end")
         assert world.run(run.id).reason.startswith("E-STATE-63")
         flip(state)  # restored
-        people = start(world, memories)
+        people.come()
         world.server.runs.resume(run.id)
         expected = simulate(RunSetup.of(manifest(rounds=2)), shares(), Observer())
         assert world.finished(run.id).model_digest == tensor_maps.digest(expected["w"])
-        for silo in people:
-            silo.stop()
 
 
 @pytest.mark.fault("a disk", "changes a byte of an update that the coordinator took", "the hospital sends it again")
 def test_a_damaged_update_is_sent_again(tmp_path: Path) -> None:
     agreed = manifest(rounds=1)
-    memories = {name: Memory() for name in NAMES}
-    with running(tmp_path / "home", NAMES) as world:
-        people = start(world, {name: memories[name] for name in NAMES[:2]})
+    with federation(tmp_path / "home") as people:
+        world = people.world
+        people.come(*NAMES[:2])
         run = world.submit(agreed)
         until(lambda: len(events(world, run.id, "arrived")) >= 2, "two updates")
         with world.server.store.database.read() as db:
             digests = db.exec_driver_sql("SELECT object_digest FROM contributions WHERE received IS NOT NULL").scalars()
             damaged = world.server.objects.path(digests.all()[0])
-        for silo in people:
-            silo.stop()
+        people.leave()
         world.stop()
         flip(damaged)
         world.start()
-        people = start(world, memories)
+        people.come()
         expected = simulate(RunSetup.of(agreed), shares(), Observer())
         assert world.finished(run.id).model_digest == tensor_maps.digest(expected["w"])
         assert len(events(world, run.id, "lost")) == 1
         assert len(events(world, run.id, "arrived")) == 2 + 1 + 1 + len(NAMES)  # again, the third, the evaluation
-        for silo in people:
-            silo.stop()

@@ -1,4 +1,4 @@
-"""Rounds that close without everybody, wait for who is needed, and stop for the lead; scripted silos over real gRPC."""
+"""Rounds that close without everybody, wait for who is needed, and stop for the lead; real services over real gRPC."""
 
 from __future__ import annotations
 
@@ -23,14 +23,12 @@ from fl_core.types.values import Bundle, Part
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TaskKey
 from tests.support import until
-from tests.support.coordinator import Clock, World, events, heard, running
-from tests.support.federations import NAMES, manifest, shares
+from tests.support.coordinator import Clock, World, events, heard
+from tests.support.federation import SHARES, Federation, federation, manifest
+from tests.support.federations import NAMES, shares
 from tests.support.hospital import Memory, ScriptedSilo
 
 pytestmark = pytest.mark.integration
-
-SHARES = dict(zip(NAMES, shares(), strict=True))
-"""north holds the classes a and b, east b and c, south c and d: nobody needs east."""
 
 
 def short(rounds: int = 3, quorum: int = 0, **changed: object) -> RunManifest:
@@ -41,35 +39,10 @@ def digest(agreed: RunManifest) -> str:
     return tensor_maps.digest(simulate(RunSetup.of(agreed), shares(), Observer())["w"])
 
 
-class People:
-    """The hospitals that are there; each keeps what it has while it is away."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.memories = {name: Memory() for name in NAMES}
-        self.here: dict[str, ScriptedSilo] = {}
-
-    def come(self, *names: str, **script: object) -> None:
-        for name in names or NAMES:
-            self.here[name] = ScriptedSilo(self.world, name, SHARES[name], self.memories[name], **script)  # type: ignore[arg-type]
-
-    def leave(self, *names: str) -> None:
-        for name in names or tuple(self.here):
-            self.here.pop(name).stop()
-
-    def included(self, run_id: str) -> list[tuple[str, ...]]:
-        assert self.world.server is not None
-        return [row.record.included for row in self.world.server.store.runs.rounds(run_id)]
-
-
 @contextmanager
-def consortium(tmp_path: Path) -> Iterator[tuple[World, People]]:
-    with running(tmp_path / "home", NAMES) as world:
-        people = People(world)
-        try:
-            yield world, people
-        finally:
-            people.leave()
+def consortium(tmp_path: Path) -> Iterator[tuple[World, Federation]]:
+    with federation(tmp_path / "home") as people:
+        yield people.world, people
 
 
 def closed(world: World, run_id: str, rounds: int) -> None:
@@ -90,15 +63,12 @@ def waits_for(world: World, run_id: str, name: str) -> pb.AwaitedSilo:
     return until(found, f"{name} to be awaited", 60)
 
 
-def held_back(world: World, people: People, name: str, agreed: RunManifest) -> str:
+def held_back(world: World, people: Federation, name: str, agreed: RunManifest) -> str:
     """Close one round with everybody, then take a hospital away in the second, which must not close before that."""
-    gate = threading.Event()
     people.come(*(n for n in NAMES if n != name))
-    people.come(name, refuse=lambda offer: gate.wait(60) and "" if offer.round else "")
+    people.come(name, wait=lambda round: round > 0)
     run = world.submit(agreed)
     closed(world, run.id, 1)
-    people.here[name]._stop.set()
-    gate.set()
     people.leave(name)
     return run.id
 
@@ -176,7 +146,7 @@ def test_whoever_watches_reads_who_is_awaited_until_when_and_for_which_classes(t
         assert 0 <= silo.offline_s < 60
         assert 20 * 300 - 120 < silo.left_s <= 20 * 300  # it left less than patience_s ago, and h is half of that
         seen = threading.Event()
-        people.come("south", alter=lambda key, bundle: bundle if seen.wait(60) else {})
+        people.come("south", wait=lambda round: not seen.is_set())
         back = next(e for e in awaited if [(s.name, s.online) for s in e.info.waiting.silos] == [("south", True)])
         assert back.info.waiting.silos[0].left_s < silo.left_s
         seen.set()
@@ -189,22 +159,22 @@ def test_a_silent_silo_does_not_hold_a_round_for_ever(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
         held = threading.Event()
         people.come("north", "south")
-        people.come("east", alter=lambda key, bundle: held.wait(60) and bundle)
+        memory = Memory()
+        east = ScriptedSilo(world, "east", SHARES["east"], memory, alter=lambda key, bundle: held.wait(60) and bundle)
         run_id = world.submit(short(rounds=2, patience_s=0.2)).id
         closed(world, run_id, 1)
         assert people.included(run_id)[0] == ("north", "south")
         held.set()
         world.finished(run_id, 60)
         key = TaskKey(run_id, 0, TaskKind.TRAIN)
-        until(lambda: people.memories["east"].closed.get(key) is False, "east to be told that it came too late")
-        late = [
-            e for e in people.here["east"].errors if isinstance(e, grpc.RpcError) and "E-RUN-06" in str(e.details())
-        ]
+        until(lambda: memory.closed.get(key) is False, "east to be told that it came too late")
+        late = [e for e in east.errors if isinstance(e, grpc.RpcError) and "E-RUN-06" in str(e.details())]
+        east.stop()
         assert late
 
 
-def poisoned(key: TaskKey, bundle: Bundle) -> Bundle:
-    if key.kind is TaskKind.EVALUATE:
+def poisoned(round: int, kind: TaskKind, bundle: Bundle) -> Bundle:
+    if kind is TaskKind.EVALUATE:
         return {"metrics": Part(bundle["metrics"].total, bundle["metrics"].weight * math.inf)}
     delta = bundle["delta"]
     return {**bundle, "delta": Part({k: v * math.nan for k, v in delta.total.items()}, delta.weight)}
@@ -242,13 +212,13 @@ def test_below_its_quorum_a_run_pauses_and_goes_on_with_what_it_has(tmp_path: Pa
         people.come("east", "south")
         world.lead().Resume(pb.ResumeRequest(run_id=run_id))
         assert world.finished(run_id, 60).model_digest == digest(agreed)
-        assert people.memories["north"].trained.count(TaskKey(run_id, 0, TaskKind.TRAIN)) == 1
+        assert people["north"].script.begun.count((0, TaskKind.TRAIN)) == 1
 
 
 def test_the_lead_may_go_on_with_fewer(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
         people.come("north", "east")
-        people.come("south", refuse=lambda offer: "not this run")
+        people.come("south", refuse=lambda round, kind: "not this run")
         run_id = world.submit(short(rounds=2, quorum=3)).id
         assert world.ended(run_id, 60).state is RunState.PAUSED
         lead = world.lead()
@@ -276,16 +246,18 @@ def test_an_excluded_silo_is_asked_no_more_until_it_is_readmitted(tmp_path: Path
         people.leave("north")
         info = lead.Exclude(pb.ExcludeRequest(run_id=run_id, silo="south"))
         assert list(info.excluded) == ["south"]
-        people.come("north", refuse=lambda offer: gate.wait(60) and "" if offer.round == 2 else "")
+        people.come("north", wait=lambda round: round == 2 and not gate.is_set())
         closed(world, run_id, 2)
         people.come("south")
         until(lambda: "south" not in {s.name for s in shown(world, run_id).waiting.silos}, "the third round")
-        assert not any(m.WhichOneof("body") == "offer" for m in people.here["south"].received)
+        south = people["south"].script
+        assert south.begun == []
         assert list(lead.Exclude(pb.ExcludeRequest(run_id=run_id, silo="south", readmit=True)).excluded) == []
         gate.set()
         world.finished(run_id, 60)
         assert people.included(run_id)[1:3] == [("east", "north")] * 2
         assert people.included(run_id)[3] == tuple(sorted(NAMES))  # asked again from the next round on
+        assert {round for round, _ in south.begun} == {3}
         assert world.server is not None
         row = world.server.store.runs.rounds(run_id)[1]
         assert row.record.missing["south"].startswith("E-RUN-42: excluded by the lead")
@@ -361,14 +333,14 @@ def test_a_member_that_was_away_at_the_start_takes_part_from_the_round_in_which_
     with consortium(tmp_path) as (world, people):
         gate = threading.Event()
         people.come("south")
-        people.come("north", refuse=lambda offer: gate.wait(60) and "" if offer.round == 1 else "")
+        people.come("north", wait=lambda round: round == 1 and not gate.is_set())
         agreed = short(rounds=3)
         run_id = world.submit(agreed).id
         until(lambda: shown(world, run_id).waiting.there == 2, "those who are there")
         round_clock.skip(agreed.deadline_s)
         closed(world, run_id, 1)
         people.come("east")
-        until(lambda: TaskKey(run_id, 1, TaskKind.TRAIN) in people.memories["east"].trained, "east to train")
+        until(lambda: (1, TaskKind.TRAIN) in people["east"].script.begun, "east to train")
         gate.set()
         world.finished(run_id, 60)
         assert people.included(run_id) == [("north", "south"), *[tuple(sorted(NAMES))] * 3]

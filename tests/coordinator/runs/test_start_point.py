@@ -28,9 +28,9 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from service_core.storage.object_store import ObjectStore
 from tests.support import until
-from tests.support.coordinator import World, hospitals, join, running
-from tests.support.federations import METHOD_OPTIONS, NAMES, SCHEMA, manifest, same, shares
-from tests.support.hospital import ScriptedSilo
+from tests.support.coordinator import hospitals, join
+from tests.support.federation import federation, manifest
+from tests.support.federations import METHOD_OPTIONS, NAMES, SCHEMA, same
 
 pytestmark = pytest.mark.integration
 
@@ -86,12 +86,9 @@ def test_a_hospital_that_enrols_late_takes_part_in_a_run_that_goes_on_from_the_l
         assert f"Training starts from {first.id} after round 1, model {first.model_digest}; that model was" in card
 
 
-def silo(world: World, name: str) -> ScriptedSilo:
-    return ScriptedSilo(world, name, shares()[FOUR.index(name) % 3])
-
-
 def test_a_paused_or_failed_run_may_be_gone_on_from_and_one_under_way_or_unbegun_may_not(tmp_path: Path) -> None:
-    with running(tmp_path / "home", FOUR) as world:
+    with federation(tmp_path / "home", FOUR) as people:
+        world = people.world
         agreed, gone = manifest(rounds=2, quorum=3), manifest(rounds=1, names=FOUR)
         world.manifests = {"next": gone, "other": replace(gone, rounds=2)}
         ask = lambda spec, request, of: world.lead().Submit(  # noqa: E731
@@ -106,12 +103,12 @@ def test_a_paused_or_failed_run_may_be_gone_on_from_and_one_under_way_or_unbegun
         world.ended(unbegun.id)
         with pytest.raises(grpc.RpcError, match=r"E-RUN-11.*expected a run with a closed round"):
             ask("next", "c", unbegun.id)
-        unwilling = ScriptedSilo(world, "south", shares()[2], refuse=lambda offer: "no" if offer.round else "")
-        people = [silo(world, "north"), silo(world, "east"), unwilling]
+        people.come("north", "east")
+        people.come("south", refuse=lambda round, kind: "no" if round else "")
         parent = world.ended(world.submit(agreed, "parent").id)
         assert (parent.state, parent.closed) == (RunState.PAUSED, 1)
         ended = world.model(parent.id)
-        people.append(silo(world, "west"))
+        people.come("west")
         info = ask("next", "d", parent.id)
         assert ask("next", "d", parent.id).run_id == info.run_id  # an answer that was lost
         for other in (("next", "d", unbegun.id), ("next", "d", ""), ("other", "d", parent.id)):
@@ -119,14 +116,12 @@ def test_a_paused_or_failed_run_may_be_gone_on_from_and_one_under_way_or_unbegun
                 ask(*other)
         world.stop()
         world.start()  # what a run starts from is on the disk
-        unwilling._refuse = lambda offer: ""
+        people["south"].script.refuse = lambda round, kind: ""
         done = world.finished(info.run_id)
         started = RunManifest.from_json(done.manifest).start
         assert (started.run, started.rounds, started.model) == (parent.id, 1, tensor_maps.digest(ended["w"]))
         assert world.server.store.runs.rounds(done.id)[0].record.included == tuple(sorted(FOUR))
         assert world.finished(world.server.runs.resume(parent.id).id).closed == 2  # the parent is as it was
-        for one in people:
-            one.stop()
 
 
 # ---- what is taken over ---------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from consilium.pages.web.serve import PageServer
 from coordinator.storage.records import RunState
 from fl_core.errors import UnavailableError
 from tests.support.coordinator import World, running
-from tests.support.federations import NAMES, manifest, shares
-from tests.support.hospital import ScriptedSilo
+from tests.support.federation import Federation, manifest
+from tests.support.federations import NAMES
 from tests.support.made_up_service import FEDAVG, FEDMR, WAITS, MadeUpService, consortium
 from tests.support.pages import Visit, chromium, shown, shown_for
 from tests.support.recorded_runs import record_run
@@ -57,7 +57,8 @@ def test_a_run_is_watched_to_its_end_without_loading_the_page_again(browser: Any
         page = go(visit, f"/runs/{run.id}")
         page.get_by_role("heading", name="Round 1 of 2 waits for").wait_for()
         page.evaluate("window.stays = true")
-        people = [ScriptedSilo(world, name, share) for name, share in zip(NAMES, shares(), strict=True)]
+        people = Federation(world)
+        people.come()
         page.get_by_role("heading", name="Finished: ").wait_for()
         assert page.locator("#rounds tbody tr").count() == 3
         assert page.locator("#accuracy path").count() >= 2
@@ -65,8 +66,7 @@ def test_a_run_is_watched_to_its_end_without_loading_the_page_again(browser: Any
         assert page.evaluate("window.stays")
         assert (visit.elsewhere, visit.complaints) == ([], [])
         visit.context.close()
-        for silo in people:
-            silo.stop()
+        people.leave()
 
 
 @pytest.mark.slow
@@ -118,11 +118,11 @@ def test_nothing_keeps_anybody_from_using_it_and_it_fits_the_screen(
 def test_a_model_is_downloaded_with_its_card_and_two_runs_are_compared(
     browser: Any, world: World, tmp_path: Path
 ) -> None:
-    people = [ScriptedSilo(world, name, share) for name, share in zip(NAMES, shares(), strict=True)]
+    people = Federation(world)
+    people.come()
     run = world.finished(world.submit(manifest(rounds=2)).id)
     other = world.finished(world.submit(manifest("fedmr", {"mu1": 1e-4, "mu2": 0.5}, rounds=2), "other").id)
-    for silo in people:
-        silo.stop()
+    people.leave()
     with shown_for(world.home, tmp_path / "page") as server:
         visit = Visit(browser, server)
         page = go(visit, f"/runs/{run.id}")

@@ -1,0 +1,151 @@
+"""One federation in this process: the coordinator's service and hospitals' services over mutual TLS on loopback.
+
+Nothing in it is a stand-in. What a test injects goes in where the services let it: the data of a hospital, the
+arithmetic of its rounds (where it lies, refuses or waits), and the clock by which open rounds wait.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from consilium.research.engines.in_process import SiloShare
+from fl_core.datasets import ANY, DataRequest, SiloDataset
+from fl_core.errors import RefusedError
+from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.silo_round import SiloRound, run_silo_round
+from fl_core.types.enums import TaskKind
+from fl_core.types.values import Bundle
+from service_core.version import version
+from silo.service.service import SiloSettings
+from silo.storage.home import Home
+from silo.training.data_source import DataSource
+from tests.support import federations, until
+from tests.support.coordinator import FAST, Settings, Site, World, running
+from tests.support.federations import NAMES, SCHEMA, shares
+
+
+class GivenData(DataSource):
+    """A share in memory in the place of data that are loaded; it is called digits, as the sessions declare it."""
+
+    def __init__(self, name: str, share: SiloShare) -> None:
+        super().__init__("digits/p3c4/0")
+        self._given = SiloDataset(SCHEMA, share.train, share.test, "digits/p3c4/0", f"{name:0<64}".encode().hex()[:64])
+
+    def load(self, request: DataRequest = ANY) -> SiloDataset:
+        self._last = (request, self._given)
+        self._published = SCHEMA.classes
+        return self._given
+
+
+@dataclass(frozen=True)
+class GivenSettings(SiloSettings):
+    """Settings of a hospital whose data are a share."""
+
+    share: SiloShare | None = None
+
+    def source(self) -> DataSource:
+        assert self.share is not None
+        return GivenData(self.home.path.name, self.share)
+
+
+@dataclass
+class Script:
+    """What a hospital does otherwise than the software would, round by round.
+
+    alter: changes a bundle before it is packed   refuse: says why a round is refused, or ""; code: of the refusal
+    wait: holds a round back for as long as it is true; a service that is stopped meanwhile stops
+    """
+
+    alter: Callable[[int, TaskKind, Bundle], Bundle] | None = None
+    refuse: Callable[[int, TaskKind], str] = lambda round, kind: ""
+    code: str = "E-RUN-14"
+    wait: Callable[[int], bool] = lambda round: False
+    begun: list[tuple[int, TaskKind]] = field(default_factory=list)
+
+    def __call__(self, runtime, msg, state, data, context, kind) -> SiloRound:  # type: ignore[no-untyped-def]
+        if why := self.refuse(context.round, kind):
+            raise RefusedError(self.code, why)
+        self.begun.append((context.round, kind))
+        pause = threading.Event()
+        while self.wait(context.round):
+            data._data._progress(0, 1)  # behind what the policy withholds; ends a round that is given up
+            pause.wait(0.005)
+        done = run_silo_round(runtime, msg, state, data, context, kind)
+        return done if self.alter is None else done._replace(bundle=self.alter(context.round, kind, done.bundle))
+
+
+SHARES = dict(zip((*NAMES, "west"), [*shares(), shares()[0]], strict=True))
+"""North holds the classes a and b, east b and c, south c and d, west a and b again."""
+
+
+def manifest(*given: object, **more: object) -> RunManifest:
+    """Freeze a run over the three hospitals that their services take part in: of this version."""
+    return replace(federations.manifest(*given, **more), software=version())  # type: ignore[arg-type]
+
+
+@dataclass
+class Hospital(Site):
+    """One hospital of a federation; its home outlives its service."""
+
+    script: Script = field(default_factory=Script)
+
+    def over(self, event: str, run_id: str) -> list[tuple[int, str]]:
+        """List (round, kind) of the notices of one kind about a run; round -1 where it is about no round."""
+        found = [n.facts for n in self.notices if n.event == event and n.facts.get("run") == run_id]
+        return [(int(f.get("round", -1) or 0), str(f.get("kind", ""))) for f in found]
+
+
+class Federation:
+    """The coordinator, and the hospitals that have come; one that has left may come again, with all that it kept."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.hospitals: dict[str, Hospital] = {}
+        self.here: set[str] = set()
+
+    def come(self, *names: str, **script: object) -> None:
+        """Start hospitals, by default all three; each follows a script (see `Script`)."""
+        for name in names or NAMES:
+            known = self.hospitals.get(name)
+            if known is None:
+                folder = self.world.home.parent / "hospitals" / name
+                home = Home(Path(shutil.copytree(self.world.homes[name], folder)))
+                home.policy.write_text('[evaluation]\nsend = "clinical"\n')
+                known = self.hospitals[name] = Hospital(self.world, home, "")
+            known.script = known.run_round = Script(**script)  # type: ignore[arg-type]
+            known.settings = lambda home, data, name=name, **more: GivenSettings(home, data, share=SHARES[name], **more)
+            known.start()
+            self.here.add(name)
+
+    def leave(self, *names: str) -> None:
+        for name in names or tuple(self.here):
+            self.hospitals[name].stop()
+            self.here.discard(name)
+
+    def __getitem__(self, name: str) -> Hospital:
+        return self.hospitals[name]
+
+    def included(self, run_id: str) -> list[tuple[str, ...]]:
+        """List of each closed round who is in it."""
+        assert self.world.server is not None
+        return [row.record.included for row in self.world.server.store.runs.rounds(run_id)]
+
+    def told(self, event: str, run_id: str) -> None:
+        """Wait until every hospital that is here has told of this about a run."""
+        until(lambda: all(self[n].over(event, run_id) for n in self.here), f"{event} of {run_id} at {self.here}", 60)
+
+
+@contextmanager
+def federation(home: Path, names: Sequence[str] = NAMES, settings: Settings = FAST) -> Iterator[Federation]:
+    """Run a coordinator; its hospitals are enrolled and come when they are called."""
+    with running(home, names, settings) as world:
+        made = Federation(world)
+        try:
+            yield made
+        finally:
+            made.leave()
