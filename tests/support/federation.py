@@ -99,6 +99,12 @@ class Hospital(Site):
         found = [n.facts for n in self.notices if n.event == event and n.facts.get("run") == run_id]
         return [(int(f.get("round", -1) or 0), str(f.get("kind", ""))) for f in found]
 
+    def closes(self, run_id: str) -> dict[int, tuple[bool, str]]:
+        """Read what it was told of each closed round: whether its update is in, and why not or what was cut of it."""
+        said = [n.facts for n in self.notices if n.event in ("judged", "closed") and n.facts["run"] == run_id]
+        reasons = {int(f["round"] or 0): str(f["reason"]) for f in said if "reason" in f}
+        return {(t := int(f["round"] or 0)): (bool(f["included"]), reasons.get(t, "")) for f in said}
+
 
 class Federation:
     """The coordinator, and the hospitals that have come; one that has left may come again, with all that it kept."""

@@ -31,36 +31,23 @@ from protos.wire.codec import BundleFile
 from protos.wire.tasks import contribution_id
 from service_core.version import PROTOCOL, software
 from tests.support import until
-from tests.support.coordinator import FAST, Clock, Line, World, events, heard, online, running
-from tests.support.federations import NAMES, manifest, same, shares
-from tests.support.hospital import Memory, ScriptedSilo
+from tests.support.coordinator import FAST, HELLO, Clock, Line, World, events, heard, online, running
+from tests.support.federation import Federation, federation, manifest
+from tests.support.federations import NAMES, same, shares
 
 pytestmark = pytest.mark.integration
 
 
-def silos(world: World, memories: dict[str, Memory] | None = None, **script: object) -> list[ScriptedSilo]:
-    """Start the three silos; a script belongs to the first."""
-    return [
-        ScriptedSilo(world, name, share, (memories or {}).get(name), **(script if k == 0 else {}))
-        for k, (name, share) in enumerate(zip(NAMES, shares(), strict=True))
-    ]
-
-
-def stop(people: list[ScriptedSilo]) -> None:
-    for silo in people:
-        silo.stop()
-
-
 def test_a_run_in_which_no_hospital_takes_a_step_fails_with_the_remedy_and_is_never_finished(tmp_path: Path) -> None:
-    with running(tmp_path / "home", NAMES) as world:
-        no_step = {"refuse": lambda offer: "expected a training step: raise train.batch_size", "code": "E-RUN-52"}
-        people = [ScriptedSilo(world, name, share, **no_step) for name, share in zip(NAMES, shares(), strict=True)]
+    with federation(tmp_path / "home") as people:
+        world = people.world
+        no_step = "expected a training step: raise train.batch_size"
+        people.come(refuse=lambda round, kind: no_step, code="E-RUN-52")
         run = world.ended(world.submit(manifest(rounds=2)).id)
         assert run.state is RunState.FAILED
         assert run.reason.startswith("E-RUN-52: round 1: no hospital took a training step")
         assert all(f"{name}: E-RUN-52" in run.reason and "raise train.batch_size" in run.reason for name in NAMES)
         assert run.closed == 0
-        stop(people)
 
 
 def test_a_run_without_its_quorum_pauses_and_can_be_resumed_without_training_anew(
@@ -69,9 +56,10 @@ def test_a_run_without_its_quorum_pauses_and_can_be_resumed_without_training_ane
     agreed = manifest(rounds=2, quorum=3)
     expected = simulate(RunSetup.of(agreed), shares(), Observer())
     willing = threading.Event()
-    with running(tmp_path / "home", NAMES) as world:
-        refuse = lambda offer: "" if willing.is_set() or offer.round == 0 else "not today"  # noqa: E731
-        people = silos(world, refuse=refuse)
+    with federation(tmp_path / "home") as people:
+        world = people.world
+        people.come(*NAMES[1:])
+        people.come(NAMES[0], refuse=lambda round, kind: "" if willing.is_set() or round == 0 else "not today")
         run = world.ended(world.submit(agreed).id)
         assert run.state is RunState.PAUSED
         assert "E-RUN-03" in run.reason
@@ -81,17 +69,16 @@ def test_a_run_without_its_quorum_pauses_and_can_be_resumed_without_training_ane
         shown = world.lead().Show(pb.RunQuery(run_id=run.id)).info
         after_one = codec.read_state(world.server.objects.path(run.state_object or ""))
         assert shown.model_digest == tensor_maps.digest(after_one["w"]) == world.run(run.id).model_digest
-        assert all(not silo.memory.ended for silo in people)  # what they have staged is needed
+        assert not any(people[name].over("ended", run.id) for name in NAMES)  # what they have staged is needed
         willing.set()
         lead.resume(run.name, home=world.home, as_json=True)  # as `coordinator resume` does: it follows the run
         printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert (printed[-1]["state"], printed[-1]["reason"]) == ("finished", "")
         done = world.finished(run.id)
         assert done.model_digest == tensor_maps.digest(expected["w"])
-        assert all(len(silo.memory.trained) == 3 for silo in people)
+        assert all(len(people[name].script.begun) == 3 for name in NAMES)
         with pytest.raises(StateError, match="E-RUN-11"):
             lead.resume(run.id, home=world.home)
-        stop(people)
 
 
 def attendance(world: World, run_id: str) -> tuple[int, int] | None:
@@ -101,20 +88,21 @@ def attendance(world: World, run_id: str) -> tuple[int, int] | None:
 
 
 def test_a_round_closes_with_the_quorum_at_its_deadline(tmp_path: Path, round_clock: Clock) -> None:
-    with running(tmp_path / "home", NAMES) as world:
+    with federation(tmp_path / "home") as people:
+        world = people.world
         agreed = manifest(rounds=1, quorum=2)
-        people = [ScriptedSilo(world, name, share) for name, share in list(zip(NAMES, shares(), strict=True))[:2]]
+        people.come(*NAMES[:2])
         run = world.submit(agreed)
         for number in range(2):
             until(lambda t=number: attendance(world, run.id) == (t, 2), "two updates")
             round_clock.skip(agreed.deadline_s)
         world.finished(run.id)
         assert {r.record.missing["south"][:8] for r in world.server.store.runs.rounds(run.id)} == {"E-RUN-13"}
-        stop(people)
 
 
 def test_an_abort_ends_a_run_in_any_state(tmp_path: Path) -> None:
-    with running(tmp_path / "home", NAMES, Settings(pulse_s=FAST.pulse_s, parallel_runs=1)) as world:
+    with federation(tmp_path / "home", settings=Settings(pulse_s=FAST.pulse_s, parallel_runs=1)) as people:
+        world = people.world
         runs = world.server.runs
         first, second = world.submit(manifest(rounds=1), "one"), world.submit(manifest(rounds=1), "two")
         until(lambda: world.server.store.runs.round(first.id, 0), "the first to wait")
@@ -123,9 +111,14 @@ def test_an_abort_ends_a_run_in_any_state(tmp_path: Path) -> None:
         assert runs.abort(second.id).state is RunState.ABORTED  # while it waits for its turn
         assert runs.abort(first.id, "wrong data").reason == "wrong data"  # while a round is open
         assert world.ended(first.id).state is RunState.ABORTED
-        people = silos(world)
-        until(lambda: all(set(s.memory.ended) == {first.id, second.id} for s in people), "everybody to know")
-        assert all(set(s.memory.ended.values()) == {"aborted"} and not s.memory.trained for s in people)
+        lines = [Line(world, name, HELLO) for name in NAMES]
+        told = [lambda line=line: {m.run_ended.run_id for m in line.of("run_ended")} for line in lines]
+        until(lambda: all(ended() == {first.id, second.id} for ended in told), "everybody to know")
+        assert all({m.run_ended.state for m in line.of("run_ended")} == {"aborted"} for line in lines)
+        assert not any(line.of("offer") for line in lines)
+        for line in lines:
+            line.close()
+        people.come()
         with pytest.raises(StateError, match="E-RUN-11"):
             runs.abort(first.id)
         third = world.finished(world.submit(manifest(rounds=1), "three").id)
@@ -133,7 +126,6 @@ def test_an_abort_ends_a_run_in_any_state(tmp_path: Path) -> None:
             runs.abort(third.id)
         with pytest.raises(ConfigError, match="E-RUN-10"):
             runs.abort("nothing")
-        stop(people)
 
 
 def test_two_submissions_with_one_request_id_are_one_run(tmp_path: Path) -> None:
@@ -158,17 +150,18 @@ def test_two_submissions_with_one_request_id_are_one_run(tmp_path: Path) -> None
 def test_runs_side_by_side_give_the_bits_of_runs_alone(tmp_path: Path) -> None:
     agreed = [manifest(rounds=1, seed=seed) for seed in (1, 2)]
     expected = [simulate(RunSetup.of(a), shares(), Observer()) for a in agreed]
-    with running(tmp_path / "home", NAMES) as world:
-        people = silos(world)
+    with federation(tmp_path / "home") as people:
+        world = people.world
+        people.come()
         runs = [world.submit(a, f"r{k}") for k, a in enumerate(agreed)]
         for run, want in zip(runs, expected, strict=True):
             assert world.finished(run.id).model_digest == tensor_maps.digest(want["w"])
-        stop(people)
 
 
 def test_a_finished_run_leaves_its_final_state_its_manifest_and_its_receipts(tmp_path: Path) -> None:
-    with running(tmp_path / "home", NAMES) as world:
-        people = silos(world)
+    with federation(tmp_path / "home") as people:
+        world = people.world
+        people.come()
         run = world.finished(world.submit(manifest(rounds=3)).id)
         objects, kept = world.home / "blobs" / "objects", {run.state_object, run.manifest_digest}
         until(lambda: {f.name for f in objects.glob("*/*")} == kept, "nothing else to be there")
@@ -178,13 +171,14 @@ def test_a_finished_run_leaves_its_final_state_its_manifest_and_its_receipts(tmp
         names = [contribution_id(run.id, t, kinds[t], "north", bases[t]) for t in range(4)]
         assert all(world.server.store.contributions.contribution(name).received for name in names)
         assert run.bytes_up == sum(world.server.store.contributions.contribution(n).size for n in names) * 3
-        stop(people)
 
 
 def test_a_lead_learns_when_each_update_came_how_large_it_was_and_what_came_with_it(world: World) -> None:
-    people = silos(world, refuse=lambda offer: "no" if offer.kind == pb.TRAIN and offer.round == 1 else "")
+    people = Federation(world)
+    people.come(*NAMES[1:])
+    people.come(NAMES[0], refuse=lambda round, kind: "no" if kind is TaskKind.TRAIN and round == 1 else "")
     run = world.finished(world.submit(manifest(rounds=2)).id)
-    stop(people)
+    people.leave()
     store = world.server.store
     shown = world.lead().Show(pb.RunQuery(run_id=run.id))
     assert [sorted(a.silo for a in r.arrivals) for r in shown.rounds] == [sorted(r.included) for r in shown.rounds]
@@ -226,7 +220,8 @@ def test_a_run_goes_on_while_what_it_leaves_cannot_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     run = manifest("fedavg")
-    with running(tmp_path / "home", NAMES, replace(FAST, parallel_runs=1)) as world:
+    with federation(tmp_path / "home", settings=replace(FAST, parallel_runs=1)) as people:
+        world = people.world
         assert world.server is not None
         asked: list[str] = []
 
@@ -235,14 +230,13 @@ def test_a_run_goes_on_while_what_it_leaves_cannot_be_deleted(
             raise error
 
         monkeypatch.setattr(world.server.objects, "remove", fail)
-        people = silos(world)
+        people.come()
         started = world.submit(run)
         world.finished(started.id)
         until(lambda: asked, "something to be deleted")
         again = world.submit(run, "another")
         world.finished(again.id)  # the place of the first one is free
         assert any(error is r.exc_info[1] for r in caplog.records if r.exc_info)
-        stop(people)
 
 
 def test_twelve_waiting_bundles_are_not_in_memory(tmp_path: Path) -> None:
