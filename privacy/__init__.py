@@ -1,8 +1,8 @@
-"""What a privacy profile means, and what a hospital has spent; `compiled_run` is the way in.
+"""Privacy profiles, their mechanisms, and the hospital's budget ledger; start at `compiled_run`.
 
-profiles/    each profile as one object that answers for a run
-mechanisms/  what makes an answer private: of records, of a whole hospital, the noise itself
-accounting/  planned releases, the epsilon that they cost, and what noise leaves of an accuracy
+profiles/    one object per profile, with its answers for a run
+mechanisms/  differential privacy of records and of whole hospitals, and the noise
+accounting/  planned releases, their epsilon, and confidence intervals of noisy accuracies
 ledger/      the hospital's append-only account of releases
-secagg/      sums of masked updates, of which nobody sees a single one
+secagg/      secure aggregation: sums of masked updates
 """

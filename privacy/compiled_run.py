@@ -1,4 +1,4 @@
-"""What follows from a run's manifest, its privacy profile included: what every service makes of a manifest, once."""
+"""A run built from its manifest, including its privacy profile."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from privacy.secagg.terms import SecaggRun
 
 
 def secagg_run(run_id: str, manifest: RunManifest) -> SecaggRun:
-    """Say of a masked run what its keys and contexts follow from; raises ConfigError (E-CFG-02) as `SecaggRun`."""
+    """Return the secure aggregation terms of a masked run; raises ConfigError (E-CFG-02) as `SecaggRun`."""
     assert manifest.secagg is not None
     digest, names = bytes.fromhex(manifest.digest()), tuple(member.name for member in manifest.members)
     return SecaggRun(run_id, digest, names, manifest.rounds, manifest.grid.ring, manifest.secagg)
 
 
 class CompiledRun(RunSetup):
-    """A run whose manifest was checked, with all that it names built. Both sides make their own."""
+    """A run with a checked manifest and everything it names. Both sides build their own."""
 
     @classmethod
     def of(cls, manifest: RunManifest) -> Self:
@@ -54,7 +54,7 @@ class CompiledRun(RunSetup):
         return self.profile.aggregator(super().limits)
 
     def update_check(self, sizes: Mapping[str, DeclaredSize] | None = None) -> UpdateCheck:
-        """Make the check of single updates; in a private run sizes are the manifest's, and counts noisy."""
+        """Return the check of single updates; private runs use the manifest's sizes and noisy counts."""
         check = super().update_check(sizes)
         if not self.private:
             return check

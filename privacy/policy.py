@@ -1,10 +1,9 @@
-"""The hospital's policy file: what it takes part in, whatever a job says. It wins, and it fails closed.
+"""The hospital's policy file: which runs it accepts. It overrides every run, and it fails closed.
 
-A file that cannot be read, that others can change, or that has an unknown key, allows nothing. No message carries one;
-only its SHA-256 leaves, with each session and each update. Without a file the defaults below hold, as with an empty
-one: any method of any lead, with or without privacy, with or without secure aggregation; private runs of at most
-epsilon 8 at delta 1e-5, with secret local noise and noisy evaluations; of other evaluations correct answers alone; no
-number of a survey.
+A file that cannot be read, that others can change, or that has an unknown key allows nothing. The file is never sent;
+only its SHA-256 leaves, with each session and each update. Without a file the defaults below apply, as with an empty
+one: any method of any lead, with or without privacy and secure aggregation; private runs up to epsilon 8 at delta 1e-5,
+with secret local noise and noisy evaluations; from other evaluations only correct answers; no survey.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from fl_core.converter import structure
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.suggest import suggest
 from fl_core.text import decoded
-from privacy.accounting.accountant import Filter
+from privacy.accounting.accountant import PrivacyFilter
 from privacy.policy_terms import (
     SHARE_OF_UNITS,
     BudgetPolicy,
@@ -50,9 +49,9 @@ _NOTHING = "nothing is accepted until then"
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A hospital's policy. budgets: (epsilon, delta) by collection, which hold beside those of the ledger.
+    """A hospital's policy. budgets: (epsilon, delta) by collection, in addition to those of the ledger.
 
-    digest: SHA-256 of the file, empty without one. Raises ConfigError (E-POLICY-01) on a number out of its range.
+    digest: SHA-256 of the file, empty without one. Raises ConfigError (E-POLICY-01) on a number out of range.
     """
 
     runs: RunPolicy = field(default_factory=RunPolicy)
@@ -71,7 +70,7 @@ class Policy:
 
     @classmethod
     def read(cls, file: Path) -> Policy:
-        """Read a policy file; without one the defaults hold.
+        """Read a policy file; without one the defaults apply.
 
         Raises RefusedError: E-POLICY-01 on a file that cannot be read or has an unknown key, E-POLICY-10 on one that
         others can change.
@@ -87,18 +86,18 @@ class Policy:
 
     @classmethod
     def parse(cls, raw: bytes) -> Policy:
-        """Read the text of a policy; raises ConfigError, ValueError and their like on what it must not say."""
+        """Parse the text of a policy; raises ConfigError, ValueError and others on invalid text."""
         file = structure(PolicyFile, tomllib.loads(decoded(raw)), "")
         budgets = {name: (budget.epsilon, budget.delta) for name, budget in file.budget.items()}
         digest = hashlib.sha256(raw).hexdigest()
         sections = file.runs, file.privacy, file.prototypes
         return cls(*sections, budgets, digest, file.evaluation, file.secagg, file.peers, file.survey)
 
-    def caps(self) -> dict[str, Filter]:
-        return {name: Filter.of(*budget) for name, budget in self.budgets.items()}
+    def caps(self) -> dict[str, PrivacyFilter]:
+        return {name: PrivacyFilter.of(*budget) for name, budget in self.budgets.items()}
 
     def require_collections(self, collections: Iterable[str]) -> None:
-        """Raise RefusedError (E-POLICY-09) on a budget for no collection of the ledger: it would bound nothing."""
+        """Raise RefusedError (E-POLICY-09) on a budget for an unknown collection, which would limit nothing."""
         collections = list(collections)
         for name in self.budgets:
             if name not in collections:
@@ -108,13 +107,13 @@ class Policy:
                     f"{suggest(name, collections)}, or run `silo ledger register` first",
                 )
 
-    # ---- what it says about a run -------------------------------------------------------------------------------
+    # ---- checks of a run ----------------------------------------------------------------------------------------
 
     def check_request(self, manifest: RunManifest) -> None:
-        """Raise RefusedError on a run that it does not allow whatever it computes.
+        """Raise RefusedError on a run that the policy does not allow, before the run is built.
 
-        E-POLICY-02, E-POLICY-03: method, lead   E-POLICY-17: less of secure aggregation than it asks for
-        E-POLICY-18: training, where it takes part in evaluations and surveys alone.
+        E-POLICY-02, E-POLICY-03: method, lead   E-POLICY-17: weaker secure aggregation than required
+        E-POLICY-18: training, if only evaluations and surveys are allowed
         """
         runs = self.runs
         if manifest.kind.trains and not runs.train:
@@ -126,7 +125,7 @@ class Policy:
         self.secagg.check(manifest)
 
     def check(self, run: CompiledRun) -> None:
-        """Raise RefusedError (E-POLICY-02 to -06, -09, -17) on a run that it does not allow; no data is near."""
+        """Raise RefusedError (E-POLICY-02 to -06, -09, -17) on a run that is not allowed. Reads no data."""
         manifest, terms, runs, floors = run.manifest, run.profile.terms, self.runs, self.privacy
         self.check_request(manifest)
         if runs.hide_size and (terms is None or terms.weights != "uniform"):
@@ -150,9 +149,9 @@ class Policy:
             floors.check_terms(terms)
 
     def check_hidden_size(self, size: float) -> None:
-        """Raise RefusedError (E-POLICY-05) when its delta is too large for a size that is counted and told to nobody.
+        """Raise RefusedError (E-POLICY-05) if the policy's delta is too large for the hospital's hidden size.
 
-        The run's own delta is not looked at: which one is refused would tell the size.
+        The run's delta is not compared: the refusal would reveal the size.
         """
         if self.privacy.delta > SHARE_OF_UNITS / size:
             raise RefusedError(
@@ -165,13 +164,13 @@ class Policy:
 def validates_only(rounds: int, why: str) -> RefusedError:
     return RefusedError(
         "E-POLICY-18",
-        f"expected an evaluation (rounds=0), since this hospital trains nothing: {why}; found {rounds} rounds: leave "
+        f"expected an evaluation (rounds=0), since this hospital does not train: {why}; found {rounds} rounds: leave "
         "it out of the run, and measure the model there with coordinator evaluate",
     )
 
 
 def check_labels(declared: Iterable[str], run: Iterable[str]) -> None:
-    """Raise RefusedError (E-POLICY-16) unless a run's label space has every class that the hospital declares."""
+    """Raise RefusedError (E-POLICY-16) unless a run has every class that the hospital declares."""
     declared, space = list(declared), list(run)
     if not declared:
         raise RefusedError(
@@ -191,17 +190,17 @@ def check_labels(declared: Iterable[str], run: Iterable[str]) -> None:
 
 
 def read_file(file: Path) -> bytes | None:
-    """Read a policy file, through a link if it is one; None where there is nothing of that name.
+    """Read a policy file, following a link; None if there is none.
 
-    Raises RefusedError: E-POLICY-01 on what cannot be read, is no regular file or is larger than 1 MiB; E-POLICY-10 on
-    a file that others can change: by its mode, its owner, or its folder.
+    Raises RefusedError: E-POLICY-01 if it cannot be read, is not a regular file or exceeds 1 MiB; E-POLICY-10 if others
+    can change it (mode, owner or folder).
     """
     opened = open_file(file)
     if opened is None:
         return None
     raw, facts = opened
     if facts.st_mode & OTHERS:
-        raise _open_to_others(f"the policy file {file} to be written by its owner alone", facts, file.resolve())
+        raise _open_to_others(f"the policy file {file} to be writable only by its owner", facts, file.resolve())
     trusted = (os.geteuid(), 0)
     for what, owner in ((file.resolve(), facts.st_uid), (file, os.lstat(file).st_uid)):
         if owner not in trusted:
@@ -213,14 +212,14 @@ def read_file(file: Path) -> bytes | None:
     for folder in {file.absolute().parent, file.resolve().parent}:
         about = folder.stat()
         if about.st_mode & stat.S_IWOTH and not about.st_mode & stat.S_ISVTX:
-            raise _open_to_others(f"the folder {folder} of the policy file to be closed to others", about, folder)
+            raise _open_to_others(f"the folder {folder} of the policy file not to be writable by others", about, folder)
     return raw
 
 
 def open_file(file: Path) -> tuple[bytes, os.stat_result] | None:
-    """Read the bytes of a policy file and its `stat`, whoever may change it; None without one.
+    """Return the bytes and the `stat` of a policy file, without checking who can change it; None without one.
 
-    Raises RefusedError (E-POLICY-01). Guarantees: a pipe or a device is not waited for.
+    Raises RefusedError (E-POLICY-01). Guarantees: a pipe or device does not block.
     """
     try:
         os.lstat(file)
@@ -231,7 +230,7 @@ def open_file(file: Path) -> tuple[bytes, os.stat_result] | None:
     try:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        link = ", a link that leads nowhere" if file.is_symlink() and not file.exists() else ""
+        link = ", a broken link" if file.is_symlink() and not file.exists() else ""
         raise closed(f"expected to read {file}, found {error.strerror}{link}") from error
     try:
         facts = os.fstat(fd)
@@ -255,6 +254,6 @@ def closed(reason: str) -> RefusedError:
 def _open_to_others(expected: str, facts: os.stat_result, place: Path) -> RefusedError:
     return RefusedError(
         "E-POLICY-10",
-        f"expected {expected}, found mode {stat.S_IMODE(facts.st_mode):04o}: look at what it says now, then "
+        f"expected {expected}, found mode {stat.S_IMODE(facts.st_mode):04o}: check its content, then "
         f"chmod go-w {shlex.quote(str(place))} ; {_NOTHING}",
     )

@@ -1,4 +1,4 @@
-"""The sections of a hospital's policy file, with their defaults, and what they say of a profile's options."""
+"""The sections of a hospital's policy file with their defaults, and their checks of a run's options."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from privacy.accounting.release_plan import ReleasePlan
 
 PRIVATE_PROFILES = ("dp_record", "dp_silo_small")
-"""Of `profiles.PROFILES` those that promise something; named here, since a policy is read without torch."""
+"""The private ones of `profiles.PROFILES`; listed here, since reading a policy must not import torch."""
 AUTOMATIC, BY_HAND = "automatic", "by hand"
 ACCURACY, NOTHING = "accuracy", "nothing"
 SHARE_OF_UNITS = 0.1
-"""delta is the chance of a breach of everything: it must stay below this share of one unit in all."""
+"""delta bounds the probability of a full breach: delta times the number of units must stay below this share."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunPolicy:
     """[runs] methods, leads: what is accepted (empty: any)   approve: "automatic", or "by hand" for each run.
 
-    train: False takes part in evaluations alone (rounds=0), whatever the coordinator asks
+    train: False accepts only evaluations (rounds=0)
 
     extensions: distributions whose methods and models may run here, "name" or "name==version" (empty: none)
 
-    hide_size: only private runs with uniform weights; a size is declared only where the operator typed one.
+    hide_size: accept only private runs with uniform weights; declare a size only if the operator typed one.
     """
 
     methods: tuple[str, ...] = ()
@@ -57,15 +57,15 @@ class RunPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Floors:
-    """[privacy] require: a profile that every run must have ("": also runs without one are accepted).
+    """[privacy] require: the profile that every run must have ("": runs without a profile are accepted too).
 
-    epsilon, delta: the most that one run may ask   min_noise: least noise multiplier   min_noise_alone: least of this
-    hospital's own noise where it is shared out under masks, all that is left if they fail (inf: no such run)
-    max_rate: largest sampling rate of record-level training   central: also noise added by the coordinator
-    coupled: treatments of losses that mix examples   unit: "group" accepts no data without groups
-    rng: "test" accepts repeatable noise too, which protects nobody   public_test: also evaluations without noise
-    labels: the classes that this hospital's records may have, as private runs are answered (empty: what the publisher
-    of the data names, or `silo serve --holds`).
+    epsilon, delta: maximum for one run   min_noise: minimum noise multiplier   min_noise_alone: minimum of this
+    hospital's own noise in distributed noise, which is all that remains if the masks fail (inf: no such run)
+    max_rate: maximum sampling rate of record-level training   central: accept noise added by the coordinator
+    coupled: accepted treatments of losses that mix examples   unit: "group" refuses data without groups
+    rng: "test" accepts repeatable noise too, which protects nobody   public_test: accept evaluations without noise
+    labels: the classes of this hospital for private runs, so that folder contents are not revealed (empty: those that
+    the publisher of the data names, or `silo serve --holds`).
     """
 
     require: Annotated[str, bounded(one_of, ("", *PRIVATE_PROFILES))] = ""
@@ -87,7 +87,7 @@ class Floors:
             validate.one_of("E-POLICY-01", "privacy", COUPLED, coupled=treatment)
 
     def check_terms(self, terms: DpConfig) -> None:
-        """Raise RefusedError (E-POLICY-05) on options of a profile that are not allowed."""
+        """Raise RefusedError (E-POLICY-05) if a profile's options are not allowed."""
         if not (terms.epsilon <= self.epsilon and terms.delta <= self.delta):
             raise RefusedError(
                 "E-POLICY-05",
@@ -104,24 +104,26 @@ class Floors:
             raise RefusedError("E-POLICY-05", f"expected a treatment of {self.coupled}, found {terms.coupled!r}")
 
     def check_update(self, noise: float) -> None:
-        """Raise RefusedError (E-POLICY-05) when the noise on a hospital's update is not allowed."""
+        """Raise RefusedError (E-POLICY-05) if an update's noise is too small."""
         if not noise >= self.min_noise:
             raise RefusedError("E-POLICY-05", f"expected noise >= {self.min_noise:g}, found {noise:.4g}")
 
     def check_alone(self, noise: float) -> None:
-        """Raise RefusedError (E-POLICY-05) when less of shared noise is a hospital's own than is allowed."""
+        """Raise RefusedError (E-POLICY-05) if the hospital's own part of distributed noise is too small."""
         if not noise >= self.min_noise_alone:
-            allowed = "noise of this hospital's alone" if self.min_noise_alone == math.inf else "more noise of its own"
+            allowed = (
+                "all noise added by this hospital" if self.min_noise_alone == math.inf else "more noise of its own"
+            )
             raise RefusedError(
                 "E-POLICY-05",
-                f"expected {allowed}, found noise {noise:.4g} that is enough only together with others' "
+                f"expected {allowed}, found noise {noise:.4g}, which is enough only together with others' "
                 f"(privacy.placement=distributed): privacy.min_noise_alone of the policy is {self.min_noise_alone:g}",
             )
 
     def check_plan(self, plan: ReleasePlan, unit: str, declared: float = 0.0) -> None:
-        """Raise RefusedError (E-POLICY-05) when the noise, rate, delta or unit of a planned part is not allowed.
+        """Raise RefusedError (E-POLICY-05) if noise, rate, delta or unit of a plan are not allowed.
 
-        declared: the hospital's own size; the manifest may name a smaller one.
+        declared: the size that the hospital declared; the manifest may have a smaller one
         """
         most = SHARE_OF_UNITS / max(plan.units, declared)
         if plan.steps_per_call or plan.moment_round >= 0 or plan.survey_round >= 0:
@@ -131,15 +133,15 @@ class Floors:
         if not plan.terms.delta <= most:
             raise RefusedError("E-POLICY-05", f"expected delta <= {most:.2g}, found {plan.terms.delta:g}")
         if self.unit == "group" and unit != "group":
-            raise RefusedError("E-POLICY-05", "expected data that names groups, found single records")
+            raise RefusedError("E-POLICY-05", "expected data with groups, found single records")
 
 
 @dataclass(frozen=True, slots=True)
 class PrototypePolicy:
-    """[prototypes] submit: False submits none   hidden: classes that none are submitted of   min_count: least units.
+    """[prototypes] submit: False sends none   hidden: classes without prototypes   min_count: minimum units per class.
 
-    min_examples: least examples of a class of which exact sums leave, in a run without privacy whose method sums
-    products of features (analytic): a sum over one example is that example (0: any number).
+    min_examples: minimum examples of a class in exact sums of feature products, in runs without privacy (analytic): a
+    sum over one example reveals it (0: any number).
     """
 
     submit: bool = True
@@ -153,13 +155,13 @@ class PrototypePolicy:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPolicy:
-    """[evaluation] send: what of a run's evaluation on this hospital's test examples leaves.
+    """[evaluation] send: which results on this hospital's test examples are sent.
 
-    "clinical": all that the run measures   "accuracy": correct answers and examples of each class alone   "nothing".
-    by_hospital: what is sent may be kept and shown under this hospital's name, in runs that ask for it; else the
-    coordinator shows sums over hospitals alone.
-    min_examples: least test examples of a class of which exact counts leave (0: any number)
-    runs_a_day: runs that may measure models here within a day, as far as what they measure leaves exact.
+    "clinical": all that the run measures   "accuracy": only correct answers and examples per class   "nothing".
+    by_hospital: the results may be kept and shown under this hospital's name, if the run asks for it; else only sums
+    over hospitals are shown.
+    min_examples: minimum test examples of a class for exact counts (0: any number)
+    runs_a_day: maximum number of runs a day that get exact results.
     """
 
     send: Annotated[str, bounded(one_of, (CLINICAL, ACCURACY, NOTHING))] = ACCURACY
@@ -173,13 +175,13 @@ class EvaluationPolicy:
 
 @dataclass(frozen=True, slots=True)
 class SecureAggregationPolicy:
-    """[secagg] require: no run whose updates leave without masks, and nothing told that was counted here.
+    """[secagg] require: refuse runs without masks, and send no counts of records.
 
-    min_sum: least hospitals in a sum that this hospital helps to open (0: what the protocol asks, two thirds and three)
-    min_contributors: least k of a run: hospitals that rows of a class are sums over
-    class_sums: "complete" accepts only runs that open sums per class where every hospital sent, "each" also others
-    confirmed_peers: least other members of a run whose fingerprint was confirmed here (`silo peers accept`)
-    collusion: least c of a run: hospitals whose missing noise is covered where it is shared out.
+    min_sum: minimum hospitals in a sum that this hospital helps to open (0: the protocol's two thirds and three)
+    min_contributors: minimum k of a run: the hospitals in a class's sum
+    class_sums: "complete" accepts only runs that open class sums if every hospital sent an update; "each" others too
+    confirmed_peers: minimum other members whose fingerprint was confirmed here (`silo peers accept`)
+    collusion: minimum c of a run: the hospitals that may leave out their part of distributed noise.
     """
 
     require: bool = False
@@ -193,7 +195,7 @@ class SecureAggregationPolicy:
         validate.declared("E-POLICY-01", "secagg", self)
 
     def check(self, manifest: RunManifest) -> None:
-        """Raise RefusedError (E-POLICY-17, E-POLICY-20) on a run that is allowed to see more than this."""
+        """Raise RefusedError (E-POLICY-17, E-POLICY-20) on a run with weaker secure aggregation."""
         terms, cohort = manifest.secagg, manifest.cohort_size
         if terms is None:
             if self.require:
@@ -214,7 +216,7 @@ class SecureAggregationPolicy:
             raise _open_run(f"secagg.collusion of at least {self.collusion}", str(terms.collusion))
 
     def check_peers(self, confirmed: int, others: int) -> None:
-        """Raise RefusedError (E-POLICY-17) where too few of a run's other members were confirmed by fingerprint."""
+        """Raise RefusedError (E-POLICY-17) if too few other members were confirmed by fingerprint."""
         if confirmed < self.confirmed_peers:
             raise _open_run(
                 f"at least {self.confirmed_peers} other members whose fingerprint was confirmed here",
@@ -225,11 +227,11 @@ class SecureAggregationPolicy:
 
 @dataclass(frozen=True, slots=True)
 class SurveyPolicy:
-    """[survey] allow: questions about the records that are answered; all others are held back (empty: every one).
+    """[survey] allow: the questions that are answered (empty: none).
 
-    min_patients: of the smallest number that leaves without noise; fewer than 10 are never told
-    by_hospital: also answers that the coordinator keeps apart, and not in a sum alone
-    records_are_patients: where the data name no patients, each record is another one's: numbers are called patients.
+    min_patients: minimum for a number without noise, at least 10; smaller numbers are suppressed
+    by_hospital: also answer if the coordinator keeps the answers of each hospital
+    records_are_patients: in data without patients, each record is a patient, and counts are of patients.
     """
 
     allow: tuple[str, ...] = ()
@@ -243,7 +245,7 @@ class SurveyPolicy:
             validate.one_of("E-POLICY-01", "survey", tuple(QUESTIONS), allow=name)
 
     def answered(self, by_hospital: bool) -> frozenset[str]:
-        """Name the questions that are answered. by_hospital: the run keeps answers apart."""
+        """Return the questions that are answered. by_hospital: the run keeps each hospital's answers."""
         return frozenset(self.allow) if self.by_hospital or not by_hospital else frozenset()
 
 
@@ -253,7 +255,7 @@ def _open_run(expected: str, actual: str) -> RefusedError:
 
 @dataclass(frozen=True, slots=True)
 class PeerPolicy:
-    """[peers] accept: "automatic", or "by hand": a new member of the roster counts only once it was consented to."""
+    """[peers] accept: "automatic", or "by hand": new members of the roster must be accepted here first."""
 
     accept: Annotated[str, bounded(one_of, (AUTOMATIC, BY_HAND))] = AUTOMATIC
 
@@ -263,7 +265,7 @@ class PeerPolicy:
 
 @dataclass(frozen=True, slots=True)
 class BudgetPolicy:
-    """[budget.COLLECTION] the most that all runs together may spend of a collection."""
+    """[budget.COLLECTION] maximum that all runs together may spend of a collection."""
 
     epsilon: Positive
     delta: Delta

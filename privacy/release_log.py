@@ -1,4 +1,4 @@
-"""The log of what a hospital releases: each release is in it before it is made."""
+"""The log of a hospital's releases; each one is logged before it is made."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class ReleaseLog(Protocol):
     """The releases of one member of a run: in memory for simulations, in the ledger at a hospital."""
 
     def cached(self, purpose: str, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """Return a release that is made once per version of the data; None before it was made."""
+        """Return a cached release, which is made once per data version; None if it was not made yet."""
         ...
 
     def cache(self, purpose: str, value: Tensor) -> None: ...
 
     def reserve(self, round: int, train: bool, releases: Sequence[Release]) -> None:
-        """Set the releases of one task aside, or refuse them; they count from here on."""
+        """Reserve the releases of one task, or refuse them; they count as spent from now on."""
         ...
 
 

@@ -26,7 +26,7 @@ _SERVICES = ("pages",)
 
 
 @dataclass(frozen=True, slots=True)
-class Locked:
+class LockedPackage:
     """One entry of a lock. marker: on which machines it is installed; empty: on all   via: who requires it, by name.
 
     digests: SHA-256 of each of its files, of which an installation takes one.
@@ -48,9 +48,9 @@ def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def read_lock(text: str) -> list[Locked]:
+def read_lock(text: str) -> list[LockedPackage]:
     """Read a lock with digests; raises ValueError, with the line, on anything else."""
-    entries: list[Locked] = []
+    entries: list[LockedPackage] = []
     pin: tuple[str, str, str] | None = None
     digests: list[str] = []
     via: list[str] = []
@@ -59,7 +59,7 @@ def read_lock(text: str) -> list[Locked]:
         if pin is not None:
             if not digests:
                 raise ValueError(f"expected a digest for {pin[0]}=={pin[1]}, found none: make lock")
-            entries.append(Locked(*pin, tuple(digests), tuple(via)))
+            entries.append(LockedPackage(*pin, tuple(digests), tuple(via)))
 
     for number, line in enumerate(text.splitlines(), start=1):
         if match := _PIN.fullmatch(line):
@@ -78,7 +78,7 @@ def read_lock(text: str) -> list[Locked]:
     return entries
 
 
-def scopes(entries: Sequence[Locked], pyproject: Mapping[str, object]) -> dict[str, str]:
+def scopes(entries: Sequence[LockedPackage], pyproject: Mapping[str, object]) -> dict[str, str]:
     """Say of each name whether every service has it ("required"), an extra brings it ("optional"), or neither does."""
     project = pyproject["project"]
     assert isinstance(project, dict)
@@ -98,7 +98,7 @@ def scopes(entries: Sequence[Locked], pyproject: Mapping[str, object]) -> dict[s
 
 
 def _names(requirements: Iterable[str], own_name: str) -> set[str]:
-    """Name what requirements ask for; an extra of our own is there by itself."""
+    """Name what requirements ask for; references to our own extras are left out."""
     names = {normalized(re.split(r"[\[<>=~!; ]", word)[0]) for word in requirements}
     return names - {own_name}
 
@@ -157,7 +157,7 @@ def bill(lock: str, pyproject: str, wheel: tuple[str, str], made: float) -> str:
     return json.dumps({**document, "serialNumber": f"urn:uuid:{named}"}, indent=1, sort_keys=True) + "\n"
 
 
-def _component(entry: Locked, scope: str) -> dict[str, object]:
+def _component(entry: LockedPackage, scope: str) -> dict[str, object]:
     """Write one component. Its digests are of the files that an installation may choose from: any one of them is it."""
     component: dict[str, object] = {
         "type": "library",

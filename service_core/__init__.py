@@ -1,10 +1,10 @@
-"""What every service has and no federation is in: identity, encryption, storage, logs, health.
+"""The parts of a service that know nothing of federated learning: identity, encryption, storage, logs, health.
 
 pki/        keys, certificates, names, the signed roster, invitations, signing by hand
 tls/        TLS 1.3, proxies, and why a connection fails
 storage/    bytes on disk: digests, private files, objects, SQLite
-audit_log/  who called or ordered what: lines in a chain, heads signed for the other side, the commands that read them
+audit_log/  who called what: hash-chained lines, heads signed for the other side, the commands that read them
 operations/ checks of a machine, health, logs, exit statuses
 
-`console` is what both command lines print with; `version` has the number of the protocol.
+`console` prints for both command lines; `version` has the protocol number.
 """

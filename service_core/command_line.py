@@ -1,4 +1,4 @@
-"""What both command lines have in common: commands of functions, found by name; how a program runs; `--version`."""
+"""What both command lines share: turning functions into commands, lazy loading of commands, `--version`."""
 
 from __future__ import annotations
 
@@ -26,29 +26,25 @@ from service_core.tls.connect import require_tls13, silence_grpc_logs
 from service_core.version import PROTOCOL, software
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-BackupFolder = Annotated[
-    Path, typer.Argument(help="A folder that is new or empty, best on another disk.", metavar="TO")
-]
-AcceptLoss = Annotated[
-    bool, typer.Option("--accept-loss", help="Go on with what is in the home, although its database is behind.")
-]
+BackupFolder = Annotated[Path, typer.Argument(help="A new or empty folder, best on another disk.", metavar="TO")]
+AcceptLoss = Annotated[bool, typer.Option("--accept-loss", help="Continue with an incomplete database.")]
 
 
 @dataclass(frozen=True, slots=True)
 class Depends:
-    """Beside a parameter's type: it is no option, but made by a function whose own parameters are options.
+    """Annotation of a parameter that is not an option: `make` creates it, and the parameters of `make` are options.
 
-    make: returns it; a generator yields it once, and goes on when the reply is printed.
+    make: returns the value; a generator yields it once and resumes after the reply is printed
     """
 
     make: Callable[..., Any]
 
 
 def command(function: Callable[..., Reply | None]) -> Callable[..., None]:
-    """Make a command of a function that returns what it found: it prints that, as JSON with `--json`.
+    """Turn a function into a command that prints the returned Reply, as JSON with `--json`.
 
-    A parameter with `Depends` is replaced by the options that it is made from. A function that has to know `as_json`
-    while it works names it as a parameter. One that returns None prints by itself, and has no `--json` unless it does.
+    A parameter with `Depends` is replaced by the options of its `make`. A function that needs `as_json` itself declares
+    it as a parameter. A function that returns None prints by itself; it has `--json` only if it declares `as_json`.
     """
     signature = inspect.signature(function, eval_str=True)
     wanted = signature.parameters
@@ -100,10 +96,10 @@ def _yielding(make: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A command line whose commands are found by name: a call loads the module of its command, and the help none.
+    """A command line that imports only the module of the command called; the help imports none.
 
-    modules: the commands of each module, in the order of the help; a group is called as its command, or `app`
-    reading: commands without a line in the audit log of the home that `home_of` finds
+    modules: the commands of each module, in the order of the help; a group has the name of its command, or `app`
+    reading: commands that are not recorded in the audit log   home_of: finds the home that holds this log
     """
 
     name: str
@@ -113,7 +109,7 @@ class Program:
     home_of: Callable[[Path | None], Path]
 
     def build(self, words: Sequence[str]) -> typer.Typer:
-        """Make the application with the command that is called and those beside it; else with the names of all."""
+        """Build the application from the module of the command called; without one, from the names of all commands."""
         app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=self.help)
         app.callback()(version_option)
         module = self._module(words)
@@ -141,9 +137,9 @@ class Program:
         return status_of(lambda: self._run(words))
 
     def main(self, grpc_logs: bool = False) -> NoReturn:
-        """Run the program to its exit status. Ctrl-C ends it at once until its command begins.
+        """Run the program and exit. Until the command begins, Ctrl-C ends the process at once.
 
-        grpc_logs: keep the lines of gRPC's core, which say why a handshake was refused.
+        grpc_logs: keep the log of gRPC's core, which has the reasons of refused handshakes
         """
         if logging.lastResort is not None:
             logging.lastResort.setFormatter(PrintableFormatter())
@@ -156,7 +152,7 @@ class Program:
         typed = command_words(self.name, words)
         room = (self._module(typed) or "").split(".")
         with needing(room[1], f"{self.name} {_called(typed)}") if room[0] == "consilium" else nullcontext():
-            command = made_command(self.build(typed))
+            command = make_command(self.build(typed))
             ready()
             command(list(words), prog_name=self.name)
 
@@ -169,9 +165,9 @@ def _called(words: Sequence[str]) -> str | None:
 
 
 def _summaries(module: str) -> dict[str, str]:
-    """Read what commands say of themselves off a module's source, without loading it.
+    """Read the help of a module's commands from its source, without importing it.
 
-    The first paragraph of a function's docstring, and `help` of a group of commands.
+    The help is the first paragraph of a function's docstring, or `help` of a group.
     """
     spec, summaries = importlib.util.find_spec(module), dict[str, str]()
     for node in ast.parse(Path(spec.origin).read_text()).body if spec is not None and spec.origin else ():
@@ -200,11 +196,10 @@ def version_option(
     pass
 
 
-def made_command(app: typer.Typer) -> Any:  # noqa: ANN401 - of Click, which Typer has within itself
-    """Make what runs an application.
+def make_command(app: typer.Typer) -> Any:  # noqa: ANN401 - of Click, which Typer has within itself
+    """Make the Click command of an application.
 
-    Its help shows every character that was written: Typer would read `[...]` as markup and leave it out. It names no
-    type beside a flag: Typer's "<bool>" looks like a value.
+    Its help escapes `[...]`, which Typer would drop as markup, and shows no "<bool>" after a flag.
     """
     command = typer.main.get_command(app)
     _prepare_help(command)
@@ -228,7 +223,7 @@ def _escape(described: object, *names: str) -> None:
 
 
 def command_words(program: str, words: Sequence[str]) -> list[str]:
-    """Return the words after the program's name: those of this call, or those that a shell wants completed."""
+    """Return the words after the program's name, or those that a shell asks to complete."""
     if f"_{program.upper()}_COMPLETE" not in os.environ:
         return list(words)
     typed = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")

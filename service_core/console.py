@@ -1,7 +1,7 @@
 """Output of both command lines: JSON for machines, tables and times for people.
 
-What the other side wrote (names, reasons, class names, errors) passes `printable` on its way to a terminal or a log, so
-that it can neither move the cursor, nor turn the direction of writing, nor begin a line of its own.
+Text from the other side (names, reasons, class names, errors) passes `printable` before it is shown or logged. So it
+cannot move the cursor, change the writing direction or start a new line.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rich.text import Text
 
 
 def printable(text: str, keep: str = "") -> str:
-    r"""Escape what is no visible character, as `\x1b`: control characters, separators of lines, directions of writing.
+    r"""Escape invisible characters as `\x1b`: control characters, line separators, writing directions.
 
-    keep: characters that stay nevertheless.
+    keep: characters that are not escaped
     """
     if text.isprintable():
         return text
@@ -35,19 +35,19 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def error_text(error: object) -> str:
-    """Write an error for a terminal; lines after its first are indented, so that none looks like another message."""
+    """Format an error for a terminal. Further lines are indented, so none looks like another message."""
     return re.sub(r"\n(?! )", "\n  ", printable(str(error), keep="\n"))
 
 
 class PrintableConsole(Console):
-    """A console whose texts are one visible line each, apart from tabs; tables are of `make_table`."""
+    """A console that escapes invisible characters other than tabs. Make tables with `make_table`."""
 
     def print(self, *objects: Any, **how: Any) -> None:  # noqa: ANN401
         super().print(*(printable(o, keep="\t") if isinstance(o, str) else o for o in objects), **how)
 
 
 class PrintableFormatter(logging.Formatter):
-    """Log lines: one line for a message, whatever was said in it, and indented ones for a traceback."""
+    """Formats a message as one line and indents tracebacks."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         record.message = printable(record.message)
@@ -58,12 +58,12 @@ class PrintableFormatter(logging.Formatter):
 
 
 def plain_console(*, stderr: bool = False, width: int | None = None, soft_wrap: bool = False) -> Console:
-    """Make a console that prints text as it is: ":AB:" in a fingerprint is no emoji, "[...]" in a path no markup."""
+    """Make a console without emoji, markup and highlighting: fingerprints hold ":AB:", paths "[...]"."""
     return PrintableConsole(highlight=False, markup=False, emoji=False, stderr=stderr, width=width, soft_wrap=soft_wrap)
 
 
 def json_line(value: object) -> str:
-    """Write one JSON value as one line; JSON escapes all that is not visible ASCII."""
+    """Return a JSON value as one line of printable ASCII."""
     return json.dumps(value, sort_keys=True)
 
 
@@ -77,10 +77,10 @@ ERR = plain_console(stderr=True)
 _KEPT_WHOLE = 40
 
 
-def laid_out(parts: Iterable[str], width: int, indent: str = "  ") -> list[str]:
-    """Put parts into lines of so many columns: as many as fit, with two spaces between; further lines are indented.
+def wrap_parts(parts: Iterable[str], width: int, indent: str = "  ") -> list[str]:
+    """Fill lines of `width` columns with parts, two spaces apart; further lines are indented.
 
-    A part that is longer than a line is broken between words, and a word never.
+    A part longer than a line is broken between words; words are never broken.
     """
     lines: list[str] = []
     for part in parts:
@@ -98,17 +98,17 @@ def laid_out(parts: Iterable[str], width: int, indent: str = "  ") -> list[str]:
 
 
 def print_parts(console: Console, *parts: str) -> None:
-    """Print a line of parts with two spaces between, on a terminal in as many lines as it takes there."""
+    """Print parts two spaces apart, wrapped on a terminal."""
     shown = [printable(part, keep="\t") for part in parts]
-    for line in laid_out(shown, console.width) if console.is_terminal else ["  ".join(shown)]:
+    for line in wrap_parts(shown, console.width) if console.is_terminal else ["  ".join(shown)]:
         console.print(line, soft_wrap=True)
 
 
 class FittingTable(Table):
-    """A table of texts; where a line has no room for the longest word of each column, its rows are lines instead.
+    """A table that becomes a list where the terminal is too narrow for the longest word of each column.
 
-    Then the first cell of a row stands by itself, and below it the others behind the names of their columns; those
-    that are empty or "-" are left out.
+    In the list the first cell of a row is a line, followed by "column: cell" lines; cells that are empty or "-" are
+    left out.
     """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -120,7 +120,7 @@ class FittingTable(Table):
         spare = options.max_width - (3 * len(texts) + 1) - sum(least)
         if spare >= 0:
             for n, k in enumerate(sorted(range(len(texts)), key=lambda k: whole[k] - least[k])):
-                more = min(whole[k] - least[k], spare // (len(texts) - n))  # what needs little gets all of it
+                more = min(whole[k] - least[k], spare // (len(texts) - n))  # narrow columns first
                 self.columns[k].width, spare = least[k] + more, spare - more
             yield from super().__rich_console__(console, options)
             return
@@ -128,14 +128,14 @@ class FittingTable(Table):
         heads = [head for head, *_ in texts]
         for first, *rest in zip(*(cells for _, *cells in texts), strict=True):
             filled = [(head, text) for head, text in zip(heads[1:], rest, strict=True) if text not in ("", "-")]
-            named = laid_out([f"{head}: {text}" for head, text in filled], options.max_width - 2, "")
-            lines += [*laid_out([first], options.max_width), *(f"  {line}" for line in named)]
+            named = wrap_parts([f"{head}: {text}" for head, text in filled], options.max_width - 2, "")
+            lines += [*wrap_parts([first], options.max_width), *(f"  {line}" for line in named)]
         for line in lines:
             yield Text(line, overflow="fold")
 
 
 def make_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Make a table that a narrow terminal folds and never shortens; what its first column names stays in one line."""
+    """Make a table that folds long cells and never truncates; short first cells stay on one line."""
     table = FittingTable(*map(printable, head), title=printable(title), title_justify="left")
     shown = [tuple(map(printable, row)) for row in rows]
     for column in table.columns:
@@ -149,14 +149,14 @@ def make_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Names with their values, a line each; with a tab between both where no terminal is."""
+    """Names and values, one pair per line; separated by a tab when the output is not a terminal."""
 
     facts: Iterable[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A table on a terminal, else lines with tabs. headings, titled: with the head, with the title above these."""
+    """A table on a terminal, else tab-separated lines, which begin with the head (headings) and the title (titled)."""
 
     title: str
     head: Sequence[str]
@@ -167,13 +167,13 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a command found.
+    """The result of a command.
 
     Attributes:
-        value: for machines, as JSON
-        shown: the same for people, made when it is printed
-        notes: for people, on standard error, after it
-        status: with which the command ends
+        value: the JSON output
+        shown: the output for people, evaluated when printed
+        notes: for people, printed last, on standard error
+        status: the exit status
     """
 
     value: object
@@ -183,7 +183,7 @@ class Reply:
 
 
 def show_reply(reply: Reply, as_json: bool) -> None:
-    """Print what a command found, as JSON or for people."""
+    """Print a reply, as JSON or for people."""
     if as_json:
         print_json(reply.value)
         return
@@ -194,7 +194,7 @@ def show_reply(reply: Reply, as_json: bool) -> None:
 
 
 def show(item: str | Table | Facts | Rows) -> None:
-    """Print one thing for people. Texts are never broken into lines: a terminal does that itself."""
+    """Print one item for people. The terminal wraps text."""
     if isinstance(item, Table):
         OUT.print(item)
     elif isinstance(item, str):
@@ -211,24 +211,24 @@ def show(item: str | Table | Facts | Rows) -> None:
 
 
 def counted(number: int, word: str) -> str:
-    """Write a number and what it counts: "1 silo", "2 silos"."""
+    """Return a number with its noun: "1 silo", "2 silos"."""
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def local_time(unix: float | None) -> str:
-    """Format a time, or a dash for none (None or 0)."""
+    """Format a Unix time in local time; "-" for None or 0."""
     return datetime.fromtimestamp(unix).astimezone().strftime("%Y-%m-%d %H:%M:%S") if unix else "-"
 
 
 def span(seconds: float) -> str:
-    """Write a duration."""
+    """Format a duration."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def open_file(file: Path) -> None:
-    """Show a file where there is a screen. A file, never a link: other users see the arguments of processes."""
+    """Open a file in the browser if there is a display. Never a secret URL: other users see process arguments."""
     if sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):
         import webbrowser
 

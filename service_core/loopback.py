@@ -1,4 +1,4 @@
-"""An address of this machine's loopback, which pages and metrics are served on. Loads no web server."""
+"""Loopback addresses, on which pages and metrics are served. Imports no web server."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class LoopbackAddress:
         if not is_loopback(host):
             raise ConfigError(
                 "E-CFG-02",
-                f"--metrics: expected an address of this machine's loopback, found {host[:80]!r}: whoever reaches that "
-                "port reads the metrics, because they ask for no certificate. Use 127.0.0.1 and put a proxy with "
-                "authentication, or the agent of your monitoring, in front",
+                f"--metrics: expected an address of this machine's loopback, found {host[:80]!r}: metrics "
+                "need no certificate, so whoever reaches the port can read them. Use 127.0.0.1, with a proxy that "
+                "authenticates or a monitoring agent in front",
             )
         return cls("127.0.0.1" if host.lower() == "localhost" else host, int(match[3]))
 
@@ -45,7 +45,7 @@ class LoopbackAddress:
     def listen(self, what: str, option: str) -> socket.socket:
         """Listen; raises StateError (E-NET-20) when this address cannot be used.
 
-        what: is served, and option: says where, for the error.
+        what, option: what is served and the option that sets the address, for the error
         """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
@@ -53,13 +53,13 @@ class LoopbackAddress:
         except OSError as error:
             raise StateError(
                 "E-NET-20",
-                f"expected to serve {what} on {self}, found that this cannot be ({error.strerror}): choose another "
-                f"address or port with {option}, or stop the other program",
+                f"expected to serve {what} on {self}, found that it cannot be used ({error.strerror}): choose "
+                f"another address or port with {option}, or stop the other program",
             ) from error
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether a host, as it is written, is this machine's loopback; no name is looked up."""
+    """Return whether a host is a loopback address or "localhost"; no name is resolved."""
     if host.lower() == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""A web server in a thread: what pages and metrics have in common."""
+"""A web server in a thread, for pages and metrics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def _nothing() -> None:
 
 
 class ServerThread:
-    """Serves an ASGI application from `start` to `stop`, on a socket that listens already, and closes it.
+    """Serves an ASGI application on a listening socket from `start` to `stop`, which closes the socket.
 
     headers: of the server's own answers to malformed requests   alongside: runs on the server's event loop, and is
     cancelled before the server waits for open requests.
@@ -64,7 +64,7 @@ class ServerThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End: requests under way have a second. May be called more than once."""
+        """Stop; open requests get one second. May be called more than once."""
         self._server.should_exit = True
         self._thread.join()
         self._listening.close()
@@ -90,7 +90,7 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """Uvicorn's own, with our headers also where a request is none, and the oldest connections ended first."""
+    """Uvicorn's protocol, with our headers on malformed requests too. Too many connections end the oldest."""
 
     refusal_headers: Headers = ()
     began = 0.0
@@ -104,7 +104,7 @@ class _Protocol(H11Protocol):
             oldest.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no request; h11 itself finds that the Host header is missing or there twice: 421."""
+        """Answer a malformed request: 421 if h11 reports a missing or duplicate Host header, else 400."""
         status = b"421 Misdirected Request" if "Host" in str(sys.exc_info()[1]) else b"400 Bad Request"
         head = b"".join(b"%b: %b\r\n" % header for header in self.refusal_headers)
         self.transport.write(

@@ -1,4 +1,4 @@
-"""What both programs do before they import anything else, and last."""
+"""The first and last steps of both programs."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ INTERRUPTED = 130
 
 
 def begin() -> None:
-    """Make every file for its owner alone, and let Ctrl-C end the program at once, without a traceback."""
+    """Set umask 077, and let Ctrl-C end the process at once, without a traceback."""
     os.umask(0o077)
     end_on_interrupt()
 
 
 def end_on_interrupt() -> None:
-    """End on Ctrl-C at once: nothing was begun, or what was begun survives a crash.
+    """End the process at once on Ctrl-C. Use it only where the work survives a crash.
 
-    An exception could arise in the middle of any library's import, where nobody knows what becomes of it.
+    A KeyboardInterrupt in the middle of a library's import could be swallowed.
     """
     signal.signal(signal.SIGINT, _end)
 
 
 def raise_on_interrupt() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt, for commands that say or tidy up something then."""
+    """Let Ctrl-C raise KeyboardInterrupt, for commands that clean up or report."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def exit_process(status: int) -> NoReturn:
-    """End the program."""
-    gc.freeze()  # else the interpreter looks at all that torch has made before it ends: most of a second
+    """Exit quickly."""
+    gc.freeze()  # else the last garbage collection walks all of torch's objects: most of a second
     sys.exit(status)
 
 

@@ -1,4 +1,4 @@
-"""Which protocol this software speaks, and what it calls itself."""
+"""The protocol number, the version and the build of this software."""
 
 import hashlib
 import os
@@ -8,26 +8,26 @@ from pathlib import Path
 
 PROTOCOL = 4
 """Since 2, objects are named by BLAKE3 (ADR 0013); since 3, chunks carry no sum of their own (ADR 0017); since 4, silos
-answer a preflight (ADR 0019): one that knows none would leave a run waiting without a word."""
+answer a preflight (ADR 0019): an older silo would leave the run waiting."""
 PACKAGES = ("consilium", "coordinator", "fl_core", "privacy", "protos", "service_core", "silo")
-"""Whose files make a build: all packages but `configs`, whose values stand in each manifest."""
+"""The packages of a build: all but `configs`, whose values are in each manifest."""
 _KINDS = (".py", ".pyi", ".typed", ".txt", ".proto", ".sql", ".html", ".j2", ".css", ".js", ".svg")
 _BUILD_CHARS = 12
 
 
 def version() -> str:
-    """Name the version, which stands in each manifest and decides which runs this software takes part in."""
+    """Return the version, which is in each manifest and decides which runs this software accepts."""
     return f"consilium-fl {metadata.version('consilium-fl')}"
 
 
 @cache
 def software() -> str:
-    """Name version and build, as this side calls itself to people and to the other side (ADR 0062)."""
+    """Return version and build, as shown to people and sent to the other side (ADR 0062)."""
     return f"{version()}+{build(Path(__file__).parents[1])}"
 
 
 def build(folder: Path) -> str:
-    """Return a digest of the packages' files in a folder: checkout, wheel and container of one commit have the same."""
+    """Return a digest of the packages' files, the same for checkout, wheel and container of one commit."""
     files = [
         Path(place, name).relative_to(folder).as_posix()
         for package in PACKAGES

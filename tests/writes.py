@@ -51,7 +51,7 @@ from fl_core.rounds.manifest import NamedOptions, RunManifest, make_members  # n
 from fl_core.types.secagg import Secagg  # noqa: E402
 from privacy.ledger.ledger import Ledger  # noqa: E402
 from privacy.ledger.registration import register  # noqa: E402
-from service_core.storage.generation import read_only  # noqa: E402
+from service_core.storage.generation import open_read_only  # noqa: E402
 from silo.storage.home import Home  # noqa: E402
 from silo.storage.store import SiloStore  # noqa: E402
 from tests import interrupted  # noqa: E402
@@ -434,7 +434,7 @@ class Trial:
             shutil.copytree(self.folder / self.turn.victim, home)
             charges, staged = self._charges(home), set[str]()
             if charges:
-                with closing(read_only(home / "silo.db")) as db:
+                with closing(open_read_only(home / "silo.db")) as db:
                     rows = db.execute("SELECT round, kind FROM tasks WHERE staged IS NOT NULL OR closed IS NOT NULL")
                     staged = {f"{round}/{kind}" for round, kind in rows}
         return Counter({key: n for key, n in charges.items() if key.partition("@")[0] not in staged})

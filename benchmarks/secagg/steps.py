@@ -18,7 +18,7 @@ from fl_core.types.secagg import Secagg
 from fl_core.types.values import Part, PartSpec
 from privacy.secagg import silo_side
 from privacy.secagg.coordinator_side import SealedRound, UploadSum
-from privacy.secagg.keys import MemberKeys, OwnKeys, RunKeys, vouch
+from privacy.secagg.keys import MemberKeys, OwnKeys, RunKeys, verify_keys
 from privacy.secagg.masks import add_mask
 from privacy.secagg.messages import MaskedUpload, Words
 from privacy.secagg.terms import MODEL, Round, SecaggRun
@@ -44,7 +44,7 @@ def members(n: int, ring: str) -> Members:
         o.entry(run, name, b"", lambda _: b"") for o, name in zip(own, run.members, strict=True)
     ]
     keys = [RunKeys.agree(run, e.name, o, entries, lambda *_: True) for o, e in zip(own, entries, strict=True)]
-    vouched = vouch(run, entries, lambda *_: True)
+    vouched = verify_keys(run, entries, lambda *_: True)
     return Members(run, keys, vouched.sign, run.round(vouched.digest, "train", 0, bytes(32)))
 
 

@@ -30,7 +30,7 @@ from fl_core.types.values import Losses, RoundContext, SgdOptions
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
 from privacy.mechanisms.noise import grid
-from privacy.mechanisms.noise.sources import Keys, NoiseSource
+from privacy.mechanisms.noise.sources import NoiseSource, UnitKeys
 from privacy.mechanisms.record.private_data import DpSgdLocalData
 
 KINDS = ("example", "split", "micro")
@@ -51,7 +51,7 @@ class ZeroNoise:
     def uniform(self, n: int) -> Tensor:
         return torch.zeros(n, dtype=torch.float64)
 
-    def uniform_of(self, units: Keys, *about: str | int) -> Tensor:
+    def uniform_of(self, units: UnitKeys, *about: str | int) -> Tensor:
         return self._groups.double() if about[-1] == "groups" else self.uniform(len(units))
 
     def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> Tensor:  # noqa: ARG002

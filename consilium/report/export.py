@@ -25,7 +25,7 @@ from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import read_state, read_weights
 from service_core.pki.identity import certificate_fingerprint, identity_of
-from service_core.storage.private_files import Credentials, written_together
+from service_core.storage.private_files import Credentials, write_files_together
 
 _STATE_COPIES, _STATE_EXTRA = 16, 64 << 20
 NOTHING_SAID = Statement()
@@ -91,7 +91,7 @@ def export_model(
     endings = ("safetensors", *(portable.SUFFIX[kind][1:] for kind in formats), "md", "card.json", "card.html")
     names = [f"{info.run_id}.{ending}" for ending in endings]
     model, *others, card, signed_card, card_page = names
-    with written_together(out, f"export-{info.run_id}", signed_card) as aside:
+    with write_files_together(out, f"export-{info.run_id}", signed_card) as aside:
         save_file(weights, aside / model, metadata=facts.metadata())
         for kind, name in zip(formats, others, strict=True):
             named = portable.facts(manifest, info.run_id, info.model_digest, said.licence)

@@ -29,7 +29,7 @@ from service_core.operations import checks, logs
 from service_core.operations.exit_status import HANGUP, READY, STOPPING, ShutdownSignals, notify
 from service_core.pki.identity import check_name, colons
 from service_core.storage import private_files, unfinished
-from service_core.storage.unfinished import Marker
+from service_core.storage.unfinished import UnfinishedMarker
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.2
@@ -56,9 +56,9 @@ def init(
     if with_passphrase or passphrase.SOURCE.named:
         secret = passphrase.SOURCE.read("passphrase of the new authority", repeat=True)
     again = ["coordinator", "init", consortium, *(word for a in address for word in ("--address", a))]
-    marker = Marker("coordinator init", shlex.join([*again, "--home", str(home)]))
+    marker = UnfinishedMarker("coordinator init", shlex.join([*again, "--home", str(home)]))
     with unfinished.filling(
-        private_files.own_home(home), marker, partial(shutil.rmtree, home / FOLDER, ignore_errors=True)
+        private_files.private_home(home), marker, partial(shutil.rmtree, home / FOLDER, ignore_errors=True)
     ):
         authority = Authority.create(home, consortium, address, secret=secret)
         authority.issue_lead(MAIN_LEAD)

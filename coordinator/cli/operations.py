@@ -20,7 +20,7 @@ from coordinator.pki.authority import Authority
 from coordinator.pki.server_certificate import ServerCertificate
 from coordinator.storage.store import FILE, LOCK_FILE, OBJECTS, CoordinatorStore, lock_home
 from fl_core.errors import ConfigError, UnavailableError
-from service_core.audit_log.commands import Side, make_app
+from service_core.audit_log.commands import LogOwner, make_app
 from service_core.audit_log.log import LOG_FILE, mark_restored
 from service_core.command_line import AcceptLoss, BackupFolder, command
 from service_core.console import Reply, local_time
@@ -233,9 +233,9 @@ def _certificate_part(pem: bytes) -> bytes:
 # ---- the audit log ---------------------------------------------------------------------------------------------------
 
 
-def _side(home: Path | None) -> Side:
+def _side(home: Path | None) -> LogOwner:
     place = home_of(home)
-    return Side(
+    return LogOwner(
         place,
         lambda: Identity(CertificateRole.COORDINATOR, Authority.open(place).consortium).uri,
         lambda: ServerCertificate(place).current().ca_pem,

@@ -19,7 +19,7 @@ from fl_core.kinds import kind_of
 from privacy.accounting.measures import ACCURACY
 from privacy.accounting.uncertainty import NOTHING
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.console import OUT, counted, error_text, laid_out, local_time, make_table, printable, span
+from service_core.console import OUT, counted, error_text, local_time, make_table, printable, span, wrap_parts
 
 _CHART_WIDTH, _CHART_MARGIN = 60, 8
 
@@ -81,7 +81,7 @@ class Watcher:
         first, *others = error_text(event.text).split("\n")  # a reason may have a line for each hospital
         parts = [printable(part) for part in (*self._parts(event), first) if part]
         for said in (parts, *([other] for other in others)):
-            for line in laid_out(said, console.width):
+            for line in wrap_parts(said, console.width):
                 console.print(line, soft_wrap=True)
 
     def _left(self) -> str:
@@ -116,7 +116,7 @@ class Watcher:
         width = min(_CHART_WIDTH, self._console.width - _CHART_MARGIN)
         lines = chart(values, width, ascii_only=self._console.options.ascii_only)
         caption = [f"        accuracy over {counted(len(values) - 1, 'round')} of training"] if lines else []
-        title = (Text(line, no_wrap=True) for line in laid_out(map(printable, self._title()), self._console.width))
+        title = (Text(line, no_wrap=True) for line in wrap_parts(map(printable, self._title()), self._console.width))
         return Group(*title, self._table(), *(Text(line, no_wrap=True) for line in (*lines, *caption)))
 
     def _title(self) -> list[str]:

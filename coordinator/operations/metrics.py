@@ -13,7 +13,7 @@ from coordinator.operations.health import PROBLEMS, Readiness
 from coordinator.storage.records import RoundRow, RunState
 from fl_core.types.enums import TaskKind
 from service_core.operations import metrics
-from service_core.operations.metrics import Family, GaugeSnapshot
+from service_core.operations.metrics import GaugeSnapshot, MetricFamily
 from service_core.pki.identity import CertificateRole
 from service_core.storage.private_files import Credentials
 
@@ -23,42 +23,46 @@ if TYPE_CHECKING:
 
 _P = "consilium_coordinator"
 _COMMON = metrics.common(_P)
-PROBLEM = Family(f"{_P}_problem", "gauge", "Whether this keeps the service from its work: 1 or 0", ("problem",))
-MEMBERS = Family(f"{_P}_members", "gauge", "Hospitals that are enrolled and not revoked")
-CONNECTED = Family(f"{_P}_silos_connected", "gauge", "Hospitals that have a session now")
-SILO_CONNECTED = Family(f"{_P}_silo_connected", "gauge", "Whether a hospital has a session now: 1 or 0", ("silo",))
-SILO_EXPIRY = Family(
+PROBLEM = MetricFamily(f"{_P}_problem", "gauge", "Whether this keeps the service from its work: 1 or 0", ("problem",))
+MEMBERS = MetricFamily(f"{_P}_members", "gauge", "Hospitals that are enrolled and not revoked")
+CONNECTED = MetricFamily(f"{_P}_silos_connected", "gauge", "Hospitals that have a session now")
+SILO_CONNECTED = MetricFamily(
+    f"{_P}_silo_connected", "gauge", "Whether a hospital has a session now: 1 or 0", ("silo",)
+)
+SILO_EXPIRY = MetricFamily(
     f"{_P}_silo_certificate_expiry_timestamp_seconds",
     "gauge",
     "When a hospital's newest certificate ends, in Unix time",
     ("silo",),
 )
 LIVE = (RunState.WAITING, RunState.RUNNING, RunState.PAUSED)
-RUNS = Family(f"{_P}_runs", "gauge", "Runs by state", ("state",))
-RUN_CLOSED = Family(
+RUNS = MetricFamily(f"{_P}_runs", "gauge", "Runs by state", ("state",))
+RUN_CLOSED = MetricFamily(
     f"{_P}_run_rounds_closed",
     "gauge",
     "Rounds that a run has closed, of runs that are waiting, running or paused",
     ("run",),
 )
-RUN_PLANNED = Family(f"{_P}_run_rounds_planned", "gauge", "Rounds that such a run is to have", ("run",))
-LEFT_OUT = Family(
+RUN_PLANNED = MetricFamily(f"{_P}_run_rounds_planned", "gauge", "Rounds that such a run is to have", ("run",))
+LEFT_OUT = MetricFamily(
     f"{_P}_label_values_left_out",
     "gauge",
     f"Silos, or such runs, beyond the {metrics.MAX_VALUES} that are shown",
     ("label",),
 )
-ROUND_SECONDS = Family(
+ROUND_SECONDS = MetricFamily(
     f"{_P}_round_duration_seconds",
     "histogram",
     "Seconds from the opening of a round to its close, of rounds closed since the service began",
     ("kind",),
 )
-CALLS = Family(f"{_P}_calls", "counter", "Calls that came, also those that were refused", ("call",))
-UNDER_WAY = Family(f"{_P}_calls_under_way", "gauge", "Calls under way; of streams, how many are open", ("call",))
-REFUSALS = Family(f"{_P}_refusals", "counter", "Calls that ended with an error, by its code", ("code",))
-RECEIVED = Family(f"{_P}_received_bytes", "counter", "Bytes of updates that hospitals sent")
-SENT = Family(f"{_P}_sent_bytes", "counter", "Bytes of models and manifests that were sent, by who asked", ("role",))
+CALLS = MetricFamily(f"{_P}_calls", "counter", "Calls that came, also those that were refused", ("call",))
+UNDER_WAY = MetricFamily(f"{_P}_calls_under_way", "gauge", "Calls under way; of streams, how many are open", ("call",))
+REFUSALS = MetricFamily(f"{_P}_refusals", "counter", "Calls that ended with an error, by its code", ("code",))
+RECEIVED = MetricFamily(f"{_P}_received_bytes", "counter", "Bytes of updates that hospitals sent")
+SENT = MetricFamily(
+    f"{_P}_sent_bytes", "counter", "Bytes of models and manifests that were sent, by who asked", ("role",)
+)
 FAMILIES = (
     *(_COMMON[name] for name in ("build_info", "ready")),
     PROBLEM,

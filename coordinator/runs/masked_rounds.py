@@ -34,8 +34,8 @@ from fl_core.types.enums import TaskKind
 from fl_core.types.secagg import MASKS
 from fl_core.types.values import Part, State
 from privacy.compiled_run import CompiledRun, secagg_run
-from privacy.secagg.coordinator_side import Opened, SealedRound, UploadSum
-from privacy.secagg.keys import MemberKeys, VerifiedKeys, Vouch, pinned_signature, vouch
+from privacy.secagg.coordinator_side import OpenedSum, SealedRound, UploadSum
+from privacy.secagg.keys import KeyVerifier, MemberKeys, VerifiedKeys, pinned_signature, verify_keys
 from privacy.secagg.messages import Bytes, Confirmation, RevealedShares, Seal
 from privacy.secagg.terms import Round, SecaggError, SecaggRun
 from protos.consilium.v1 import federation_pb2 as pb
@@ -125,7 +125,7 @@ class MaskedRounds:
             )
 
     def keep_keys(self, entries: Mapping[str, pb.SecaggEntry]) -> None:
-        """Fix the keys of all members as one object; raises SecaggError (E-ID-33) as `vouch`."""
+        """Fix the keys of all members as one object; raises SecaggError (E-ID-33) as `verify_keys`."""
         keys = pb.SecaggKeys(entries=[entries[name] for name in self.run.members])
         self._vouch(keys, self._trust())
         raw, objects = keys.SerializeToString(deterministic=True), self.services.objects
@@ -141,11 +141,11 @@ class MaskedRounds:
         except DecodeError as error:
             raise StateError("E-STATE-22", f"expected the keys of {self.run.id}, found other bytes") from error
 
-    def _vouch(self, keys: pb.SecaggKeys, trusted: Vouch) -> VerifiedKeys:
+    def _vouch(self, keys: pb.SecaggKeys, trusted: KeyVerifier) -> VerifiedKeys:
         entries = zip(self.run.members, keys.entries, strict=True)
-        return vouch(self._secagg, [_entry(name, entry) for name, entry in entries], trusted)
+        return verify_keys(self._secagg, [_entry(name, entry) for name, entry in entries], trusted)
 
-    def _trust(self) -> Vouch:
+    def _trust(self) -> KeyVerifier:
         members = {s.name: roster_member(s) for s in self.services.store.members.silos() if not s.revoked}
         pins = {name: member.fingerprint for name, member in members.items()}
         consortium = identity_of(self.services.signer().cert_pem).identity.consortium
@@ -343,7 +343,7 @@ class SetOpening:
     seal: pb.SecaggSeal
     deadline_s: float
     clock: Callable[[], float] = time.monotonic
-    opened: Opened | None = None
+    opened: OpenedSum | None = None
     _opens: bool = False
     _joins: bool = False
     _stopped: bool = False

@@ -14,7 +14,7 @@ from coordinator.storage.schema import MIGRATIONS, metadata
 from coordinator.storage.secagg import MaskedRunStore
 from coordinator.storage.steering import SteeringStore
 from service_core.storage.object_store import count_objects
-from service_core.storage.private_files import FolderLock, own_home
+from service_core.storage.private_files import FolderLock, private_home
 from service_core.storage.sqlite import Database
 
 FILE = "coordinator.sqlite"
@@ -43,7 +43,7 @@ class CoordinatorStore:
     ) -> None:
         """Open the database of a home; as `Database`. accept_loss: go on with an older or new one."""
         if not rehearsal:
-            own_home(home)
+            private_home(home)
         self.database = Database(
             home / FILE,
             metadata,

@@ -1,1 +1,1 @@
-"""A private run's configuration, the releases that follow from it, and the epsilon that they cost."""
+"""A private run's options, its planned releases, and their epsilon."""

@@ -56,7 +56,7 @@ History = Sequence[Mechanism]
 
 
 def aggregated(history: Iterable[Mechanism]) -> list[Mechanism]:
-    """Join mechanisms of equal noise and rate: PRV's cost grows with the number of entries, its result does not."""
+    """Join mechanisms of equal noise and rate, since PRV's cost grows with the number of entries."""
     steps: dict[tuple[float, float], int] = {}
     for m in history:
         steps[m.noise, m.rate] = steps.get((m.noise, m.rate), 0) + m.steps
@@ -148,7 +148,7 @@ def replace_one(epsilon: float, delta: float) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Filter:
+class PrivacyFilter:
     """A budget (epsilon, delta) kept at one fixed Renyi order: a history fits while its RDP is at most `bound`."""
 
     epsilon: float
@@ -156,7 +156,7 @@ class Filter:
     order: float
 
     @classmethod
-    def of(cls, epsilon: float, delta: float) -> Filter:
+    def of(cls, epsilon: float, delta: float) -> PrivacyFilter:
         """Choose the order for a budget: 1 + sqrt(ln(1/delta) / rho), rho being the zCDP that it allows."""
         if not 0 < epsilon < math.inf:
             raise ConfigError("E-PRIV-20", f"expected a finite budget epsilon > 0, found {epsilon}")
@@ -180,7 +180,7 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class RdpBound:
-    """A bound on RDP at one order, beside a budget: what a plan comes to, and nothing above it."""
+    """A bound on RDP at one order: exactly what a plan costs."""
 
     order: float
     bound: float
@@ -190,11 +190,11 @@ class RdpBound:
         return cls(order, float(rdp(planned, [order])[0]))
 
     def admits(self, spent: Iterable[Mechanism], requested: Iterable[Mechanism]) -> bool:
-        """Tell whether what is asked for still fits beside what is spent; equal plans fit whatever their order."""
+        """Return whether a request fits in addition to what is spent; the order of equal plans does not matter."""
         return float(rdp([*spent, *requested], [self.order])[0]) <= self.bound * (1 + _ROUNDING)
 
 
-Bound = Filter | RdpBound
+Bound = PrivacyFilter | RdpBound
 _ROUNDING = 1e-12
 
 
@@ -204,7 +204,7 @@ def solve_noise(epsilon: float, delta: float, history: Callable[[float], History
     history: what is released in all at noise z. Raises ConfigError (E-PRIV-12) when what stands beside training takes
     the whole budget.
     """
-    budget = Filter.of(epsilon, delta)
+    budget = PrivacyFilter.of(epsilon, delta)
 
     def fits(noise: float) -> bool:
         return budget.admits((), history(noise))

@@ -1,4 +1,4 @@
-"""What a method will ask of a hospital's data in a round, found by a dry run on made-up examples."""
+"""Finds which sums and steps a method requests in a round, by a dry run on synthetic examples."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class DataRequirements:
 
 
 class _RecordingLocalData:
-    """Local data without an example, which record what they are asked for."""
+    """Local data without examples that record all requests."""
 
     def __init__(
         self, schema: Schema, train: TrainConfig, steps_of: StepsOf, needs: DataRequirements, probe: bool, round: int

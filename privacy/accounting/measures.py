@@ -19,7 +19,7 @@ from privacy.accounting.uncertainty import LEVEL, NOTHING, Estimate, EvaluationN
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """What an evaluation counted.
+    """The counts of an evaluation.
 
     correct, examples: (C,) sums as they were released, with this noise   personal: scores of personal models
     withheld: those of them that noise hides.
@@ -200,7 +200,7 @@ def of_model() -> list[Measure]:
 
 
 def measured(result: EvaluationResult) -> Iterator[tuple[Measure, Estimate]]:
-    """Yield the measures that an evaluation has, also those that noise hides."""
+    """Yield the measures of an evaluation, including those that noise hides."""
     for measure in MEASURES:
         if (value := measure.estimate(result)) != NOTHING:
             yield measure, value

@@ -1,4 +1,4 @@
-"""What a run will cost each hospital, before anyone starts: its releases follow from public facts alone."""
+"""Projects what a run will cost each hospital, from public facts alone, before it starts."""
 
 from __future__ import annotations
 

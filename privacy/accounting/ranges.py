@@ -1,4 +1,4 @@
-"""Within what ranges the numbers of a private run lie: outside, float arithmetic could undo a bound that is proved.
+"""Allowed ranges of the numbers of a private run: outside, float arithmetic could break a proved bound.
 
 One table, checked by the coordinator when a run is frozen and by each hospital on the manifest that it received.
 `text()` is what the explanation of E-PRIV-20 prints.
@@ -19,7 +19,7 @@ from privacy.accounting.record_config import DpConfig
 
 
 class AllowedRange(NamedTuple):
-    """What a number may be: from `low` to `high`; off: 0 is good, too, and switches something off."""
+    """A range from `low` to `high`; off: 0 is allowed too, and switches something off."""
 
     low: float
     high: float

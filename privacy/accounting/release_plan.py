@@ -42,13 +42,13 @@ class Release:
 
     @property
     def alone(self) -> Mechanism:
-        """What it is where masks fail: with the silo's own noise."""
+        """The mechanism if masks fail: only the silo's own noise counts."""
         m = self.mechanism
         return m if self.shared is None else replace(m, noise=self.shared.alone(m.noise))
 
     @property
     def of_all(self) -> Mechanism:
-        """What it is where all silos are there and honest."""
+        """The mechanism if all silos are present and honest."""
         m = self.mechanism
         return m if self.shared is None else replace(m, noise=self.shared.of_all(m.noise))
 
@@ -64,7 +64,7 @@ class ReleaseAllowance:
         self.made: list[Release] = []
 
     def take(self, release: Release) -> None:
-        """Use up a planned release; raises RefusedError (E-PRIV-15) when there is none like it."""
+        """Use up a planned release; raises RefusedError (E-PRIV-15) if it was not planned."""
         if release not in self.left:
             raise RefusedError(
                 "E-PRIV-15", f"expected one of the releases {self.left}, found {release}: nothing was released"
@@ -139,7 +139,7 @@ class ReleasePlan:
         if needs.example_sums:
             raise RefusedError(
                 "E-PRIV-16",
-                f"method {method.name} sums over examples what no bound is known for: choose a method whose releases "
+                f"method {method.name} sums over examples without a known bound: choose a method whose releases "
                 "are deltas, class counts and prototypes",
             )
         if shared is not None and (needs.moments < 0 or needs.steps or needs.closing or needs.class_sums):
@@ -189,7 +189,7 @@ class ReleasePlan:
         return treatment(self.coupling, self.terms.coupled)
 
     def is_coupled(self, step: int) -> bool:
-        """Tell whether a step has the coupled term: every `coupled_every`-th, from the first on."""
+        """Return whether a step has the coupled term: every `coupled_every`-th, from the first on."""
         return self.coupled and step % self.terms.coupled_every == 0
 
     @cached_property

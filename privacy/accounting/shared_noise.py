@@ -37,7 +37,7 @@ class SharedNoise:
 
     @classmethod
     def of(cls, manifest: RunManifest) -> SharedNoise:
-        """Read it off a run whose rounds are masked.
+        """Read the terms from a masked run.
 
         Raises ConfigError: E-PRIV-16 on a run without masks, E-CFG-02 where nobody or too many would collude.
         """
@@ -64,11 +64,11 @@ class SharedNoise:
         return 1 / math.sqrt(self.smallest_sum - self.colluding)
 
     def of_all(self, noise: float) -> float:
-        """Return what noise z becomes where all n are in the sum and honest."""
+        """Return the noise multiplier if all n silos are in the sum and honest, given the promised z."""
         return noise * self.share * math.sqrt(self.silos)
 
     def alone(self, noise: float) -> float:
-        """Return what of noise z is a silo's own: the standard deviation of its noise over the sensitivity."""
+        """Return the noise multiplier of one silo's own noise, given the promised z."""
         return noise * self.share
 
     @classmethod
@@ -80,7 +80,7 @@ class SharedNoise:
         return cls(n, m, c)
 
     def facts(self, noise: float) -> Mapping[str, float]:
-        """Write it down beside a release of noise z."""
+        """Return the terms as JSON values, for a release of noise z."""
         return asdict(self) | {"noise_alone": self.alone(noise), "noise_of_all": self.of_all(noise)}
 
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fl_core.errors import RefusedError
-from privacy.accounting.accountant import Bound, Filter, Mechanism, aggregated
+from privacy.accounting.accountant import Bound, Mechanism, PrivacyFilter, aggregated
 from privacy.accounting.shared_noise import SharedNoise
 from privacy.ledger.event_chain import LedgerEvent
 
@@ -35,7 +35,7 @@ _NEXT: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class PlannedRelease:
-    """One mechanism of an entry, what it is for, and how its noise is shared out."""
+    """One mechanism of an entry, its purpose, and the terms of distributed noise, if any."""
 
     purpose: str
     mechanism: Mechanism
@@ -103,8 +103,8 @@ class LedgerEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
-    """A version of a collection's data: how many records and units it has."""
+class DataVersion:
+    """A version of a collection's data, with its numbers of records and units."""
 
     collection: str
     records: int
@@ -117,7 +117,7 @@ class Budget:
     """A budget, who set it and why."""
 
     collection: str
-    filter: Filter
+    filter: PrivacyFilter
     operator: str
     reason: str
     created_at: str
@@ -130,7 +130,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What a coordinator was refused with, and how often by now; without a coordinator, the code is all there is."""
+    """A coordinator's refusals with one code, and their number; in early entries only the code."""
 
     code: str
     coordinator: str = ""
@@ -147,8 +147,8 @@ class Refusal:
         return cls(str(facts["code"]), str(facts["coordinator"]), int(facts["times"]))
 
 
-class UnsoundError(Exception):
-    """An event that no ledger would have written; the message says why."""
+class InvalidEventError(Exception):
+    """An event that contradicts the events before it."""
 
 
 @dataclass
@@ -167,7 +167,7 @@ class Account:
     entries: dict[str, LedgerEntry] = field(default_factory=dict)
     collections: dict[str, tuple[str, str]] = field(default_factory=dict)
     single: set[str] = field(default_factory=set)
-    versions: dict[str, Version] = field(default_factory=dict)
+    versions: dict[str, DataVersion] = field(default_factory=dict)
     units: dict[str, str] = field(default_factory=dict)
     budgets: list[Budget] = field(default_factory=list)
     kept: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
@@ -178,7 +178,7 @@ class Account:
     _of_run: dict[str, dict[str, LedgerEntry]] = field(default_factory=lambda: defaultdict(dict))
 
     def apply(self, event: LedgerEvent) -> None:
-        """Apply one event; raises UnsoundError on one that does not follow from those before."""
+        """Apply one event; raises InvalidEventError on one that does not follow from those before."""
         try:
             if event.entry is not None:
                 self._move(event)
@@ -187,7 +187,7 @@ class Account:
                 self._register(event.subject, event.created_at, facts)
             elif event.state == "BUDGET":
                 facts = json.loads(event.detail)
-                kept = Filter(float(facts["epsilon"]), float(facts["delta"]), float(facts["order"]))
+                kept = PrivacyFilter(float(facts["epsilon"]), float(facts["delta"]), float(facts["order"]))
                 self.budgets.append(Budget(event.subject, kept, facts["operator"], facts["reason"], event.created_at))
             elif event.state == "KEPT":
                 facts = json.loads(event.detail)
@@ -202,16 +202,16 @@ class Account:
                 refusal = Refusal.of(event.detail)
                 self.refusals[refusal.coordinator, refusal.code] = refusal.times
             else:
-                raise UnsoundError(f"{event.state} is about no entry")
+                raise InvalidEventError(f"{event.state} is about no entry")
         except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
-            raise UnsoundError(f"its detail cannot be read ({type(error).__name__}: {error})") from error
+            raise InvalidEventError(f"its detail cannot be read ({type(error).__name__}: {error})") from error
 
     def _move(self, event: LedgerEvent) -> None:
         id = str(event.entry)
         entry = self.entries.get(id)
         old = "" if entry is None else entry.state
         if event.state not in _NEXT.get(old, ()):
-            raise UnsoundError(f"{id!r} cannot go from {old or 'nothing'} to {event.state}")
+            raise InvalidEventError(f"{id!r} cannot go from {old or 'nothing'} to {event.state}")
         if entry is None:
             entry = self._enter(LedgerEntry.of(event))
         self._tally(entry, -1)
@@ -233,17 +233,17 @@ class Account:
         self.collections.setdefault(collection, (facts["unit"], at))
         if facts["unit"] == "record":
             self.single.add(collection)
-        version = Version(collection, int(facts["records"]), int(facts["units"]), at)
+        version = DataVersion(collection, int(facts["records"]), int(facts["units"]), at)
         self.versions.setdefault(facts["fingerprint"], version)
         self.units[collection] = facts["digests"]
 
     def _load(self, facts: Mapping[str, Any]) -> None:
-        """Take over what a ledger said before it came under a key (`privacy.ledger.before_the_key`)."""
+        """Take over the state of a ledger of version 1 (`privacy.ledger.before_the_key`)."""
         if self.entries or self.versions:
-            raise UnsoundError("a ledger comes under a key before anything else")
+            raise InvalidEventError("a ledger comes under a key before anything else")
         self.collections = {name: (unit, at) for name, (unit, at) in facts["collections"].items()}
         self.single = {name for name, (unit, _) in self.collections.items() if unit == "record"}
-        self.versions = {fingerprint: Version(*row) for fingerprint, row in facts["versions"].items()}
+        self.versions = {fingerprint: DataVersion(*row) for fingerprint, row in facts["versions"].items()}
         self.units = dict(facts["units"])
         for collection, detail, at in facts["budgets"]:
             self.apply(LedgerEvent(0, None, collection, "BUDGET", detail, at))
@@ -256,11 +256,11 @@ class Account:
 
     # ---- what follows from it -----------------------------------------------------------------------------------
 
-    def budget(self, collection: str) -> Filter | None:
+    def budget(self, collection: str) -> PrivacyFilter | None:
         return next((b.filter for b in reversed(self.budgets) if b.collection == collection), None)
 
     def unit(self, collection: str) -> str:
-        """Return what a collection's epsilon is about: single records as soon as one version came without groups."""
+        """Return the privacy unit of a collection: records, as soon as one version has no groups."""
         return "record" if collection in self.single else self.collections[collection][0]
 
     def history(self, collection: str) -> list[Mechanism]:
@@ -317,7 +317,7 @@ class LedgerTask:
 
 
 def times_charged(account: Account, collection: str, task: LedgerTask) -> int:
-    """Count how often a coordinator's round was charged to a collection, under its run or its manifest."""
+    """Return how often a coordinator's round was charged to a collection, by its run or its manifest."""
     of_run = account.of_run(task.run, task.manifest, collection)
     return sum(e.charged and task.may_be_of(e) and (e.round, e.kind) == (task.round, task.kind) for e in of_run)
 
@@ -327,7 +327,7 @@ def refused(
     collection: str,
     task: LedgerTask,
     requested: Sequence[Mechanism],
-    cap: Filter | None,
+    cap: PrivacyFilter | None,
     run: Sequence[Bound],
 ) -> RefusedError | None:
     """Return the refusal of a request, None when it is admitted. Raises RefusedError (E-BUDGET-02) without a budget."""

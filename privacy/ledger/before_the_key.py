@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from fl_core.errors import StateError
-from privacy.accounting.accountant import Filter
-from privacy.ledger.account import Account, Budget, LedgerEntry, UnsoundError, plain, planned_of
+from privacy.accounting.accountant import PrivacyFilter
+from privacy.ledger.account import Account, Budget, InvalidEventError, LedgerEntry, plain, planned_of
 from privacy.ledger.event_chain import GENESIS, LedgerEvent, unkeyed_hash
 
 _ENTRY = "entry"
@@ -36,7 +36,7 @@ def snapshot(db: sqlite3.Connection, name: str) -> str:
         previous = digest
     try:
         return _say(_read(db, events)) if events else ""
-    except (UnsoundError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
+    except (InvalidEventError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
         raise _edited(name, f"its rows are not those of its events ({type(error).__name__}: {error})") from error
 
 
@@ -52,9 +52,9 @@ def _read(db: sqlite3.Connection, events: Sequence[LedgerEvent]) -> Account:
             event = event._replace(detail=made[event.state, event.subject, event.detail].pop(0))
         account.apply(event)
     if left := sorted(str(key) for key, details in made.items() if details):
-        raise UnsoundError(f"no event made {left[0]}")
+        raise InvalidEventError(f"no event made {left[0]}")
     if strangers := {c for (c,) in db.execute("SELECT name FROM collection")} ^ set(account.collections):
-        raise UnsoundError(f"no version of {sorted(strangers)} is registered")
+        raise InvalidEventError(f"no version of {sorted(strangers)} is registered")
     units: dict[str, list[bytes]] = {c: [] for c in account.collections}
     for digest, collection in db.execute("SELECT digest, collection FROM unit_digest"):
         units[collection].append(bytes(digest))
@@ -80,7 +80,7 @@ def _rows(db: sqlite3.Connection) -> dict[tuple[str, str, str], list[str]]:
             names = f"restored/{round}/{run.removeprefix('restored ')[:16]}/{collection}"
         made[_ENTRY, names, repr(plain(planned))].append(entry.detail())
     if mechanisms:
-        raise UnsoundError(f"no entry has the mechanisms of {sorted(mechanisms)[0]}")
+        raise InvalidEventError(f"no entry has the mechanisms of {sorted(mechanisms)[0]}")
     for fingerprint, collection, unit, records, units in db.execute(
         "SELECT v.fingerprint, v.collection, c.unit, v.records, v.units FROM dataset_version v "
         "JOIN collection c ON c.name = v.collection"
@@ -90,7 +90,7 @@ def _rows(db: sqlite3.Connection) -> dict[tuple[str, str, str], list[str]]:
     for collection, epsilon, delta, order, operator, reason in db.execute(
         "SELECT collection, epsilon, delta, filter_order, operator, reason FROM budget ORDER BY seq"
     ):
-        budget = Budget(collection, Filter(epsilon, delta, order), operator, reason, "")
+        budget = Budget(collection, PrivacyFilter(epsilon, delta, order), operator, reason, "")
         made["BUDGET", collection, f"epsilon {epsilon!r} delta {delta!r} by {operator}: {reason}"].append(
             budget.detail()
         )

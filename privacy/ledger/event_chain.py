@@ -21,7 +21,15 @@ from typing import NamedTuple
 
 from fl_core.errors import StateError
 from privacy.ledger import key as ledger_key
-from service_core.storage.chain import BUSY_S, PASSING, BrokenChainError, Chain, ChainHead, disk_taken, transaction
+from service_core.storage.chain import (
+    BUSY_S,
+    PASSING,
+    BrokenChainError,
+    Chain,
+    ChainHead,
+    sqlite_disk_errors,
+    transaction,
+)
 from service_core.storage.migration import migrate, statements
 from service_core.storage.private_files import sync_folder
 from service_core.storage.unfinished import require_finished
@@ -38,7 +46,7 @@ Snapshot = Callable[[sqlite3.Connection, str], str]
 
 
 class LedgerEvent(NamedTuple):
-    """One event as the file has it; entry: what it moves, None where it is about no entry."""
+    """One event of the file. entry: the entry that it changes, if any."""
 
     seq: int
     entry: str | None
@@ -116,7 +124,7 @@ class EventChain:
     def write(
         self, db: sqlite3.Connection, entry: str | None, subject: str, state: str, detail: str, time: str = ""
     ) -> None:
-        """Append an event within a transaction; entry: what it moves, None where it is about no entry."""
+        """Append an event within a transaction. entry: the entry that it changes, if any."""
         self.events.append(db, (entry, subject, state, detail, time or now()))
 
     # ---- the file -----------------------------------------------------------------------------------------------
@@ -161,7 +169,7 @@ class EventChain:
 
     @contextmanager
     def damage(self) -> Iterator[None]:
-        """Raise E-BUDGET-07 in place of SQLite's own error on a file that it cannot read; passing errors stay."""
+        """Replace SQLite's error on a damaged file by E-BUDGET-07; temporary errors pass."""
         try:
             yield
         except (sqlite3.DatabaseError, KeyError, ValueError) as error:
@@ -180,8 +188,8 @@ class EventChain:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Open a transaction; raises UnavailableError (E-STATE-63) when the disk takes nothing: nothing was written."""
-        with disk_taken(self.file), self.reading() as db, transaction(db, self.file):
+        """Open a transaction; raises UnavailableError (E-STATE-63) on a full disk, after rolling back."""
+        with sqlite_disk_errors(self.file), self.reading() as db, transaction(db, self.file):
             yield db
 
 
@@ -191,19 +199,19 @@ def keyed_hash(key: bytes, previous: str, event: LedgerEvent) -> str:
 
 
 def unkeyed_hash(previous: str, event: LedgerEvent) -> str:
-    """Return the hash that events of version 1 have."""
+    """Return the hash of an event of version 1."""
     fields = [previous, event.entry or "", event.subject, event.state, event.detail, event.created_at]
     return hashlib.sha256(json.dumps(fields, separators=(",", ":")).encode()).hexdigest()
 
 
 def derived(secret: bytes, facts: dict[str, str]) -> bytes:
-    """Derive the key of the chain: it depends on all other facts of the file, so none can be changed."""
+    """Derive the key of the chain from the secret and all other facts of the file, which it so protects."""
     text = json.dumps(["chain", _CHAIN_VERSION, *(facts[name] for name in _FACTS[1:])]).encode()
     return hmac.new(secret, text, hashlib.sha256).digest()
 
 
 def schema_version(db: sqlite3.Connection) -> int:
-    """Return the version that a file names, 0 of one without facts; raises KeyError or ValueError on wrong ones."""
+    """Return the version of a file, 0 without facts; raises KeyError or ValueError on invalid ones."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
         return 0
     return int(dict(db.execute("SELECT key, value FROM meta"))["schema_version"])
@@ -221,7 +229,7 @@ def _create(db: sqlite3.Connection) -> None:
 
 
 def _rebuild(db: sqlite3.Connection) -> None:
-    """Make all tables and views anew around what a ledger is: its events and the digests of its units."""
+    """Recreate all tables and views, keeping the events and the digests of units."""
     kept = {name: db.execute(f"SELECT * FROM {name}").fetchall() for name in _TABLES}  # noqa: S608  # our own names
     for kind, name in db.execute("SELECT type, name FROM sqlite_master WHERE type IN('view','table')").fetchall():
         if not name.startswith("sqlite_"):
@@ -238,7 +246,7 @@ def _rebuild(db: sqlite3.Connection) -> None:
 
 
 def schema_differences(db: sqlite3.Connection) -> Iterator[str]:
-    """Name what of the schema was added, changed or removed."""
+    """Yield what was added to, changed in or removed from the schema."""
     actual, expected = _schema_of(db), _schema()
     for key in sorted({*actual, *expected}):
         if actual.get(key) != expected.get(key):
@@ -271,6 +279,6 @@ def schema_statements() -> list[str]:
 def rolled_back(seen: int, last: int) -> StateError:
     return StateError(
         "E-BUDGET-08",
-        f"expected a ledger that goes on after event {seen}, found one that ends at {last}: an older copy "
-        "was put back; nothing is trained until the newer one is restored",
+        f"expected a ledger with events after {seen}, found one that ends at {last}: an older copy was "
+        "restored; nothing is trained until the newer one is back",
     )

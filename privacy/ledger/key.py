@@ -1,6 +1,6 @@
-"""The secret under which a ledger's events are chained: a file of its own, mode 0600, to be backed up apart.
+"""The secret key of a ledger's hash chain: a separate file, mode 0600, to be backed up separately.
 
-It appears whole under its name, and never changes: of two processes that make it at once, the second uses the first's.
+It is created atomically and never changes. If two processes create it at once, the second uses the first one's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def read(file: Path) -> bytes | None:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         if file.is_symlink():
-            raise _unusable(file, "a link that leads nowhere") from None
+            raise _unusable(file, "a broken link") from None
         return None
     except OSError as error:
         raise _unusable(file, str(error.strerror)) from error
@@ -48,7 +48,7 @@ def read(file: Path) -> bytes | None:
 
 
 def require(file: Path) -> bytes:
-    """Read the key of a ledger that has one; raises StateError (E-BUDGET-14) where it is missing or unusable."""
+    """Read the key; raises StateError (E-BUDGET-14) if it is missing or unusable."""
     key = read(file)
     if key is None:
         raise _unusable(file, "no file")
@@ -56,7 +56,7 @@ def require(file: Path) -> bytes:
 
 
 def obtain(file: Path) -> bytes:
-    """Read the key, or make one where there is none: on the disk on return."""
+    """Read the key, or create it, on the disk on return."""
     key = read(file)
     if key is None:
         with suppress(FileExistsError):  # another process was first

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fl_core.errors import RefusedError, StateError
-from privacy.accounting.accountant import Bound, Filter, History, Mechanism, epsilon_prv, epsilon_rdp
+from privacy.accounting.accountant import Bound, History, Mechanism, PrivacyFilter, epsilon_prv, epsilon_rdp
 from privacy.ledger import before_the_key, owners
 from privacy.ledger.account import (
     ATTEMPTS,
@@ -27,11 +27,11 @@ from privacy.ledger.account import (
     SEEDED,
     Account,
     Budget,
+    InvalidEventError,
     LedgerEntry,
     LedgerTask,
     PlannedRelease,
     Refusal,
-    UnsoundError,
     refused,
     times_charged,
 )
@@ -43,10 +43,10 @@ from privacy.ledger.event_chain import (
     rolled_back,
     schema_differences,
 )
-from privacy.ledger.sealed import Figures, seal
+from privacy.ledger.sealed import SpendingSummary, seal
 from service_core.storage.chain import ChainHead
 
-__all__ = ["ATTEMPTS", "Ledger", "LedgerTask", "PlannedRelease", "Status"]
+__all__ = ["ATTEMPTS", "BudgetStatus", "Ledger", "LedgerTask", "PlannedRelease"]
 
 EACH_REFUSAL = 10
 """So many refusals of a coordinator with one code are an event each."""
@@ -56,7 +56,7 @@ _ELSEWHERE = "SELECT collection FROM unit_digest WHERE digest=? AND collection<>
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class BudgetStatus:
     """A collection's budget; epsilon and delta are None while none is set; used: the share of the filter's bound.
 
     spent_alone: by RDP, if the masks over noise that was shared out failed; else spent_rdp.
@@ -138,7 +138,7 @@ class Ledger:
             return self.chain.events.holds(db, head)
 
     def account_at(self, seq: int) -> Account:
-        """Return the account as it was after an event: a copy, read from the beginning."""
+        """Return the account after an event, computed from the first event."""
         account = Account()
         with self._lock, self.chain.reading() as db:
             db.execute("BEGIN")
@@ -166,7 +166,7 @@ class Ledger:
 
     @contextmanager
     def _current(self) -> Iterator[Account]:
-        """Read the account as it is now; other threads of this process wait."""
+        """Yield the current account; other threads of this process wait."""
         with self._lock, self.chain.reading() as db:
             db.execute("BEGIN")
             yield self._catch_up(db)
@@ -192,7 +192,7 @@ class Ledger:
             return  # the first event under the key repeats what these say
         try:
             account.apply(event)
-        except UnsoundError as error:
+        except InvalidEventError as error:
             raise self.chain.changed(f"event {event.seq}: {error}") from error
 
     def _require_schema(self, db: sqlite3.Connection) -> None:
@@ -261,11 +261,11 @@ class Ledger:
                     "E-BUDGET-04",
                     f"expected one of the collections {sorted(account.collections)}, found {collection!r}",
                 )
-            made = Budget(collection, Filter.of(float(epsilon), float(delta)), operator, reason, now())
+            made = Budget(collection, PrivacyFilter.of(float(epsilon), float(delta)), operator, reason, now())
             self.chain.write(db, None, collection, "BUDGET", made.detail(), made.created_at)
 
     def release_unused(self, entry: str) -> None:
-        """Give back an entry that never started; raises StateError (E-BUDGET-12) on any other."""
+        """Release an entry that never started; raises StateError (E-BUDGET-12) on any other."""
         self._move(entry, "RELEASED_UNUSED", "released by the operator")
 
     # ---- what a round does --------------------------------------------------------------------------------------
@@ -275,10 +275,10 @@ class Ledger:
         collection: str,
         task: LedgerTask,
         planned: Sequence[PlannedRelease],
-        cap: Filter | None = None,
+        cap: PrivacyFilter | None = None,
         run: Sequence[Bound] = (),
     ) -> str:
-        """Set aside what a round will release; return the entry's id. On disk on return, before any record is read.
+        """Reserve what a round will release; return the entry's id. On disk on return, before any record is read.
 
         cap: a second budget, the policy's   run: bounds of all that this run is charged at this collection. Raises
         RefusedError: E-BUDGET-01 when it does not fit, E-BUDGET-12 when it does not fit into the run or the round was
@@ -317,10 +317,10 @@ class Ledger:
         collection: str,
         task: LedgerTask,
         planned: Iterable[Mechanism],
-        cap: Filter | None = None,
+        cap: PrivacyFilter | None = None,
         run: Sequence[Bound] = (),
     ) -> None:
-        """Raise what `reserve` would refuse with now; nothing is reserved, and nothing recorded."""
+        """Raise what `reserve` would raise now; nothing is reserved or recorded."""
         with self._current() as account:
             if refusal := refused(account, collection, task, list(planned), cap, run):
                 raise refusal
@@ -330,11 +330,11 @@ class Ledger:
             return times_charged(account, collection, task)
 
     def start(self, entry: str) -> None:
-        """Note that records are about to be read; raises StateError (E-BUDGET-12) unless it was just reserved."""
+        """Record that data are about to be read; raises StateError (E-BUDGET-12) unless the entry is reserved."""
         self._move(entry, "RUNNING", "")
 
     def commit(self, entry: str, output: str) -> None:
-        """Note that the output is safe in the outbox; output: its SHA-256."""
+        """Record that the output is in the outbox. output: its SHA-256."""
         self._move(entry, "SPENT", output)
 
     def recover(self) -> list[str]:
@@ -363,7 +363,7 @@ class Ledger:
                 self.chain.write(db, None, subject, "REFUSED", Refusal(code, coordinator, times).detail())
 
     def keep(self, fingerprint: str, name: str, value: str) -> None:
-        """Keep a release that is made once per version of the data; one that is kept already stays as it is."""
+        """Keep a release that is made once per data version; an existing one stays."""
         with self.writing() as (db, account):
             if (fingerprint, name) in account.kept:
                 return
@@ -388,7 +388,7 @@ class Ledger:
             version = account.versions.get(fingerprint)
         return version.collection if version else None
 
-    def budget(self, collection: str) -> Filter | None:
+    def budget(self, collection: str) -> PrivacyFilter | None:
         with self._current() as account:
             return account.budget(collection)
 
@@ -401,7 +401,7 @@ class Ledger:
             return [(e.id, e.state, list(e.planned)) for e in account.entries.values() if e.collection == collection]
 
     def charged_runs(self) -> dict[str, set[str]]:
-        """Name the collections that each run was charged to, for noise that nobody can repeat."""
+        """Return the collections charged by each run with secret noise."""
         collections: dict[str, set[str]] = {}
         with self._current() as account:
             for entry in account.entries.values():
@@ -413,8 +413,8 @@ class Ledger:
         with self._current() as account:
             return account.history(collection)
 
-    def status(self, collection: str, prv: bool = True, planned: Iterable[Mechanism] = ()) -> Status:
-        """Return a collection's spending by RDP and PRV at the delta of its budget, 1e-5 without one.
+    def status(self, collection: str, prv: bool = True, planned: Iterable[Mechanism] = ()) -> BudgetStatus:
+        """Return a collection's spending by RDP and PRV at its budget's delta, 1e-5 without a budget.
 
         planned: counted as if it were spent as well; nothing is reserved.
         """
@@ -423,7 +423,7 @@ class Ledger:
             alone = [*account.alone(collection), *planned]
             unit = account.unit(collection)
         delta = budget.delta if budget else 1e-5
-        return Status(
+        return BudgetStatus(
             collection,
             unit,
             budget.epsilon if budget else None,
@@ -437,7 +437,7 @@ class Ledger:
     def statement(self) -> tuple[ChainHead, bytes, int]:
         with self._current() as account:
             head = self._seen
-            sealed = seal(self.chain.secret, head, account.restored, Figures.of(account)) if head.seq else b""
+            sealed = seal(self.chain.secret, head, account.restored, SpendingSummary.of(account)) if head.seq else b""
             return head, sealed, account.restored
 
     # ---- inside -------------------------------------------------------------------------------------------------
@@ -446,7 +446,7 @@ class Ledger:
         return {hmac.new(self.chain.units_key, name.encode(), hashlib.sha256).digest() for name in names}
 
     def enter(self, db: sqlite3.Connection, made: LedgerEntry, state: str) -> None:
-        """Write an entry and its first event, within a transaction of `writing`."""
+        """Write an entry and its first event within a `writing` transaction."""
         self.chain.write(db, made.id, made.id, state, made.detail(), made.created_at)
 
     def _move(self, entry: str, state: str, detail: str) -> None:

@@ -28,7 +28,7 @@ _held: dict[tuple[int, Path], tuple[str, int]] = {}
 
 
 def own(ledger: Path) -> str:
-    """Return the name of this process at a ledger; its byte is locked from the first call on."""
+    """Return this process's token at a ledger; the first call locks its byte."""
     here = (os.getpid(), ledger.resolve())
     if here not in _held or not os.path.samestat(os.fstat(_held[here][1]), here[1].parent.stat()):
         for process, place in [k for k in _held if k[0] != here[0]]:  # of the parent, from before a fork
@@ -42,17 +42,17 @@ def own(ledger: Path) -> str:
 
 
 def alive(ledger: Path, token: str) -> bool:
-    """Tell whether another process has that name."""
+    """Return whether another process holds that token."""
     return bool(_TOKEN.fullmatch(token)) and _locked(ledger, _byte(ledger, token), 1)
 
 
 def others(ledger: Path) -> bool:
-    """Tell whether other processes work on a ledger."""
+    """Return whether other processes use a ledger."""
     return _locked(ledger, _byte(ledger, ""), 1 << _TOKEN_BITS)
 
 
 def _locked(ledger: Path, start: int, length: int) -> bool:
-    """Tell whether somebody else has locked one of these bytes."""
+    """Return whether another process has locked one of these bytes."""
     request = struct.pack(_LOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
     with _folder(ledger) as folder:
         answer = fcntl.fcntl(folder, fcntl.F_OFD_GETLK, request)
@@ -60,14 +60,14 @@ def _locked(ledger: Path, start: int, length: int) -> bool:
 
 
 def _byte(ledger: Path, token: str) -> int:
-    """Return the byte of a token; without one, the first of the ledger's bytes."""
+    """Return the byte of a token, or without one the first byte of the ledger."""
     name = int.from_bytes(sha256(ledger.resolve().name.encode()).digest()) % (1 << _NAME_BITS)
     return (name << _TOKEN_BITS) + int(token or "0", 16) % (1 << _TOKEN_BITS)
 
 
 @contextmanager
 def _folder(ledger: Path) -> Iterator[int]:
-    """Give the descriptor that holds this process's own lock, which it does not see itself; another one without."""
+    """Yield the descriptor that holds this process's lock, which F_OFD_GETLK then ignores, else a new one."""
     if (lock := _held.get((os.getpid(), ledger.resolve()))) is not None:
         yield lock[1]
         return
@@ -79,7 +79,9 @@ def _folder(ledger: Path) -> Iterator[int]:
 
 
 def _opened(ledger: Path) -> int:
-    """Open the ledger's folder; raises ConfigError (E-CFG-08) on a system without locks that follow a descriptor."""
+    """Open the ledger's folder; raises ConfigError (E-CFG-08) on a system without open file description locks."""
     if not hasattr(fcntl, "F_OFD_SETLK"):
-        raise ConfigError("E-CFG-08", f"expected Linux, whose locks a ledger needs, found {sys.platform}: use it there")
+        raise ConfigError(
+            "E-CFG-08", f"expected Linux, whose file locks a ledger needs, found {sys.platform}: run it on Linux"
+        )
     return os.open(ledger.resolve().parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

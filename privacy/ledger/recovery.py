@@ -1,4 +1,4 @@
-"""Going on after a ledger was lost: whatever may have been spent since the copy that is left, counts as spent.
+"""Recovery of a lost ledger: everything that may have been spent since the remaining copy counts as spent.
 
 What was attested with an update is known from the sealed figures that went with it. What came after the last
 attestation is taken for the most expensive entry there ever was, as often as a round may be charged. Where no figures
@@ -14,24 +14,24 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from fl_core.errors import StateError
-from privacy.accounting.accountant import Filter, Mechanism, rdp
+from privacy.accounting.accountant import Mechanism, PrivacyFilter, rdp
 from privacy.ledger import owners
 from privacy.ledger.account import ATTEMPTS, Account, LedgerEntry
 from privacy.ledger.event_chain import now
 from privacy.ledger.ledger import Ledger, PlannedRelease
-from privacy.ledger.sealed import Figures, largest_of, most_expensive, unseal
+from privacy.ledger.sealed import SpendingSummary, largest_of, most_expensive, unseal
 from service_core.storage.chain import ChainHead
 
 
-class LastSeen(NamedTuple):
-    """An end of the ledger that others have signed for, and the sealed figures and restorations that went with it."""
+class SeenHead(NamedTuple):
+    """A head of the ledger that others confirmed, with the sealed summary and the number of restores sent with it."""
 
     head: ChainHead
     sealed: bytes = b""
     restored: int = 0
 
 
-def charge_unknown_spending(ledger: Ledger, seen: Sequence[LastSeen], operator: str) -> dict[str, str]:
+def charge_unknown_spending(ledger: Ledger, seen: Sequence[SeenHead], operator: str) -> dict[str, str]:
     """Accept an older copy of the ledger by charging what it may have forgotten; say by collection what was charged.
 
     seen: every head that others have signed for, in any order. Raises StateError: E-BUDGET-11 when nothing is missing,
@@ -39,8 +39,8 @@ def charge_unknown_spending(ledger: Ledger, seen: Sequence[LastSeen], operator: 
     as `Ledger.verify` on one that was edited.
     """
     if owners.others(ledger.chain.file):
-        raise StateError("E-BUDGET-11", "expected no service on this ledger, found one at work: stop it first")
-    newest = max(seen, key=lambda s: (s.restored, s.head.seq, bool(s.sealed)), default=LastSeen(ChainHead(0, "")))
+        raise StateError("E-BUDGET-11", "expected no service on this ledger, found one running: stop it first")
+    newest = max(seen, key=lambda s: (s.restored, s.head.seq, bool(s.sealed)), default=SeenHead(ChainHead(0, "")))
     try:
         ledger.verify(newest.head)
     except StateError as error:
@@ -79,7 +79,7 @@ def charge_unknown_spending(ledger: Ledger, seen: Sequence[LastSeen], operator: 
     return dict.fromkeys(sorted(charges), how)
 
 
-def _missing(account: Account, common: Account, figures: Figures) -> dict[str, list[PlannedRelease]]:
+def _missing(account: Account, common: Account, figures: SpendingSummary) -> dict[str, list[PlannedRelease]]:
     charged = {name for name, spent in figures.spent.items() if spent}
     if strangers := sorted(charged - set(account.collections)):
         raise StateError(
@@ -109,12 +109,12 @@ def _everything(account: Account) -> dict[str, list[PlannedRelease]]:
 
 
 def _cost(account: Account, name: str, planned: Sequence[PlannedRelease]) -> float:
-    budget = account.budget(name) or Filter.of(1.0, 1e-5)
+    budget = account.budget(name) or PrivacyFilter.of(1.0, 1e-5)
     return float(rdp([p.mechanism for p in planned], [budget.order])[0])
 
 
-def _all_of(budget: Filter) -> PlannedRelease:
-    """Return a release that takes the whole budget: RDP alpha / (2 z^2) = its bound."""
+def _all_of(budget: PrivacyFilter) -> PlannedRelease:
+    """Return a release that spends the whole budget: RDP alpha / (2 z^2) = its bound."""
     bound = max(budget.bound, 1e-6)
     return PlannedRelease("everything", Mechanism(math.sqrt(budget.order / (2 * bound))))
 

@@ -1,4 +1,4 @@
-"""Which records a ledger is about: the version of each split of a data set, and the identity of each unit."""
+"""Registration of data in a ledger: the version of each split, and the identity of each unit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def version(dataset: SiloDataset, split: str) -> str:
 
 
 def collection(name: str, split: str) -> str:
-    """Name the collection of a split. The hospital has one budget, whatever data it serves under whatever names."""
+    """Return the collection of a split. The hospital has one budget, whatever the data are called."""
     return HOSPITAL if split == HOSPITAL else f"{name}/{split}"
 
 
@@ -67,7 +67,7 @@ def content_names(examples: Examples) -> Iterator[str]:
 
 
 def _other_names(examples: Examples) -> Iterator[str]:
-    """Name what earlier versions called these units and records, in whichever storage."""
+    """Return the names of these units and records in earlier versions."""
     for group in set(examples.groups or ()):
         yield from (f"group {text}" for text in id_texts(group)[1:])
     if isinstance(examples, TableExamples):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fl_core.datasets import SiloDataset
 from fl_core.errors import FederationError, RefusedError
-from privacy.accounting.accountant import Filter, Mechanism
+from privacy.accounting.accountant import Mechanism, PrivacyFilter
 from privacy.accounting.release_plan import TRAIN, Release
 from privacy.compiled_run import CompiledRun
 from privacy.ledger import registration
@@ -24,7 +24,7 @@ from privacy.release_log import by_collection
 
 
 class _Version(NamedTuple):
-    """The version of the data of one split, or of the hospital, and the collection that it is charged to."""
+    """The data version of one split or of the hospital, and the collection that is charged."""
 
     fingerprint: str
     collection: str
@@ -43,8 +43,8 @@ class RunLedger:
         ledger: Ledger,
         run: CompiledRun,
         dataset: SiloDataset,
-        caps: Mapping[str, Filter] | None = None,
-        most: Filter | None = None,
+        caps: Mapping[str, PrivacyFilter] | None = None,
+        most: PrivacyFilter | None = None,
         coordinator: str = "",
     ) -> None:
         terms = run.profile.terms
@@ -59,15 +59,15 @@ class RunLedger:
 
     @property
     def paid(self) -> bool:
-        """Whether all that the run releases was released before, of these data, and costs nothing again."""
+        """Whether the run's only release was already made from these data, and so is free."""
         return bool(self.once) and self.cached(self.once) is not None
 
     def begin(self, run: str) -> None:
-        """Start a task of a run; what an earlier one left open stays charged."""
+        """Start a task of a run; open entries of an earlier task stay charged."""
         self._run, self._open = run, []
 
     def charged(self, run: str, round: int, train: bool) -> int:
-        """Return how often a round of a run was charged, at the collection where it was most often."""
+        """Return how often a round of a run was charged, at most over its collections."""
         tasks = {split: self._task(round, train, split, run) for split in self._versions}
         return max((self._ledger.times_charged(self._versions[s].collection, t) for s, t in tasks.items()), default=0)
 
@@ -77,7 +77,7 @@ class RunLedger:
         return None if value is None else torch.tensor(json.loads(value), dtype=dtype)
 
     def cache(self, purpose: str, value: Tensor) -> None:
-        """Keep a release for ever: it is on the disk when this returns."""
+        """Keep a release permanently; on the disk on return."""
         self._ledger.keep(*self._key(purpose), json.dumps(value.tolist()))
 
     def _key(self, purpose: str) -> tuple[str, str]:
@@ -112,9 +112,9 @@ class RunLedger:
             self._ledger.require_room(self._versions[split].collection, task, mechanisms, None, bounds)
 
     def reserve(self, round: int, train: bool, releases: Sequence[Release]) -> None:
-        """Set the releases of one task aside, and start them; if the ledger refuses one, nothing stays reserved.
+        """Reserve and start the releases of one task; if the ledger refuses one, nothing stays reserved.
 
-        All are looked at before the first is entered: whoever is refused leaves no entry, however often it asks.
+        All are checked before the first is entered, so a refused request leaves no entry.
         """
         requests = []
         for split, planned in by_collection(releases).items():
@@ -141,7 +141,7 @@ class RunLedger:
         return LedgerTask(run or self._run, self._manifest, round, kind, version, self._coordinator)
 
     def commit(self, output: str) -> None:
-        """Note that the output of the task is safe; output: its digest."""
+        """Record that the output of the task is on the disk. output: its digest."""
         for entry in self._open:
             self._ledger.commit(entry, output)
         self._open = []

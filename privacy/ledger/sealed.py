@@ -1,8 +1,8 @@
-"""What a ledger has spent, encrypted to be kept safe by others: only the hospital's key opens it.
+"""Encrypted summary of a ledger's spending, stored by the coordinator; only the hospital's key opens it.
 
-It goes with every update, and the coordinator gives the newest back in each session, so that a hospital whose ledger is
-lost knows what to charge. The coordinator sees a ciphertext, padded to full kilobytes, and how often this ledger was
-restored. AES-256-GCM under a key derived from the ledger's; the head and that number are authenticated with it.
+It is sent with every update, and the coordinator returns the newest one in each session, so that a hospital that lost
+its ledger knows what to charge. The coordinator sees a ciphertext, padded to full kilobytes, and how often this ledger
+was restored. AES-256-GCM under a key derived from the ledger's; the head and that number are authenticated too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from privacy.accounting.accountant import ORDERS, Filter, Mechanism, rdp
+from privacy.accounting.accountant import ORDERS, Mechanism, PrivacyFilter, rdp
 from privacy.ledger.account import Account, PlannedRelease, plain, planned_of
 from service_core.storage.chain import ChainHead
 
@@ -28,15 +28,15 @@ _ORDER = ORDERS[30]
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """Spending at one moment, by collection: everything charged, and the most expensive entry; budgets where set."""
+class SpendingSummary:
+    """Spending by collection at one moment: all charges, the most expensive entry, and the budget if set."""
 
     spent: Mapping[str, Sequence[Mechanism]]
     worst: Mapping[str, Sequence[PlannedRelease]]
-    budgets: Mapping[str, Filter]
+    budgets: Mapping[str, PrivacyFilter]
 
     @classmethod
-    def of(cls, account: Account) -> Figures:
+    def of(cls, account: Account) -> SpendingSummary:
         names = sorted(account.collections)
         budgets = {name: account.budget(name) for name in names}
         return cls(
@@ -47,15 +47,15 @@ class Figures:
 
 
 def most_expensive(account: Account, collection: str) -> tuple[PlannedRelease, ...]:
-    """Return what the most expensive charged entry of a collection released; nothing where there is none."""
+    """Return the releases of a collection's most expensive charged entry; empty if there is none."""
     budget = account.budget(collection)
     order = budget.order if budget else _ORDER
     made = {e.planned for e in account.entries.values() if e.collection == collection and e.charged}
     return max(made, key=lambda p: float(rdp([x.mechanism for x in p], [order])[0]), default=())
 
 
-def seal(secret: bytes, head: ChainHead, restored: int, figures: Figures) -> bytes:
-    """Seal figures of a head; empty where they are too large to send, which restoring takes for not known."""
+def seal(secret: bytes, head: ChainHead, restored: int, figures: SpendingSummary) -> bytes:
+    """Encrypt the summary at a head; empty if it is too large to send, which recovery treats as unknown."""
     plain_figures = {
         "spent": {c: [[m.noise, m.rate, m.steps] for m in spent] for c, spent in figures.spent.items()},
         "worst": {c: plain(planned) for c, planned in figures.worst.items()},
@@ -70,22 +70,22 @@ def seal(secret: bytes, head: ChainHead, restored: int, figures: Figures) -> byt
     return nonce + AESGCM(_key(secret)).encrypt(nonce, raw, f"{head} {restored}".encode())
 
 
-def unseal(secret: bytes, head: ChainHead, restored: int, sealed: bytes) -> Figures | None:
-    """Open figures; None where they are not this ledger's of this head, or none at all."""
+def unseal(secret: bytes, head: ChainHead, restored: int, sealed: bytes) -> SpendingSummary | None:
+    """Decrypt a summary; None unless it is this ledger's summary at this head."""
     try:
         raw = AESGCM(_key(secret)).decrypt(sealed[:_NONCE], sealed[_NONCE:], f"{head} {restored}".encode())
         plain_figures: Mapping[str, Any] = json.loads(zlib.decompress(raw[4 : 4 + int.from_bytes(raw[:4], "big")]))
-        return Figures(
+        return SpendingSummary(
             {c: [Mechanism(z, q, n) for z, q, n in spent] for c, spent in plain_figures["spent"].items()},
             {c: planned_of(planned) for c, planned in plain_figures["worst"].items()},
-            {c: Filter(*budget) for c, budget in plain_figures["budgets"].items()},
+            {c: PrivacyFilter(*budget) for c, budget in plain_figures["budgets"].items()},
         )
     except (InvalidTag, ValueError, KeyError, TypeError, zlib.error):
         return None
 
 
-def largest_of(every: Sequence[Figures]) -> Figures:
-    """Return the most that any of these figures say: of copies that went different ways, what any of them spent."""
+def largest_of(every: Sequence[SpendingSummary]) -> SpendingSummary:
+    """Return the maximum of several summaries, since copies of a ledger may have diverged."""
     spent: dict[str, dict[tuple[float, float], int]] = {}
     costs: dict[str, list[Sequence[PlannedRelease]]] = {}
     for figures in every:
@@ -95,7 +95,7 @@ def largest_of(every: Sequence[Figures]) -> Figures:
                 most[m.noise, m.rate] = max(m.steps, most.get((m.noise, m.rate), 0))
         for name, planned in figures.worst.items():
             costs.setdefault(name, []).append(planned)
-    return Figures(
+    return SpendingSummary(
         {name: [Mechanism(z, q, n) for (z, q), n in sorted(most.items())] for name, most in spent.items()},
         {name: max(made, key=_cost) for name, made in costs.items()},
         {},

@@ -1,4 +1,4 @@
-"""Privacy profiles: what each protects and how, as one object per run. A new one is a module here and a line below."""
+"""Privacy profiles, one object per run. To add one, add a module here and a line below."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PROFILES: dict[str, type[PrivacyProfile]] = {
 
 
 def _resolve(privacy: NamedOptions) -> tuple[type[PrivacyProfile], Config | None]:
-    """Find a profile and read its options; with epsilon = inf it is the run without privacy."""
+    """Return the profile's class and options; epsilon = inf is a run without privacy."""
     if privacy.name not in PROFILES:
         raise RefusedError(
             "E-PRIV-01",
             f"expected a privacy profile of {sorted(PROFILES)}, found {privacy.name!r}: "
-            "this version cannot give what it promises; upgrade it or choose another profile",
+            "upgrade this software, or choose another profile",
         )
     kind = PROFILES[privacy.name]
     if kind.config is None:
@@ -42,7 +42,7 @@ def _resolve(privacy: NamedOptions) -> tuple[type[PrivacyProfile], Config | None
 
 
 def stated_options(name: str, options: Mapping[str, Value]) -> dict[str, Value]:
-    """Leave out options at their default that a profile gained later; of one that is not known all stay."""
+    """Leave out a profile's later options at their default; an unknown profile keeps all."""
     kind = PROFILES.get(name)
     return dict(options) if kind is None or kind.config is None else stated(kind.config, options)
 
@@ -53,7 +53,7 @@ def profile_of(run: RunSetup) -> PrivacyProfile:
 
 
 def result_noise(manifest: RunManifest) -> RunNoise:
-    """Return what of a run's results is noisy; of the run nothing is built but its method."""
+    """Return which results of a run are noisy, building only its method."""
     return profile_of(RunSetup(manifest)).noise()
 
 
@@ -62,7 +62,7 @@ def is_private(privacy: NamedOptions) -> bool:
 
 
 def hides_evaluations(privacy: NamedOptions) -> bool:
-    """Tell whether a run's test examples are private: what is measured on them is noisy and charged."""
+    """Return whether a run's test examples are private: evaluations are then noisy and charged."""
     terms = _resolve(privacy)[1]
     return terms is not None and terms.test_data != "public"
 

@@ -1,4 +1,4 @@
-"""What a privacy profile answers for one run."""
+"""The interface of a privacy profile."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fl_core.types.interfaces import DataFactory, LocalData, RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Layout, RoundContext
 from privacy.accounting import ranges
-from privacy.accounting.accountant import Bound, Filter, Mechanism, epsilon_rdp, replace_one
+from privacy.accounting.accountant import Bound, Mechanism, PrivacyFilter, epsilon_rdp, replace_one
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import TEST, TRAIN, Release
 from privacy.accounting.shared_noise import SharedFigures
 from privacy.accounting.uncertainty import NO_NOISE, EvaluationNoise, RunNoise
 from privacy.mechanisms.silo.config import SiloDpConfig
-from privacy.profiles.prototype_filter import NOTHING_WITHHELD, Withheld
+from privacy.profiles.prototype_filter import NO_LIMITS, DisclosureLimits
 from privacy.release_log import ReleaseLog, by_collection
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ PLACEMENTS = {
     "central": "at the coordinator, who is trusted",
     "distributed": "shared out: each hospital adds a part under masks, enough in sums alone",
 }
-"""Where noise is added, for reports."""
+"""Placements of noise, for reports."""
 Epsilon = Callable[[list[Mechanism], float], float]
 """Epsilon of a history at a delta."""
 
@@ -73,7 +73,7 @@ class Projection:
 
 
 class MadeUpStep(NamedTuple):
-    """A step of training as it is done under a profile, to see what memory it takes.
+    """A training step under a profile on synthetic examples, to measure its memory.
 
     training, evaluating: examples in memory at once, in training and where something is summed over them: public
     constants   opened: opens so many made-up examples.
@@ -90,7 +90,7 @@ def one_step(train: TrainConfig, number: int) -> TrainConfig:
 
 
 class PrivacyProfile(ABC):
-    """One privacy profile and its answers for one run; both sides of a run ask it.
+    """One privacy profile for one run, used by both sides.
 
     config: the class of its options   private_form: a method runs in its private form   subject: whom its epsilon is
     about   promised: the collection that its epsilon is promised for   collections: what is charged   terms: its
@@ -111,7 +111,7 @@ class PrivacyProfile(ABC):
 
     @classmethod
     def extra_parts(cls, terms: Config) -> Layout:  # noqa: ARG003
-        """Return what it adds to the layout of the method's bundles."""
+        """Return parts that it adds to the layout of an update."""
         return {}
 
     def check(self) -> None:
@@ -134,20 +134,20 @@ class PrivacyProfile(ABC):
 
     @property
     def protected(self) -> frozenset[str]:
-        """Name the splits of a hospital's data of which what leaves it tells no more than is charged."""
+        """Return the splits whose releases reveal no more than is charged."""
         if self.terms is None or self.terms.rng != "secure" or self.terms.central:
             return frozenset()
         return frozenset({TRAIN, TEST} if self.terms.test_data == "private" else {TRAIN})
 
-    # ---- the five questions -----------------------------------------------------------------------------------------
+    # ---- to be implemented ------------------------------------------------------------------------------------------
 
     def guards(self) -> Guards:
         """Return the guards of the run; on the way out, silo guards come before the aggregator's."""
         return Guards((), (FixedPoint(self.run.manifest.grid),))
 
     @abstractmethod
-    def data_factory(self, index: int, log: ReleaseLog, withheld: Withheld = NOTHING_WITHHELD) -> DataFactory:
-        """Make what opens a member's examples, round by round; releases are logged before any example is read."""
+    def data_factory(self, index: int, log: ReleaseLog, withheld: DisclosureLimits = NO_LIMITS) -> DataFactory:
+        """Return what opens a member's examples for a round; releases are logged before any example is read."""
 
     @abstractmethod
     def releases(self, index: int, prototypes: bool = True, counts: bool = True) -> list[Release]:
@@ -171,28 +171,28 @@ class PrivacyProfile(ABC):
         return {collection: [r.mechanism for r in releases] for collection, releases in sorted_.items()}
 
     @abstractmethod
-    def bounds(self, policy: Filter | None = None) -> Mapping[str, tuple[Bound, ...]]:
+    def bounds(self, policy: PrivacyFilter | None = None) -> Mapping[str, tuple[Bound, ...]]:
         """Return the most that the run may be charged, by collection; policy: the most that one run may spend."""
 
     def shared_figures(self, index: int) -> SharedFigures | None:
-        """Say what shared noise comes to for a member; None where noise is not shared out."""
+        """Return the figures of distributed noise for a member; None without it."""
         return None
 
     def noise(self) -> RunNoise:
-        """Say what of the run is noisy: nothing without privacy."""
+        """Return which results of the run are noisy: none without privacy."""
         return NO_NOISE
 
     @property
     def clipped(self) -> Mapping[str, float | None]:
-        """Name the parts of which a guard bounds each number, with the bound, noise included; None where it moves."""
+        """Return the bound on the numbers of each clipped part, noise included; None if it changes."""
         return {}
 
     def aggregator(self, chosen: Options) -> Options:
-        """Return what of an aggregator the profile leaves; raises ConfigError (E-CFG-08) where that is nothing."""
+        """Return the aggregator as the profile allows it; raises ConfigError (E-CFG-08) if it does not."""
         return chosen
 
     def made_up_step(self, index: int, context: RoundContext, device: torch.device) -> MadeUpStep:
-        """Say how many examples a member has in memory at once, and how to train on some that are nobody's."""
+        """Return how many examples a member has in memory at once, and how to train on synthetic ones."""
         train, schema = self.run.manifest.train, self.run.schema
 
         def opened(number: int) -> LocalData:
@@ -202,7 +202,7 @@ class PrivacyProfile(ABC):
         return MadeUpStep(train.micro_batch or train.batch_size, eval_batch(schema.shape), opened)
 
     def require_submission(self, submits: bool) -> None:  # noqa: B027
-        """Raise RefusedError (E-POLICY-05) where others count on noise that a hospital would leave out.
+        """Raise RefusedError (E-POLICY-05) if a hospital would leave out its part of distributed noise.
 
         submits: whether sums over its classes may leave.
         """
@@ -212,7 +212,7 @@ class PrivacyProfile(ABC):
 
 
 class PrivateProfile(PrivacyProfile):
-    """A profile with noise: what all such answer alike."""
+    """Base of the profiles with noise."""
 
     terms: Config
 
@@ -234,14 +234,14 @@ class PrivateProfile(PrivacyProfile):
             epsilon_tight=tight(charged, terms.delta),
             epsilon_record=epsilon_rdp(train, terms.delta),
             epsilon_test=epsilon_rdp(test, terms.delta),
-            used=Filter.of(terms.epsilon, terms.delta).used(charged),
+            used=PrivacyFilter.of(terms.epsilon, terms.delta).used(charged),
             epsilon_most=epsilon_rdp([*charged, *again * terms.reserve_rounds], terms.delta),
             epsilon_all_honest=epsilon_rdp(mechanisms(releases, self.promised, of_all), terms.delta),
             epsilon_alone=epsilon_rdp(mechanisms(releases, self.promised, alone), terms.delta),
         )
 
     def _noise(self, sent: EvaluationNoise | None, rows: NoisyRows | None = None) -> RunNoise:
-        """Complete what is noisy by what all such profiles say alike."""
+        """Return the noise of a run, given that of its evaluations."""
         scores = {"pm_l", "pm_v"} | ({"pa"} if self.terms.test_data == "private" else set())
         counts = dict.fromkeys(self.run.manifest.layout, math.inf)
         counts |= {METRICS: 0.0 if sent is None else sent.std, CLINICAL_PART: 0.0}
@@ -269,7 +269,7 @@ class PrivateProfile(PrivacyProfile):
         }
 
     def _shared(self, logs: Sequence[Sequence[Release]]) -> Mapping[str, object]:
-        """Report what noise that is shared out comes to if others are more honest, or less; nothing where it is not."""
+        """Report distributed noise if all are honest, and if masks fail; empty without it."""
         if not (figures := [of_log for log in logs if (of_log := self._figures(log))]):
             return {}
         return {

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.interfaces import DataFactory
-from privacy.accounting.accountant import Bound, Filter
+from privacy.accounting.accountant import Bound, PrivacyFilter
 from privacy.accounting.release_plan import Release
 from privacy.profiles.base import PrivacyProfile, Projection
-from privacy.profiles.prototype_filter import NOTHING_WITHHELD, Withheld, with_prototype_filter
+from privacy.profiles.prototype_filter import NO_LIMITS, DisclosureLimits, with_prototype_filter
 from privacy.release_log import ReleaseLog
 
 
 class PlainProfile(PrivacyProfile):
     """Profile "none", and every other one at epsilon = inf."""
 
-    def data_factory(self, index: int, log: ReleaseLog, withheld: Withheld = NOTHING_WITHHELD) -> DataFactory:
+    def data_factory(self, index: int, log: ReleaseLog, withheld: DisclosureLimits = NO_LIMITS) -> DataFactory:
         filtered = withheld if self.run.method.exact else replace(withheld, min_examples=0)
         return with_prototype_filter(PlainLocalData, filtered)
 
@@ -30,5 +30,5 @@ class PlainProfile(PrivacyProfile):
     def report(self, logs: Sequence[Sequence[Release]]) -> None:
         return None
 
-    def bounds(self, policy: Filter | None = None) -> Mapping[str, tuple[Bound, ...]]:
+    def bounds(self, policy: PrivacyFilter | None = None) -> Mapping[str, tuple[Bound, ...]]:
         return {}

@@ -17,7 +17,7 @@ from fl_core.types.values import BatchSums, ClassSums, MomentSums, Query, Survey
 
 
 @dataclass(frozen=True, slots=True)
-class Withheld:
+class DisclosureLimits:
     """What a hospital does not submit.
 
     Attributes:
@@ -52,13 +52,13 @@ class Withheld:
         return known_patients(query, self.named)
 
 
-NOTHING_WITHHELD = Withheld()
+NO_LIMITS = DisclosureLimits()
 
 
 class PrototypeFilter(LocalDataWrapper):
-    """Keeps what is withheld out of sums over training examples."""
+    """Leaves withheld classes out of sums over training examples."""
 
-    def __init__(self, data: LocalData, withheld: Withheld) -> None:
+    def __init__(self, data: LocalData, withheld: DisclosureLimits) -> None:
         super().__init__(data)
         self._withheld = withheld
         self._hidden, self._least = sorted(withheld.hidden), withheld.min_count
@@ -128,7 +128,7 @@ class PrototypeFilter(LocalDataWrapper):
         return replace(query, sums=sums)
 
 
-def with_prototype_filter(factory: DataFactory, withheld: Withheld) -> DataFactory:
+def with_prototype_filter(factory: DataFactory, withheld: DisclosureLimits) -> DataFactory:
     surveys = withheld.answered is not None or withheld.least_patients > MIN_PATIENTS
     if not withheld.hidden and withheld.min_count <= 0 and withheld.min_examples <= 1 and not surveys:
         return factory

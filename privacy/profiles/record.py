@@ -20,7 +20,7 @@ from fl_core.training.evaluation import METRIC_PARTS
 from fl_core.types.enums import Capability
 from fl_core.types.interfaces import DataFactory, LocalData, RoundData
 from fl_core.types.values import RoundContext
-from privacy.accounting.accountant import Bound, Filter, Mechanism, RdpBound, epsilon_prv, epsilon_rdp
+from privacy.accounting.accountant import Bound, Mechanism, PrivacyFilter, RdpBound, epsilon_prv, epsilon_rdp
 from privacy.accounting.dry_run import dry_run
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import (
@@ -38,7 +38,7 @@ from privacy.mechanisms.record.class_sums import ROWS
 from privacy.mechanisms.record.moments import MOST_SENSITIVE, ReleaseGrid
 from privacy.mechanisms.record.survey import release_name
 from privacy.profiles.base import PLACEMENTS, MadeUpStep, PrivateProfile, Projection, mechanisms, one_step
-from privacy.profiles.prototype_filter import NOTHING_WITHHELD, Withheld, with_prototype_filter
+from privacy.profiles.prototype_filter import NO_LIMITS, DisclosureLimits, with_prototype_filter
 from privacy.release_log import ReleaseLog
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class RecordProfile(PrivateProfile):
             return Mean()
         return replace(chosen, refuse_above=math.inf, signs=False) if isinstance(chosen, NormClipped) else chosen
 
-    def data_factory(self, index: int, log: ReleaseLog, withheld: Withheld = NOTHING_WITHHELD) -> DataFactory:
+    def data_factory(self, index: int, log: ReleaseLog, withheld: DisclosureLimits = NO_LIMITS) -> DataFactory:
         plan, rounds = self.plan(index), self.run.manifest.rounds
         if plan.shared and withheld.min_count:
             raise RefusedError(
@@ -155,7 +155,7 @@ class RecordProfile(PrivateProfile):
         kept = replace(withheld, min_count=0.0, min_examples=0, noise_leaves=plan.shared is not None)
         return with_prototype_filter(open_private, kept)
 
-    def survey_release(self, index: int, withheld: Withheld = NOTHING_WITHHELD) -> str | None:
+    def survey_release(self, index: int, withheld: DisclosureLimits = NO_LIMITS) -> str | None:
         """Name the one release of a survey, under which its answer is kept; None in a run that is none."""
         if (question := self.run.question) is None:
             return None
@@ -197,9 +197,9 @@ class RecordProfile(PrivateProfile):
             note=CLASSES_SHOW,
         )
 
-    def bounds(self, policy: Filter | None = None) -> Mapping[str, tuple[Bound, ...]]:
+    def bounds(self, policy: PrivacyFilter | None = None) -> Mapping[str, tuple[Bound, ...]]:
         """Hold training records to the run's epsilon, test records to its evaluations, both to the policy's epsilon."""
-        of_run, terms = Filter.of(self.terms.epsilon, self.terms.delta), self.terms
+        of_run, terms = PrivacyFilter.of(self.terms.epsilon, self.terms.delta), self.terms
         measured, manifest = self.run.method.has_global_model, self.run.manifest
         personal, again = manifest.personal, terms.reserve_rounds
         at_end = 1 + again if self.run.method.personal_at_end else manifest.rounds + again
@@ -211,7 +211,7 @@ class RecordProfile(PrivateProfile):
         return {TRAIN: (of_run, *more), TEST: (RdpBound.of(released, of_run.order), *more)}
 
     def noise(self) -> RunNoise:
-        """Say what is noisy; without a global model no evaluation is released.
+        """Return which results are noisy; without a global model no evaluation is released.
 
         Prototypes may be as long as their bound; a method that makes directions of them has rows of length 1.
         """

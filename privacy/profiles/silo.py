@@ -22,14 +22,14 @@ from fl_core.rounds.run_setup import Guards
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.interfaces import DataFactory, LocalData, RoundData
 from fl_core.types.values import Layout
-from privacy.accounting.accountant import Bound, Filter, Mechanism, RdpBound, epsilon_rdp
+from privacy.accounting.accountant import Bound, Mechanism, PrivacyFilter, RdpBound, epsilon_rdp
 from privacy.accounting.release_plan import HOSPITAL, TEST, TRAIN, Release
 from privacy.accounting.uncertainty import GRID_SLACK, EvaluationNoise, RunNoise
 from privacy.mechanisms.silo import adaptive_clipping
 from privacy.mechanisms.silo.config import SiloDpConfig, analytic_epsilon
 from privacy.mechanisms.silo.guard import SiloDpGuard, coordinates, silo_level
 from privacy.profiles.base import PLACEMENTS, Config, PrivateProfile, Projection, mechanisms
-from privacy.profiles.prototype_filter import NOTHING_WITHHELD, Withheld, with_prototype_filter
+from privacy.profiles.prototype_filter import NO_LIMITS, DisclosureLimits, with_prototype_filter
 from privacy.release_log import ReleaseLog
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ HOSPITAL_HIDDEN = (
 
 
 class _HospitalData(PlainLocalData):
-    """As plain, but a training without a step is said in this hospital's log alone: an error would tell of its data."""
+    """Plain data, but training without a step is only logged: an error would reveal the data."""
 
     def _refuse(self, error: RefusedError) -> None:
         log.warning("nothing was trained in this round: %s", error)
@@ -98,7 +98,7 @@ class SiloProfile(PrivateProfile):
             )
         return Mean()
 
-    def data_factory(self, index: int, log: ReleaseLog, withheld: Withheld = NOTHING_WITHHELD) -> DataFactory:
+    def data_factory(self, index: int, log: ReleaseLog, withheld: DisclosureLimits = NO_LIMITS) -> DataFactory:
         """Progress is reported without step numbers: how many steps a round has follows from the number of records."""
         rounds = self.run.manifest.rounds
 
@@ -140,15 +140,15 @@ class SiloProfile(PrivateProfile):
             note=HOSPITAL_HIDDEN,
         )
 
-    def bounds(self, policy: Filter | None = None) -> Mapping[str, tuple[Bound, ...]]:
+    def bounds(self, policy: PrivacyFilter | None = None) -> Mapping[str, tuple[Bound, ...]]:
         """Hold the hospital to the run's epsilon and the policy's, its records to what follows for them."""
-        of_run = Filter.of(self.terms.epsilon, self.terms.delta)
+        of_run = PrivacyFilter.of(self.terms.epsilon, self.terms.delta)
         promised = (of_run, policy) if policy else (of_run,)
         record = tuple(RdpBound(f.order, RECORD_OF_A_SILO * f.bound) for f in promised)
         return {HOSPITAL: promised, TRAIN: record, TEST: record}
 
     def noise(self) -> RunNoise:
-        """Say what is noisy; all is noise where the method has no global model, so that nothing is measured."""
+        """Return which results are noisy; without a global model nothing is measured."""
         terms = self.terms
         if terms.test_data == "public":
             return self._noise(None)

@@ -1,4 +1,4 @@
-"""The coordinator's half of a round: it adds uploads as they come, seals one set, and opens the sum over that set."""
+"""The coordinator's part of a masked round: add uploads, seal one aggregation set, open the sum over it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _TRIES = 2_000
 
 @dataclass(frozen=True, slots=True)
 class _Envelope:
-    """What is kept of an upload beside its sum: nothing that tells of its numbers."""
+    """What is kept of an upload besides its sum; it reveals none of its numbers."""
 
     digest: bytes
     salt: Bytes
@@ -46,7 +46,7 @@ class _Envelope:
 
 
 class UploadSum:
-    """Two flat sums of masked words, to which uploads are added in any order; of one silo no words are kept."""
+    """Two flat sums of masked words; uploads are added in any order, and single ones are not kept."""
 
     def __init__(self, round: Round, model: int, classes: int) -> None:
         """model, classes: words of the blocks, without check words."""
@@ -74,7 +74,7 @@ class UploadSum:
         """
         self.round.place(member)
         if not self._sums:
-            raise SecaggError("E-RUN-06", f"round {self.round.number} is sealed: an update comes too late", member)
+            raise SecaggError("E-RUN-06", f"round {self.round.number} is sealed: this update is too late", member)
         if member in self.envelopes or len(object_digest) != SECRET:
             raise SecaggError("E-RUN-51", f"expected one update of each member with its digest, found {member} again")
         upload.check(self.round, *self._lengths)
@@ -95,14 +95,14 @@ class UploadSum:
         return replace(unsigned, signature=sign(unsigned.message(round)))
 
     def take(self) -> list[Words]:
-        """Hand over the sums, once: masks are taken off in place, and nothing is added any more."""
+        """Return the sums, once: they are unmasked in place, and no more uploads are added."""
         sums, self._sums = self._sums, []
         return sums
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """Sums over a set, in words of the ring, without check words; classes is None where they stay closed.
+class OpenedSum:
+    """Unmasked sums over a set, in words of the ring, without check words; classes: None if they stay masked.
 
     wrong: (member, dealer): the member's share of a secret of the dealer did not fit, by either's doing, unless more
     answers lie than are named for that secret.
@@ -117,7 +117,7 @@ class Opened:
 
 
 class SealedRound:
-    """A sealed set: collects confirmations, then answers, then takes the masks off."""
+    """A sealed set: collects confirmations, then shares, then unmasks the sum."""
 
     def __init__(self, total: UploadSum, seal: Seal, sign_keys: Sequence[bytes]) -> None:
         """total: of exactly the sealed uploads, also after a restart. sign_keys: of all members, `VerifiedKeys.sign`.
@@ -176,7 +176,7 @@ class SealedRound:
         if slots != self._slots or not sound:
             name = self.round.run.members[member]
             raise SecaggError(
-                "E-RUN-48", f"expected of {name} a share of each of {len(self._slots)} seeds, found other ones", member
+                "E-RUN-48", f"expected of {name} a share of each of {len(self._slots)} seeds, found others", member
             )
         self._answers[member] = {(b, u, v): share for b, u, v, share in shares.shares}
 
@@ -186,10 +186,10 @@ class SealedRound:
 
     @property
     def taken(self) -> bool:
-        """Whether masks were taken off, well or not: further answers change nothing."""
+        """Whether unmasking was tried; further answers change nothing."""
         return not self._sums
 
-    def finish(self) -> Opened:
+    def finish(self) -> OpenedSum:
         """Open the sum over the set; with wrong answers too, while t right ones are there.
 
         Of up to 14 answers any number may be wrong that leaves t; of 20 three, of 50 two, of more one: 2,000 choices of
@@ -211,7 +211,7 @@ class SealedRound:
         for block in opened:
             check_words(sums[block], len(self.inside), self.round)
         census = self.round.kind == "census"
-        return Opened(
+        return OpenedSum(
             self.inside,
             sums[MODEL][CHECK_WORDS:],
             sums[CLASSES][CHECK_WORDS:] if CLASSES in opened else None,
@@ -225,18 +225,18 @@ class SealedRound:
         return UnavailableError(
             "E-RUN-45",
             f"expected {self.round.t} of {self.round.n} hospitals to {what} the set of round {self.round.number}, "
-            f"found {answers}; silent are {', '.join(names)}: start them, the same set is asked for again",
+            f"found {answers}; missing: {', '.join(names)}: start them; the same set is requested again",
         )
 
 
 def unmask(sums: Sequence[Words], round: Round, seeds: Mapping[Slot, bytes]) -> None:
-    """Take the masks of opened seeds off the sums of both blocks, in place."""
+    """Subtract the masks of opened seeds from both blocks, in place."""
     for (block, dealer, other), seed in seeds.items():
         add_mask(sums[block], seed, round.context, block, subtract=not subtracted(dealer, other))
 
 
 class _Joiner:
-    """Joins secrets from any t answers, held against commitments; remembers which answers did not fit."""
+    """Reconstructs seeds from any t answers, checks them against commitments, and remembers wrong answers."""
 
     def __init__(self, round: Round, envelopes: Mapping[int, _Envelope], answers: _Answers) -> None:
         self._round, self._envelopes, self._answers = round, envelopes, answers
@@ -268,7 +268,7 @@ class _Joiner:
         return seed
 
     def _choices(self) -> Iterator[tuple[int, ...]]:
-        """Give every choice of t answers once: the first t, then those that leave out one of them, and so on."""
+        """Yield every choice of t answers once: the first t, then those without one of them, and so on."""
         t = self._round.t
         for last in range(t - 1, len(self._order)):
             for others in combinations(self._order[:last], t - 1):

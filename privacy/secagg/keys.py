@@ -45,18 +45,18 @@ class MemberKeys(NamedTuple):
 
 
 class VerifiedKeys(NamedTuple):
-    """What follows from everybody's entries. digest: K. sign: Ed25519 public keys, in the manifest's order."""
+    """All members' keys after verification. digest: K. sign: Ed25519 public keys, in the manifest's order."""
 
     digest: bytes
     sign: tuple[bytes, ...]
 
 
-Vouch = Callable[[MemberKeys, bytes], bool]
+KeyVerifier = Callable[[MemberKeys, bytes], bool]
 """Says whether the entry's signature over these bytes is that of the pinned identity of its name."""
 
 
-def vouch(run: SecaggRun, entries: Sequence[MemberKeys], trusted: Vouch) -> VerifiedKeys:
-    """Check everybody's entries; raises SecaggError (E-ID-33) that blames the member whose entry is wrong.
+def verify_keys(run: SecaggRun, entries: Sequence[MemberKeys], trusted: KeyVerifier) -> VerifiedKeys:
+    """Verify all members' entries; raises SecaggError (E-ID-33), which blames the member with the wrong entry.
 
     Guarantees: each member of the manifest is there once, in its order, with keys that no other member has, under a
     signature that `trusted` accepts.
@@ -85,11 +85,11 @@ def vouch(run: SecaggRun, entries: Sequence[MemberKeys], trusted: Vouch) -> Veri
 def pinned_signature(
     entry: MemberKeys, message: bytes, consortium: str, pins: Mapping[str, str], members: Mapping[str, RosterMember]
 ) -> bool:
-    """Say whether the pinned identity of a name signed its entry.
+    """Return whether the pinned identity of a name signed its entry.
 
     pins: fingerprints by name. members: the verified roster by name, for its chains of renewals: the key that signed
     may be the pinned one, an older one that was renewed into it, or a newer one that it was renewed into.
-    Guarantees: whatever the bytes are, the answer is yes or no.
+    Guarantees: never raises, whatever the bytes are.
     """
     pinned, member = pins.get(entry.name), members.get(entry.name)
     try:
@@ -149,13 +149,13 @@ class RunKeys:
 
     @classmethod
     def agree(
-        cls, run: SecaggRun, name: str, own_keys: OwnKeys, entries: Sequence[MemberKeys], trusted: Vouch
+        cls, run: SecaggRun, name: str, own_keys: OwnKeys, entries: Sequence[MemberKeys], trusted: KeyVerifier
     ) -> RunKeys:
         """Take everybody's keys, once; raises SecaggError (E-ID-33). Store it in the place of `own`, which goes.
 
-        Guarantees: as `vouch`; and the keys under this silo's name are its own.
+        Guarantees: as `verify_keys`; and the keys under this silo's name are its own.
         """
-        verified = vouch(run, entries, trusted)
+        verified = verify_keys(run, entries, trusted)
         if name not in run.members:
             raise SecaggError("E-ID-33", f"expected {name} among the members of the run, found {list(run.members)}")
         index = run.members.index(name)
@@ -210,7 +210,7 @@ def _confirmed(seal_hash: bytes) -> bytes:
 
 
 def confirmed_by(sign_key: bytes, seal_hash: bytes, signature: bytes) -> bool:
-    """Say whether a member's key of the run signed a seal; whatever the bytes are, the answer is yes or no."""
+    """Return whether a member's key of the run signed a seal; never raises, whatever the bytes are."""
     try:
         Ed25519PublicKey.from_public_bytes(sign_key).verify(signature, _confirmed(seal_hash))
     except (InvalidSignature, ValueError):

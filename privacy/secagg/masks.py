@@ -32,7 +32,7 @@ def add_mask(words: Words, seed: bytes, context: bytes, block: int, *, subtract:
 
 
 def subtracted(member: int, other: int) -> bool:
-    """Say whether `member` subtracts the mask of its pair with `other`, who adds it; its own mask it adds."""
+    """Return whether `member` subtracts the mask of its pair with `other`, who adds it; its own mask it adds."""
     return member > other
 
 
@@ -45,5 +45,5 @@ def check_words(block: Words, silos: int, round: Round) -> None:
         raise SecaggError(
             "E-RUN-48",
             f"{round.kind} of round {round.number}: expected check words of {silos} in the opened sum, found {words}: "
-            "a hospital masked for another model or with other keys, or sent something else; the sum is thrown away",
+            "a hospital masked for another model or with other keys, or sent something else; the sum is discarded",
         )

@@ -1,4 +1,4 @@
-"""How a dealer's shares reach a member through the coordinator, and what binds a dealer to its seeds."""
+"""Encrypted shares of seeds, sent through the coordinator, and commitments to the seeds."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def require_unmasked(row: MaskedTaskRow | None, round: Round) -> None:
             "damaged or asked for anew: a second one would show a difference of two; this hospital sits it out",
         )
     if row.seal_hash:
-        raise SecaggError("E-RUN-50", f"round {round.number} is sealed: an update comes too late")
+        raise SecaggError("E-RUN-50", f"round {round.number} is sealed: this update is too late")
 
 
 def uploaded(round: Round, object_digest: bytes) -> MaskedTaskRow:
@@ -188,7 +188,7 @@ def confirm(
 def answer(
     run: SecaggRun, keys: RunKeys, opening: Opening, row: MaskedTaskRow | None, *, cohort: Sequence[int]
 ) -> RevealedShares:
-    """Give the shares that open the set which was confirmed here; they leave without anything being stored.
+    """Return the shares that open the set confirmed here; nothing is stored.
 
     Raises SecaggError: E-RUN-50 for another set than the confirmed one, or a round that is closed here; E-RUN-51 for
     packages that are not those of the set; E-RUN-45 with too few confirmations; E-RUN-48 for a package that is wrong.
@@ -221,7 +221,7 @@ def answer(
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class CensusProof:
     """What a census was opened from: seal, confirmations by member, own seeds of the class block by member.
 
     uploads: by member, with the digest of the object's bytes as the reader computed it.
@@ -234,9 +234,9 @@ class Proof:
 
 
 def verify_census(
-    run: SecaggRun, keys: RunKeys, classes: int, proof: Proof, row: MaskedTaskRow | None
+    run: SecaggRun, keys: RunKeys, classes: int, proof: CensusProof, row: MaskedTaskRow | None
 ) -> NDArray[np.int64]:
-    """Recompute H, one number per class, from its proof. row: of the census here, None where this silo was away.
+    """Recompute the census H, one number per class, from its proof. row: of the census here, None if it was away.
 
     Raises SecaggError: E-RUN-50 for another run's set, or another than this silo sent and confirmed, E-RUN-51 for one
     that is not of all members, E-RUN-45 where too few confirmed it, E-RUN-48 where uploads, seeds or sums do not fit;
@@ -267,7 +267,9 @@ def verify_census(
         add_mask(total, seed, round.context, CLASSES, subtract=True)
     check_words(total, round.n, round)
     if (total > round.n).any():
-        raise SecaggError("E-RUN-48", f"expected at most {round.n} hospitals of a class, found more: a silo lied")
+        raise SecaggError(
+            "E-RUN-48", f"expected at most {round.n} hospitals of a class, found more: a silo sent false counts"
+        )
     return total[CHECK_WORDS:].astype(np.int64)
 
 

@@ -26,7 +26,7 @@ _WORDS = {"ring32": "<u4", "ring64": "<u8"}
 
 
 class SecaggError(RefusedError):
-    """One side does not go on, and nothing is opened. blamed: index of the member whose doing it is, if known."""
+    """A protocol step failed, and nothing is opened. blamed: index of the responsible member, if known."""
 
     def __init__(self, code: str, message: str, blamed: int | None = None) -> None:
         super().__init__(code, message)
@@ -60,7 +60,7 @@ class Thresholds(NamedTuple):
 
 @dataclass(frozen=True)
 class SecaggRun:
-    """What all members of a run know of it. manifest_digest: 32 bytes. members: names in the manifest's order.
+    """The terms of a masked run. manifest_digest: 32 bytes. members: names in the manifest's order.
 
     rounds: of the run; a round above it does not exist, an evaluation may follow the last one.
     Raises ConfigError (E-CFG-02) unless there are 3 to 240 members, each once, and the terms fit.

@@ -1,4 +1,4 @@
-"""`coordinator log` and `silo log`: read and check this side's audit log. The same commands for both sides."""
+"""`coordinator log` and `silo log`: show and verify this side's audit log."""
 
 from __future__ import annotations
 
@@ -21,36 +21,40 @@ from service_core.command_line import command
 from service_core.console import OUT, Facts, Reply, local_time, print_parts, printable
 
 _LOOK_S = 0.5
-Home = Annotated[Path | None, typer.Option("--home", help="The folder of this side. Default: as for other commands.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines; of `show` the lines as they are.")]
+Home = Annotated[Path | None, typer.Option("--home", help="The home of this side. Default: as for other commands.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON; `show` prints the lines as stored.")]
 
-Since = Annotated[str | None, typer.Option("--since", help="A day or a time, as 2026-11-23 or 2026-11-23T14:30.")]
+Since = Annotated[
+    str | None, typer.Option("--since", help="Lines since a day or time: 2026-11-23 or 2026-11-23T14:30.")
+]
 Who = Annotated[str | None, typer.Option("--who", help="Lines whose caller contains this.")]
 What = Annotated[str | None, typer.Option("--what", help="Lines whose call or event contains this.")]
-Last = Annotated[int | None, typer.Option("--last", min=1, max=10_000, help="Only the newest so many lines of these.")]
-Refused = Annotated[bool, typer.Option("--refused", help="Only what was refused.")]
-Follow = Annotated[bool, typer.Option("--follow", help="Go on with the lines that are added, until it is stopped.")]
+Last = Annotated[int | None, typer.Option("--last", min=1, max=10_000, help="Only the newest N of these lines.")]
+Refused = Annotated[bool, typer.Option("--refused", help="Only refused calls.")]
+Follow = Annotated[bool, typer.Option("--follow", help="Keep printing new lines until stopped.")]
 Against = Annotated[
     Path | None,
-    typer.Option("--against", help="Lines of the other side: what `log show --what head --json` prints there."),
+    typer.Option(
+        "--against", help="The other side's heads of this log: output of `log show --what head --json` there."
+    ),
 ]
 Archived = Annotated[
-    bool, typer.Option("--archived", help="Files of 0.1.0 were moved away: begin where the log begins.")
+    bool, typer.Option("--archived", help="Start at the first line that is left: older files of 0.1.0 were moved away.")
 ]
 Restored = Annotated[
     list[int] | None,
     typer.Option(
         "--restored",
-        help="The line at which you restored this home, as restore told: what the other side holds of lines that are "
-        "lost since then is no finding. May be repeated.",
+        help="The line that `restore` printed. Lines that it lost are then accepted, though the other side holds their "
+        "heads. May be repeated.",
         metavar="LINE",
     ),
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """Whose log it is. identity: its URI; authority_pem: the consortium's; both are asked for when they are needed."""
+class LogOwner:
+    """The side whose log it is. identity: its URI   authority_pem: the consortium's CA; both are read when needed."""
 
     home: Path
     identity: Callable[[], str]
@@ -60,8 +64,8 @@ class Side:
         return AuditLog.existing(self.home / FOLDER)
 
 
-def make_app(side: Callable[[Path | None], Side], help: str) -> typer.Typer:
-    """Make the group of commands. side: finds the side of a home, or of none, which is the default."""
+def make_app(side: Callable[[Path | None], LogOwner], help: str) -> typer.Typer:
+    """Make the command group. side: returns the owner of a home; None is the default home."""
     app = typer.Typer(no_args_is_help=True, help=help)
 
     @app.command("show")
@@ -76,7 +80,7 @@ def make_app(side: Callable[[Path | None], Side], help: str) -> typer.Typer:
         home: Home = None,
         as_json: Json = False,
     ) -> None:
-        """Show the lines of the log, oldest first. Whether they are what was written says `log verify`."""
+        """Show the lines of the log, oldest first. `log verify` checks them."""
         from_time = _time(since)
 
         def fits(line: LogLine) -> bool:
@@ -95,10 +99,10 @@ def make_app(side: Callable[[Path | None], Side], help: str) -> typer.Typer:
         restored: Restored = None,
         home: Home = None,
     ) -> Reply:
-        """Check that no line was edited, removed or moved; exit status 1, with the first such line, when one was.
+        """Check that no line was edited, removed or moved; else exit status 1, and the first such line.
 
-        Somebody who can write here can also make the whole log anew. With --against, the ends of this log that
-        the other side keeps, signed by this one, show that too.
+        Whoever can write here can also replace the whole log. --against finds this too: the other side keeps signed
+        heads of this log.
         """
         log_side = side(home)
         heads = [] if against is None else heads_in(against, log_side.identity(), log_side.authority_pem())
@@ -108,7 +112,7 @@ def make_app(side: Callable[[Path | None], Side], help: str) -> typer.Typer:
         facts = [
             ("lines", f"{result.first} to {result.last}, unbroken"),
             ("hash", result.hash),
-            ("other side", "not compared: --against FILE" if against is None else f"{result.agreed} ends agree"),
+            ("other side", "not compared: --against FILE" if against is None else f"{result.agreed} heads agree"),
             *(("note", note) for note in result.notes),
         ]
         return Reply(value | {"agreed": result.agreed, "notes": list(result.notes)}, [Facts(facts)])
@@ -124,7 +128,7 @@ def _show(log: AuditLog, fits: Callable[[LogLine], bool], as_json: bool, last: i
             try:
                 line = LogLine.decode(text)
             except ValueError:
-                typer.echo(f"line {number} is no line of an audit log: log verify", err=True)
+                typer.echo(f"line {number} cannot be read: run log verify", err=True)
                 continue
             if fits(line):
                 shown.append((line, text))
@@ -148,11 +152,11 @@ def _time(text: str | None) -> float:
     try:
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError) as error:
-        raise ConfigError("E-CFG-02", f"--since: expected a day or a time as 2026-11-23T14:30: {error}") from None
+        raise ConfigError("E-CFG-02", f"--since: expected a day or time such as 2026-11-23T14:30: {error}") from None
 
 
 def _show_line(line: LogLine) -> None:
-    """Print all fields with tabs between, on a terminal those that say something."""
+    """Print the fields, on a terminal without empty ones, else separated by tabs."""
     entry = line.entry
     extra = [f"{entry.bytes} bytes"] * bool(entry.bytes) + [f"x {entry.times}"] * (entry.times != 1)
     words = (entry.who, entry.address, entry.what, entry.about, entry.outcome, entry.code, *extra)

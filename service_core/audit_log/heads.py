@@ -1,6 +1,6 @@
 """Heads of audit logs: the number and hash of the newest line, signed by the side whose log it is.
 
-Each side keeps the other's. Who rewrites a log must then also rewrite what the other side holds of it.
+Each side keeps the other's heads. So whoever rewrites a log must also rewrite what the other side holds.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ CONTEXT = "consilium audit head v1"
 
 @dataclass(frozen=True, slots=True)
 class SignedHead:
-    """The end of a log.
+    """The signed head of a log.
 
     Attributes:
-        of: whose, an identity
-        number, hash: of its newest line
+        of: identity of the log's owner
+        number, hash: of the newest line
         certificate: the signer's, PEM
-        restored, restored_hash: number and hash of its newest line that says that it was put back; 0 and nothing
-            without one
+        restored, restored_hash: of the newest line that records a restore; 0 and empty without one
     """
 
     of: str
@@ -52,7 +51,7 @@ class SignedHead:
         return json.dumps([self.of, self.number, self.hash, *restored], separators=(",", ":")).encode()
 
     def lacks(self, before: SignedHead) -> bool:
-        """Tell whether a log with this end lacks lines up to one that the same side signed before."""
+        """Return whether a log with this head lacks lines that an earlier head of the same side covers."""
         put_back = (self.restored, self.restored_hash) != (before.restored, before.restored_hash)
         return (
             self.number < before.number
@@ -61,9 +60,9 @@ class SignedHead:
         )
 
     def require_signed(self, authority_pem: bytes) -> None:
-        """Raise RefusedError (E-ID-14) unless a certificate of that identity, under the authority, signed it.
+        """Raise RefusedError (E-ID-14) unless it is signed with a certificate that the authority issued for `of`.
 
-        Certificates that have expired since count: a log is older than a certificate.
+        Expired certificates are accepted: a log outlives them.
         """
         try:
             signer = parse_certificate(self.certificate)
@@ -78,7 +77,7 @@ class SignedHead:
         if not sound:
             raise RefusedError(
                 "E-ID-14",
-                f"expected the end of an audit log signed by {self.of[:80]!r}, found another signature",
+                f"expected the head of an audit log signed by {self.of[:80]!r}, found another signature",
             )
 
     def to_json(self) -> Mapping[str, object]:
@@ -93,7 +92,7 @@ class SignedHead:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, object]) -> SignedHead:
-        """Read what `to_json` wrote; raises ValueError, TypeError or KeyError on anything else."""
+        """Parse what `to_json` returned; raises ValueError, TypeError or KeyError on anything else."""
         of, number, hash, signature, certificate = (
             raw[name] for name in ("of", "number", "hash", "signature", "certificate")
         )

@@ -13,24 +13,24 @@ from service_core.audit_log.heads import SignedHead
 
 ALLOWED, REFUSED = "allowed", "refused"
 MAX_TEXT = 300
-"""Characters of one field: what a peer says of itself is cut there."""
+"""Maximum characters of a field; longer texts of a peer are cut."""
 MAX_LINE = 1 << 16
-"""No line is longer in bytes; what is longer was not written here."""
+"""Maximum bytes of a line."""
 _TEXTS = ("who", "what", "about", "outcome", "code", "serial", "address")
 
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """What happened.
+    """One event.
 
     Attributes:
         who: an identity, or the user of a command
         serial: of the certificate
         what: the call, event or command
         about: its object
-        bytes: moved by a transfer
-        times: how often the same happened within a minute
-        head: the end of another side's log, as that side signed it
+        bytes: transferred
+        times: how often it happened within a minute
+        head: the signed head of another side's log
     """
 
     who: str
@@ -47,9 +47,9 @@ class LogEntry:
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """An entry in its place. number: from 1   at: Unix time   before: hash of the line before, empty in the first.
+    """An entry in its position. number: from 1   at: Unix time   before: hash of the previous line, empty in line 1.
 
-    salt: 128 random bits. The other side gets the line's hash, and must not be able to try out what the line says.
+    salt: 128 random bits, so that the other side, which gets the hash, cannot guess the line.
     """
 
     number: int
@@ -59,7 +59,7 @@ class LogLine:
     salt: str = field(default_factory=lambda: secrets.token_hex(16))
 
     def encode(self) -> str:
-        """Write the line: ASCII, all control characters escaped, fields without content left out."""
+        """Encode the line in ASCII: control characters escaped, empty fields omitted."""
         entry = self.entry
         fields: dict[str, Any] = {"number": self.number, "at": _time_text(self.at)}
         fields |= {name: getattr(entry, name)[:MAX_TEXT] for name in _TEXTS if getattr(entry, name)}
@@ -70,7 +70,7 @@ class LogLine:
 
     @classmethod
     def decode(cls, raw: str | bytes) -> LogLine:
-        """Read a line; raises ValueError on anything else. Fields that a later version adds are left out."""
+        """Decode a line; raises ValueError on anything else. Fields of later versions are ignored."""
         try:
             fields = json.loads(raw.decode("ascii") if isinstance(raw, bytes) else raw)
             texts = {name: _typed(fields, name, str, "") for name in _TEXTS}
@@ -87,7 +87,7 @@ class LogLine:
 
 
 def line_hash(text: str) -> str:
-    """Hash a line; the same as `sha256sum` of what `log show --json` prints of it, without the newline."""
+    """Return the SHA-256 of a line, as `sha256sum` of what `log show --json` prints, without the newline."""
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 

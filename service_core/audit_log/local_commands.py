@@ -1,4 +1,4 @@
-"""Commands that change something on this machine leave a line in its audit log, however they end."""
+"""Records commands that change something in the audit log, however they end."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ SHOWN = frozenset(
         "to",
     )
 )
-"""Arguments that are written down; no other is, above all no token."""
+"""Arguments that are recorded; all others are not, above all tokens."""
 
 
 def recorded(command: Command, name: str, home_of: Callable[[Path | None], Path]) -> Command:
-    """Wrap a command, so that its end is a line: user, name, arguments of `SHOWN`, outcome.
+    """Wrap a command so that it is recorded at its end: user, name, arguments of `SHOWN`, outcome.
 
-    Guarantees: where the log cannot be written, the command does nothing. Without a home there is no log.
+    Guarantees: the command does not start if the log cannot be opened. Without a home there is no log.
     """
 
     @wraps(command)
@@ -68,11 +68,11 @@ def recorded(command: Command, name: str, home_of: Callable[[Path | None], Path]
 
 @contextmanager
 def recording(home: Path, name: str, options: Mapping[str, Any], via: str = "") -> Iterator[None]:
-    """Write what is done within as one line, however it ends. via: from where, beside the user, as `page`.
+    """Record the block as one line, however it ends. via: where the user gave the order, such as `page`.
 
-    Raises UnavailableError (E-STATE-63) where the disk takes no line.
-    Guarantees: where the log cannot be opened, what is within is not begun. Without a home there is no log, nor in one
-    that a command did not finish.
+    Raises UnavailableError (E-STATE-63) if the line cannot be written.
+    Guarantees: the block does not start if the log cannot be opened. Without a home, or in an unfinished one, there is
+    no log.
     """
     if marker_of(home) is None and (home / FOLDER).is_dir():
         AuditLog(home / FOLDER).close()
@@ -81,7 +81,7 @@ def recording(home: Path, name: str, options: Mapping[str, Any], via: str = "") 
     except BaseException as error:
         if not (isinstance(error, typer.Exit) and error.exit_code == 0):
             code = error.code if isinstance(error, FederationError) else type(error).__name__
-            if marker_of(home) is None and (home / FOLDER).is_dir():  # a command that was refused makes no home
+            if marker_of(home) is None and (home / FOLDER).is_dir():  # a refused command creates no home
                 _append(home, _entry(name, options, via, REFUSED, code))
         raise
     if home.is_dir():
@@ -91,7 +91,7 @@ def recording(home: Path, name: str, options: Mapping[str, Any], via: str = "") 
 def record_commands(
     app: typer.Typer, reading: Collection[str], home_of: Callable[[Path | None], Path], group: str = ""
 ) -> None:
-    """Wrap all commands of an application or a group, besides those that only read, by their whole names."""
+    """Wrap all commands of an application or group, except those that only read (by full name)."""
     for info in app.registered_commands:
         assert info.callback is not None
         command_name = info.name or info.callback.__name__.replace("_", "-")

@@ -1,4 +1,4 @@
-"""The file of an audit log: rows in a chain, appended by threads and processes, and what others signed of theirs."""
+"""The file of an audit log: chained rows, appended by threads and processes, and the heads of other sides' logs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fl_core.errors import StateError
 from service_core.audit_log.heads import SignedHead
 from service_core.audit_log.lines import LogEntry, LogLine, line_hash
 from service_core.storage import private_files
-from service_core.storage.chain import BUSY_S, Chain, ChainHead, Row, disk_taken, transaction
+from service_core.storage.chain import BUSY_S, Chain, ChainHead, Row, sqlite_disk_errors, transaction
 from service_core.storage.disk import disk_errors
-from service_core.storage.generation import untouched
+from service_core.storage.generation import open_untouched
 from service_core.storage.migration import migrate, statements
 
 FOLDER = "audit"
@@ -27,7 +27,7 @@ LOG_FILE = f"{FOLDER}/log.sqlite"
 """In a home."""
 RESTORED = "restored"
 OWN = "this log"
-"""Who speaks in lines about the log itself."""
+"""`who` of lines about the log itself."""
 _READ = 1000
 _RETRY_S = 0.05
 _ANCHOR = "anchor.json"
@@ -43,15 +43,15 @@ CREATE TRIGGER event_nodel BEFORE DELETE ON event BEGIN SELECT RAISE(ABORT,'even
 """
 
 
-class RestoredAt(NamedTuple):
-    """The newest line that says that the log was put back from a backup: number and hash; 0 where it never was."""
+class RestoreMark(NamedTuple):
+    """Number and hash of the newest line that records a restore; 0 if there was none."""
 
     number: int = 0
     hash: str = ""
 
 
 def _hash(previous: str, row: Row) -> str:
-    """Hash a line; nothing where it does not name its own number and the line before."""
+    """Return the hash of a line; empty unless the line has its own number and the previous hash."""
     number, text = row
     try:
         line = LogLine.decode(text)
@@ -64,14 +64,14 @@ CHAIN = Chain(("text",), _hash, ChainHead(0, ""))
 
 
 class AuditLog:
-    """An append-only, hash-chained log in a folder, usable from every thread and beside other processes.
+    """An append-only, hash-chained log in a folder, for several threads and processes.
 
-    Guarantees: a line is there when `append` returns, so a crash of the process loses none; it survives a power cut
-    once `sync` has returned, and a cut loses whole lines only. Lines of 0.1.0 are taken over when it is opened first.
+    Guarantees: a line survives a crash of the process once `append` has returned, and a power cut once `sync` has
+    returned; a power cut loses only whole lines. The first opening takes over the lines of 0.1.0.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
-        """Open or make the log; raises StateError: E-STATE-42, E-STATE-80 on a file that is none."""
+        """Open or create the log; raises StateError: E-STATE-42 on open modes, E-STATE-80 on another file."""
         with disk_errors(folder):
             self.file = private_files.private_folder(folder) / Path(LOG_FILE).name
         self._clock = clock
@@ -83,20 +83,20 @@ class AuditLog:
 
     @classmethod
     def existing(cls, folder: Path) -> Self:
-        """Open a log that is there; raises StateError (E-STATE-80) where there is none."""
+        """Open an existing log; raises StateError (E-STATE-80) if there is none."""
         files = (folder / Path(LOG_FILE).name, folder / _ANCHOR)
         if not any(file.exists() for file in files) and not _files_of_0_1_0(folder):
             raise StateError("E-STATE-80", f"expected an audit log in {folder}, found none")
         return cls(folder)
 
     def append(self, *entries: LogEntry) -> None:
-        """Write one line for each entry; raises as `transaction`, E-STATE-80 on a damaged file: nothing is written."""
+        """Append a line per entry, or nothing; raises as `transaction`, and E-STATE-80 on a damaged file."""
         with self._writing() as db:
             for entry in entries:
                 self._write(db, entry)
 
     def mark_restored(self, about: str) -> int:
-        """Write that the log was put back, on the disk on return; return the line's number."""
+        """Record a restore; return the number of its line, which is on the disk."""
         with self._writing() as db:
             line = self._write(db, LogEntry(OWN, RESTORED, about, outcome="noticed"))
             _keep(db, RESTORED, json.dumps(line))
@@ -104,29 +104,29 @@ class AuditLog:
         return line.seq
 
     def keep(self, head: SignedHead) -> SignedHead | None:
-        """Keep the end of another side's log; return the one before it if a log with this end lacks lines up to it."""
+        """Keep the head of another side's log; return the previous head if the log now lacks lines of that one."""
         with self._writing() as db:
             before = self._kept(db, head.of)
             _keep(db, head.of, json.dumps(head.to_json()))
         return before if before is not None and head.lacks(before) else None
 
     def kept(self, of: str) -> SignedHead | None:
-        """Return the newest end of another side's log; None without one that can be read: its line has it, too."""
+        """Return the newest head of another side's log; None if there is none or it is damaged."""
         with self.reading() as db:
             return self._kept(db, of)
 
     def head(self) -> ChainHead:
-        """Return number and hash of the newest line; 0 and nothing before the first."""
+        """Return number and hash of the newest line; 0 and empty in an empty log."""
         with self.reading() as db:
             return CHAIN.head(db)
 
-    def restored(self) -> RestoredAt:
+    def restored(self) -> RestoreMark:
         with self.reading() as db, suppress(ValueError, TypeError):
-            return RestoredAt(*json.loads(_value(db, RESTORED)))
-        return RestoredAt()
+            return RestoreMark(*json.loads(_value(db, RESTORED)))
+        return RestoreMark()
 
     def texts(self, after: int = 0) -> Iterator[tuple[int, str]]:
-        """Yield number and text of the lines after one, as they are."""
+        """Yield number and text of the lines after number `after`."""
         rows = [(after, "")]
         while rows:
             with self.reading() as db:
@@ -135,26 +135,26 @@ class AuditLog:
             yield from rows
 
     def lines(self, after: int = 0) -> Iterator[LogLine]:
-        """Yield the lines after one; what is none is left out: `verify` tells."""
+        """Yield the lines after number `after`, without invalid ones, which `verify` reports."""
         for _, text in self.texts(after):
             with suppress(ValueError):
                 yield LogLine.decode(text)
 
     def sync(self) -> None:
-        """Bring all lines to the disk; while it waits for that, others may append. Raises as `append`."""
+        """Sync all lines to the disk; others may append meanwhile. Raises as `append`."""
         with self._lock:
             changes = 0 if self._db is None else self._db.total_changes
             if changes == self._synced:
                 return
         with self._errors():
-            with suppress(FileNotFoundError):  # all of it is in the file itself
+            with suppress(FileNotFoundError):  # everything is in the main file
                 private_files.sync_file(Path(f"{self.file}-wal"))
-            with closing(sqlite3.connect(self.file, timeout=BUSY_S)) as db:  # which a reader may hold up
+            with closing(sqlite3.connect(self.file, timeout=BUSY_S)) as db:  # a reader may delay it
                 db.execute("PRAGMA wal_checkpoint(PASSIVE)")
         self._synced = changes
 
     def close(self) -> None:
-        """Bring all lines to the disk; one that is written later opens the file again."""
+        """Sync and close the file; a later `append` opens it again."""
         self.sync()
         with self._lock:
             if self._db is not None:
@@ -163,7 +163,7 @@ class AuditLog:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """Give the connection to read from, at one moment."""
+        """Open a read transaction."""
         with self._lock, self._errors():
             db = self._open()
             db.execute("BEGIN")
@@ -186,10 +186,10 @@ class AuditLog:
             if not self.file.exists():
                 os.close(os.open(self.file, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
             db = sqlite3.connect(self.file, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-            db.text_factory = lambda raw: raw.decode(errors="replace")  # an edit that is no text is found like others
+            db.text_factory = lambda raw: raw.decode(errors="replace")  # `verify` reports text that is not UTF-8
             try:
                 _use_wal(db)
-                db.execute("PRAGMA synchronous = NORMAL")  # `sync` waits for the disk, no line does
+                db.execute("PRAGMA synchronous = NORMAL")  # only `sync` waits for the disk
                 synced = db.total_changes
                 migrate(db, self._create, (), ("event", "kept"))
             except BaseException:
@@ -207,7 +207,7 @@ class AuditLog:
 
     def _write(self, db: sqlite3.Connection, entry: LogEntry) -> ChainHead:
         before = CHAIN.head(db)
-        number = max(before.seq, last_number(db)) + 1  # where the end was cut off, the gap stays for `verify`
+        number = max(before.seq, last_number(db)) + 1  # where the end was cut off, the gap stays, and `verify` finds it
         return CHAIN.append(db, (LogLine(number, self._clock(), before.hash, entry).encode(),), number)
 
     def _kept(self, db: sqlite3.Connection, of: str) -> SignedHead | None:
@@ -219,17 +219,17 @@ class AuditLog:
     @contextmanager
     def _errors(self) -> Iterator[None]:
         try:
-            with disk_errors(self.file), disk_taken(self.file):
+            with disk_errors(self.file), sqlite_disk_errors(self.file):
                 yield
         except sqlite3.DatabaseError as error:
             raise StateError(
                 "E-STATE-80",
                 f"expected an audit log in {self.file}, found a file that SQLite cannot use ({error}): restore it from "
-                "a backup, or move it away; a new one begins with line 1, which the other side notices",
+                "a backup, or move it away; a new log begins with line 1, which the other side notices",
             ) from error
 
     def _take_over(self, db: sqlite3.Connection, folder: Path) -> None:
-        """Copy the lines of 0.1.0, byte for byte, from its files, which stay. What was edited there is found here."""
+        """Copy the lines of 0.1.0 byte for byte; its files stay. `verify` finds edits that were made there."""
         files = _files_of_0_1_0(folder)
         if not files and not (folder / _ANCHOR).exists():
             return
@@ -244,18 +244,20 @@ class AuditLog:
             new = db.execute("INSERT OR IGNORE INTO event VALUES (?,?,?,?)", row).rowcount
             count, lost = count + new, lost + 1 - new
             if (line.entry.who, line.entry.what) == (OWN, RESTORED):
-                _keep(db, RESTORED, json.dumps(RestoredAt(line.number, line_hash(text))))
+                _keep(db, RESTORED, json.dumps(RestoreMark(line.number, line_hash(text))))
         for of, head in _json(folder / "heads.json").items():
             _keep(db, of, json.dumps(head))
         about = f"{count} lines of {len(files)} files of 0.1.0, which may be moved away"
         if lost:
-            about += f"; {lost} more lines of them are torn, edited or stand there twice"
+            about += f"; {lost} more lines of them are torn, edited or duplicates"
         anchor = _json(folder / _ANCHOR)
         number, hash = anchor.get("number"), anchor.get("hash")
         if isinstance(number, int) and 0 < number < 2**63 and isinstance(hash, str):
-            db.execute("UPDATE event SET hash = ? WHERE seq = ?", (hash, number))  # another one then does not fit
+            db.execute(
+                "UPDATE event SET hash = ? WHERE seq = ?", (hash, number)
+            )  # a different line then breaks the chain
         else:
-            number = last_number(db) + 1  # a gap, which `verify` finds: nobody knows how many lines there were
+            number = last_number(db) + 1  # a gap, which `verify` finds: the number of lines is unknown
             about += "; its anchor was removed or damaged, so lines at the end may be missing"
         last = max(last_number(db), number)
         db.execute("DELETE FROM sqlite_sequence WHERE name = 'event'")
@@ -264,7 +266,7 @@ class AuditLog:
 
 
 def _use_wal(db: sqlite3.Connection) -> None:
-    """Keep what is written beside the file. Changing to that does not wait for other processes as statements do."""
+    """Switch to WAL. SQLite does not wait for other processes here, so this retries."""
     due = time.monotonic() + BUSY_S
     while True:
         try:
@@ -278,15 +280,15 @@ def _use_wal(db: sqlite3.Connection) -> None:
 
 
 def last_number(db: sqlite3.Connection) -> int:
-    """Return the number of the newest line that was ever written, there or not."""
+    """Return the number of the newest line ever written, even if it was removed."""
     row = db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'event'").fetchone()
     return int(row[0]) if row else 0
 
 
 def last_lines(home: Path, most: int) -> list[LogLine]:
-    """Return the newest lines of a home that can be read, oldest first. No file is made or changed."""
+    """Return the newest valid lines of a home, oldest first. No file is created or changed."""
     newest = list[LogLine]()
-    with suppress(OSError, sqlite3.Error), closing(untouched(home / LOG_FILE)) as db:
+    with suppress(OSError, sqlite3.Error), closing(open_untouched(home / LOG_FILE)) as db:
         for (text,) in db.execute("SELECT text FROM event ORDER BY seq DESC LIMIT ?", (most,)):
             with suppress(ValueError):
                 newest.insert(0, LogLine.decode(text))
@@ -315,9 +317,9 @@ def _json(file: Path) -> dict[str, object]:
 
 
 def mark_restored(home: Path, at: float) -> int:
-    """Write a line that the log was put back, and return its number. at: of the backup, in seconds since 1970.
+    """Record in a home's log that it was restored; return the line's number. at: time of the backup, Unix seconds.
 
-    From there on each end of the log that is signed names that line, so that a side that holds a later one notices.
+    All later signed heads name this line, so other sides notice if they hold a head of the lost lines.
     """
     when = datetime.fromtimestamp(at, UTC)
     with closing(AuditLog(home / FOLDER)) as log:

@@ -1,4 +1,4 @@
-"""The audit log of a running service: lines are synced every second, and what repeats is counted."""
+"""The audit log of a running service: syncs every second and counts repeated entries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from service_core.storage.private_files import Credentials
 
 log = logging.getLogger(__name__)
 SYNC_S = 1.0
-"""The most that a power cut can take: what was written within so many seconds."""
+"""A power cut loses at most the lines of so many seconds."""
 WINDOW_S = 60.0
 _REMEMBERED = 4096
 _Key = tuple[str, ...]
@@ -32,7 +32,7 @@ class _Repeated:
 
 
 HEAD_LINE_S = 3600.0
-"""A head of the other side is a line of 2 kB: so often at most for each of them."""
+"""Minimum seconds between two head lines (2 kB each) of one side."""
 
 
 def _head_line(head: SignedHead) -> LogEntry:
@@ -40,11 +40,11 @@ def _head_line(head: SignedHead) -> LogEntry:
 
 
 class Recorder:
-    """Records what a service is asked and does. identity: of the service. Thread-safe; `record` never raises.
+    """Records the calls and events of a service. identity: of the service. Thread-safe; `record` never raises.
 
-    Guarantees: the first of equal entries is a line at once, the others within a minute are counted into one more; so
-    a peer that is refused a million times costs a line a minute for each call. Where the disk takes no line, the
-    service goes on, its own log says so, and the next line says how many are missing.
+    Guarantees: the first of equal entries is written at once; further ones within a minute are counted into one more
+    line. So a million refusals cost one line a minute for each call. If the disk is full, the service continues and
+    logs an error, and the next line tells how many are missing.
     """
 
     def __init__(self, audit_log: AuditLog, identity: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -60,7 +60,7 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="audit-log", daemon=True)
 
     def start(self) -> None:
-        """Begin to bring lines to the disk by itself."""
+        """Start the thread that syncs."""
         self.record(LogEntry(self.identity, "service started"))
         self._thread.start()
 
@@ -80,7 +80,7 @@ class Recorder:
             self._repeated[key] = _Repeated(now, entry)
 
     def signed_head(self, credentials: Credentials) -> SignedHead | None:
-        """Return the end of this log, signed; None before its first line, or where it cannot be read."""
+        """Return the signed head of this log; None if the log is empty or cannot be read."""
         try:
             head, restored = self._log.head(), self._log.restored()
         except FederationError as error:
@@ -89,14 +89,14 @@ class Recorder:
         return SignedHead.sign(self.identity, *head, credentials, *restored) if head.seq else None
 
     def keep(self, head: SignedHead) -> str | None:
-        """Keep the other side's head as its newest, and once an hour as a line; return what is wrong if it went back.
+        """Keep the other side's newest head, once an hour as a line; return a message if its log went back.
 
-        A head vouches for all lines before it, so that of many the last one is enough; where a log went back, both are.
+        A head covers all lines before it, so the newest one suffices; if the log went back, both heads are written.
         """
         try:
             before = self._log.keep(head)
         except FederationError as error:
-            log.error("the end of the audit log of %s cannot be kept: %s", head.of, error)
+            log.error("the head of the audit log of %s cannot be kept: %s", head.of, error)
             before = None
         with self._lock:
             self._unwritten[head.of] = head
@@ -106,28 +106,28 @@ class Recorder:
             if self._head_lines.get(head.of, (0.0, None))[1] != before:
                 self._write(_head_line(before))
             self._write_heads(0.0, [head.of])
-            text = f"its log ended at line {before.number}, and now ends otherwise at line {head.number}"
+            text = f"its log ended at line {before.number}, and now ends differently at line {head.number}"
             if 0 < head.restored <= before.number:
-                text += f"; its home was restored at line {head.restored}, and the lines from there on are lost there"
+                text += f"; its home was restored at line {head.restored}, and it lost the lines from there on"
             self._write(LogEntry(head.of, "log went back", text, outcome="noticed"))
             return (
-                f"the audit log of {head.of} was put back or changed, or its message is late: {text}. Ask that side "
-                "whether it restored a backup; this side keeps both ends"
+                f"the audit log of {head.of} was restored or changed, or its message is late: {text}. Ask that side "
+                "whether it restored a backup; this side keeps both heads"
             )
 
     def flush(self) -> None:
-        """End the windows that are over, and bring all lines to the disk."""
+        """Write the counts of finished windows, and sync."""
         with self._lock:
             now = self._clock()
             for key, repeated in [(k, r) for k, r in self._repeated.items() if now - r.since >= WINDOW_S]:
                 self._end_window(key)
-                if repeated.times:  # it may go on: the next minute is counted as well
+                if repeated.times:  # it may continue: count the next minute too
                     self._repeated[key] = _Repeated(now, repeated.entry)
             self._write_heads(HEAD_LINE_S, list(self._unwritten))
         self._sync()
 
     def _write_heads(self, age: float, sides: Iterable[str]) -> None:
-        """Write the newest heads of sides as lines, where the last such line is as old as that."""
+        """Write the newest heads of sides as lines, if their last head line is at least `age` seconds old."""
         now = self._clock()
         for of in sides:
             last = self._head_lines.get(of)
@@ -137,7 +137,7 @@ class Recorder:
                 self._head_lines[of] = now, head
 
     def close(self) -> None:
-        """Write what was counted and the end of the service."""
+        """Write the counts and the stop of the service."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -147,7 +147,7 @@ class Recorder:
             self._write_heads(0.0, list(self._unwritten))
             self._write(LogEntry(self.identity, "service stopped"))
         self._sync()
-        with suppress(FederationError):  # said already
+        with suppress(FederationError):  # already logged
             self._log.close()
 
     def _run(self) -> None:
@@ -167,17 +167,17 @@ class Recorder:
             self._log.append(entry)
         except FederationError as error:
             if not self._lost:
-                log.error("%s: the audit log cannot be written, and the service goes on: %s", error.code, error.message)
+                log.error("%s: the audit log cannot be written, the service continues: %s", error.code, error.message)
             self._lost += 1
 
     def _sync(self) -> None:
         try:
             self._log.sync()
         except FederationError as error:
-            log.error("%s: the audit log cannot be brought to the disk: %s", error.code, error.message)
+            log.error("%s: the audit log cannot be synced: %s", error.code, error.message)
 
 
 def _key(entry: LogEntry) -> _Key:
-    """Return what makes two entries the same; of a refused call its object does not count, which the caller chooses."""
+    """Return what equal entries share. Without the object of a refused call, since the caller chooses it."""
     about = entry.about if entry.outcome == ALLOWED else ""
     return entry.who or entry.address, entry.serial, entry.what, entry.outcome, entry.code, about

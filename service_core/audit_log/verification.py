@@ -1,4 +1,4 @@
-"""Whether an audit log is what was written: each line, its end, and what other sides hold of it."""
+"""Verifies an audit log: every line, its end, and the heads that other sides hold."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import NoReturn
 from fl_core.errors import ConfigError, StateError
 from service_core.audit_log.heads import SignedHead
 from service_core.audit_log.lines import MAX_LINE, LogLine, line_hash
-from service_core.audit_log.log import CHAIN, OWN, RESTORED, AuditLog, RestoredAt, last_number
+from service_core.audit_log.log import CHAIN, OWN, RESTORED, AuditLog, RestoreMark, last_number
 from service_core.storage.chain import BrokenChainError, ChainHead
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
-    """What was found sound. agreed: how many signed heads   notes: what the log says of itself, such as repairs."""
+class VerificationResult:
+    """Result for a sound log. agreed: number of signed heads that match   notes: lines about the log itself."""
 
     lines: int
     first: int
@@ -27,9 +27,9 @@ class Verified:
 
 
 def heads_in(file: Path, of: str, authority_pem: bytes) -> list[SignedHead]:
-    """Read from the other side's lines (`log show --what head --json`, or its log's files) the heads of `of`.
+    """Read the heads of `of` from the other side's lines (output of `log show --what head --json`).
 
-    Raises ConfigError (E-CFG-02) on a file without any, RefusedError (E-ID-14) on one that `of` never signed.
+    Raises ConfigError (E-CFG-02) on a file without heads, RefusedError (E-ID-14) on one that `of` did not sign.
     """
     heads = []
     try:
@@ -47,7 +47,7 @@ def heads_in(file: Path, of: str, authority_pem: bytes) -> list[SignedHead]:
     if not heads:
         raise ConfigError(
             "E-CFG-02",
-            f"--against: expected lines of the other side that hold ends of the log of {of}, found none in {file}: "
+            f"--against: expected lines of the other side with heads of the log of {of}, found none in {file}: "
             "make it there with `log show --what head --json`",
         )
     return heads
@@ -55,17 +55,17 @@ def heads_in(file: Path, of: str, authority_pem: bytes) -> list[SignedHead]:
 
 def verify(
     log: AuditLog, heads: Iterable[SignedHead] = (), archived: bool = False, restored: Collection[int] = ()
-) -> Verified:
-    """Check a log from its first line to its last, as it is at one moment.
+) -> VerificationResult:
+    """Verify a log from its first line to its last, in one read transaction.
 
-    heads: what others hold of it   archived: its oldest files were moved away by 0.1.0, so begin where it begins
-    restored: lines at which the operator put the log back, who knows that what others hold from there on is lost.
-    Raises StateError (E-STATE-80) that names the first line that was edited, is missing or stands elsewhere; that the
-    end is gone; or that the log is another one than the others have seen.
+    heads: of this log, held by others   archived: begin at the first line left; older files of 0.1.0 were moved away
+    restored: restore lines that the operator confirms, so lost lines after them are accepted.
+    Raises StateError (E-STATE-80): names the first line that was edited, removed or moved, or says that the end was cut
+    off or the log replaced.
     """
-    signed = sorted({(head.number, head.hash, RestoredAt(head.restored, head.restored_hash)) for head in heads})
+    signed = sorted({(head.number, head.hash, RestoreMark(head.restored, head.restored_hash)) for head in heads})
     hashes = dict.fromkeys((number for number, *_ in signed), "")
-    marks, notes = list[RestoredAt](), list[str]()
+    marks, notes = list[RestoreMark](), list[str]()
     with log.reading() as db:
         row = db.execute("SELECT seq, prev_hash FROM event ORDER BY seq LIMIT 1").fetchone()
         begin = ChainHead(row[0] - 1, row[1]) if archived and row else CHAIN.start
@@ -77,7 +77,7 @@ def verify(
                 if (entry := LogLine.decode(text).entry).who == OWN:
                     notes.append(f"line {number}: {entry.what}: {entry.about}")
                     if entry.what == RESTORED:
-                        marks.append(RestoredAt(*last))
+                        marks.append(RestoreMark(*last))
         except BrokenChainError as broken:
             _raise_broken(broken)
     if newest > last.seq:
@@ -87,35 +87,35 @@ def verify(
         )
     agreed, lost = _check_heads(hashes, marks, signed, (begin.seq + 1, last.seq), restored)
     first = begin.seq + 1 if last.seq > begin.seq else 0
-    return Verified(last.seq - begin.seq, first, last.seq, last.hash, agreed, tuple(notes + lost))
+    return VerificationResult(last.seq - begin.seq, first, last.seq, last.hash, agreed, tuple(notes + lost))
 
 
 def _raise_broken(broken: BrokenChainError) -> NoReturn:
-    """Name the line: of two neighbours that do not fit, the second where it is not whole by itself, else the first."""
+    """Name the edited line: the second of two neighbours if it is damaged by itself, else the first."""
     expected, (number, text, previous, hash) = broken.after.seq + 1, broken.row
     if number != expected:
         _fail(f"expected line {expected}, found line {number} there: line {expected} is missing")
     try:
         line = LogLine.decode(text)
     except ValueError:
-        _fail(f"expected line {number}, found text that is none: line {number} was edited")
+        _fail(f"expected line {number}, found other text: line {number} was edited")
     if line.number != number:
-        _fail(f"expected line {number}, found the text of line {line.number} there: it stands out of its place")
+        _fail(f"expected line {number}, found the text of line {line.number} there: it was moved")
     whole = (line.before, line_hash(text)) == (previous, hash)
     edited = number - 1 if whole else number
-    _fail(f"expected line {number} to follow from the line before it, found another text: line {edited} was edited")
+    _fail(f"expected line {number} to follow from the line before it, found other text: line {edited} was edited")
 
 
 def _check_heads(
     hashes: Mapping[int, str],
-    marks: Sequence[RestoredAt],
-    signed: Sequence[tuple[int, str, RestoredAt]],
+    marks: Sequence[RestoreMark],
+    signed: Sequence[tuple[int, str, RestoreMark]],
     span: tuple[int, int],
     acknowledged: Collection[int],
 ) -> tuple[int, list[str]]:
-    """Hold ends that others have against the lines; return how many agree, and what was lost with a restored home.
+    """Compare heads that others hold with the lines; return how many agree, and notes on lines lost by restores.
 
-    hashes: of the lines that others name   marks: where it was restored   span: numbers of the first and last line.
+    hashes: of the lines that heads name   marks: the restores   span: numbers of the first and last line
     """
     agreed, count, lost = 0, 0, dict[int, int]()
     first, number = span
@@ -137,7 +137,7 @@ def _check_heads(
             since = f"lines {agreed + 1} to {expected} were" if agreed else "the whole log up to there was"
             _fail(
                 f"expected line {expected} with the hash that this side signed for another, found another hash: "
-                f"{since} replaced, with a chain of its own"
+                f"{since} replaced by another chain"
             )
         agreed, count = expected, count + 1
     return count, [f"lines {begin} to {end} were lost when the home was restored" for begin, end in lost.items()]
@@ -146,9 +146,9 @@ def _check_heads(
 def _require_acknowledged(restored: int, expected: int, acknowledged: Collection[int]) -> None:
     if restored not in acknowledged:
         _fail(
-            f"expected line {expected} with the hash that this side signed for another, found that the log was put "
-            f"back: line {restored} says that the home was restored, and lines {restored} to {expected} from before "
-            f"are gone. Where you restored it yourself: log verify --against FILE --restored {restored}"
+            f"expected line {expected} with the hash that this side signed for another, found that the home "
+            f"was restored: line {restored} records it, and the earlier lines {restored} to {expected} are gone. If "
+            f"you restored it yourself: log verify --against FILE --restored {restored}"
         )
 
 

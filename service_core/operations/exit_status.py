@@ -1,4 +1,4 @@
-"""Exit statuses, the same for both programs; how a service is told to end, and what it tells who started it."""
+"""Exit statuses of both programs, shutdown signals, and sd_notify."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def status_of(command: Callable[[], object]) -> int:
 
     | end                                                                     | status | on stderr             |
     |-------------------------------------------------------------------------|--------|-----------------------|
-    | done; a service that was told to stop                                   | 0      |                       |
-    | refused, unavailable, damaged state; a problem found; reader gone       | 1      | one line, with a code |
+    | done; a service stopped by a signal                                     | 0      |                       |
+    | refused, unavailable, damaged state; a problem found; broken pipe       | 1      | one line, with a code |
     | usage, configuration, data                                              | 2      | one line, with a code |
-    | Ctrl-C (SIGINT); at a service: a second one                             | 130    |                       |
-    | SIGTERM, where no service runs; at a service: a second one              | 143    |                       |
+    | Ctrl-C (SIGINT); for a service: the second one                          | 130    |                       |
+    | SIGTERM, if no service runs; for a service: the second one              | 143    |                       |
 
-    What nobody foresaw is raised: the interpreter ends with a traceback and status 1.
+    Other exceptions are raised: the interpreter ends with a traceback and status 1.
     """
     try:
         command()
@@ -43,7 +43,9 @@ def status_of(command: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter fails at its last flush
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # else the interpreter fails when it flushes at exit
         return FAILED
     except (OSError, sqlite3.OperationalError) as error:
         sys.stderr.write(f"{error_text(_file_system(error))}\n")
@@ -61,21 +63,21 @@ def _file_system(error: OSError | sqlite3.OperationalError) -> StateError:
     if not full:
         return StateError("E-STATE-63", f"expected a usable file system, found: {error}")
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
-        with suppress(OSError):  # what is left of the output would fail again when the interpreter ends
+        with suppress(OSError):  # the rest of the output would fail again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     of = f" of {os.fsdecode(error.filename)}" if isinstance(error, OSError) and error.filename else ""
     return StateError(
-        "E-STATE-63", f"expected room on the disk{of}, found it full: free some there, and run the command again"
+        "E-STATE-63", f"expected room on the disk{of}, found it full: free some space there, and run the command again"
     )
 
 
-HANGUP = "SIGHUP: the service goes on. There is nothing to read again; SIGTERM ends it"
+HANGUP = "SIGHUP ignored: there is no configuration to reload. SIGTERM stops the service"
 
 
 class ShutdownSignals:
-    """Notes SIGTERM and SIGINT; the second one ends the process at once, with status 143 or 130.
+    """Records SIGTERM and SIGINT; the second one ends the process at once, with status 143 or 130.
 
-    service: one that also outlives its terminal. SIGHUP is then noted, and ends nothing.
+    service: also record SIGHUP, which then ends nothing, so the service outlives its terminal
     """
 
     def __init__(self, service: bool = False) -> None:
@@ -90,7 +92,7 @@ class ShutdownSignals:
         return self
 
     def hung_up(self) -> bool:
-        """Tell whether SIGHUP came since this was asked last."""
+        """Return whether SIGHUP arrived since the last call."""
         came, self._hangups = self._hangups > 0, 0
         return came
 
@@ -103,7 +105,7 @@ class ShutdownSignals:
             signal.signal(number, handler)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        # Nothing here may wait for a lock: the handler runs between any two steps of the main thread.
+        # Never take a lock here: the handler runs between any two bytecodes of the main thread.
         self.received.append(number)
         if len(self.received) > 1:
             os._exit(128 + number)

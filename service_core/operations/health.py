@@ -1,6 +1,6 @@
-"""What a coordinator says of itself in the metadata of its health answers: time, version, and what is wrong.
+"""Metadata of a coordinator's health answers: its time, version and problems.
 
-A silo asks before it joins anything, and without a session: that would take the place of the one of its service.
+`silo doctor` reads them without a session, which would replace the session of its service.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_VERSION = 10_000
 
 @dataclass(frozen=True, slots=True)
 class HealthAnswer:
-    """A coordinator's answer. offset_s: how far its clock is ahead; None, as protocol: it does not tell."""
+    """A coordinator's answer. offset_s: how far its clock is ahead. offset_s, protocol: None if not reported."""
 
     serving: bool
     offset_s: float | None = None
@@ -31,7 +31,7 @@ class HealthAnswer:
     def of(
         cls, serving: bool, metadata: Iterable[tuple[str, str | bytes]], sent: float, answered: float
     ) -> HealthAnswer:
-        """Read an answer; any bytes are one, and nonsense counts as missing. sent, answered: Unix seconds."""
+        """Parse an answer; invalid values count as missing. sent, answered: Unix seconds."""
         facts = {str(k): v for k, v in metadata if isinstance(v, str)}
         try:
             their_time = float(facts.get(_TIME, "nan"))
@@ -49,7 +49,7 @@ class HealthAnswer:
 
 
 def about(software: str, problems: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """Return the metadata of an answer. problems: words, without details: silos read them too."""
+    """Return the metadata of an answer. problems: single words without details, since silos read them."""
     facts = {
         _TIME: f"{time.time():.3f}",
         _PROTOCOL: str(PROTOCOL),

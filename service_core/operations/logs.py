@@ -1,8 +1,7 @@
 """Logs of both services: one line per event, as text or JSON, without data, secrets or names of files.
 
-A log is often carried to another machine than the hospital's. So what may be about a person is left out, rather than
-looked for: of an error about data its code and title stay; of a path outside the home, or a name of an image or table,
-nothing does.
+Logs often leave the hospital. So everything that may be about a person is removed: errors about data are cut to code
+and title; paths outside the home and names of image and table files are masked.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from service_core.console import printable
 
 VARIABLE = "CONSILIUM_LOG_FORMAT"
 FIELDS = ("event", "run", "round", "kind", "silo", "code", "bytes", "included")
-"""What a record may carry beside its message, as `extra`. A round counts from 0 here, as in all JSON;
-in a line of text from 1, as wherever people read it."""
+"""Fields of a record (`extra`). Rounds count from 0 in JSON, from 1 in text."""
 _CHARACTERS = 4000
 _LAST_LINES_S = 2.0
 _CODE = re.compile(r"\bE-[A-Z]+-\d\d\b")
@@ -41,21 +39,21 @@ _SECRETS = (
 _LONG, _HEX = re.compile(r"[\w+/=-]{80,}"), re.compile(r"[0-9a-f]*")
 _PATH = re.compile(r"(?:(?<![\w/.>])/(?!/|consilium\.v1\.|grpc\.)|(?<![\w:/.>])//|~/|\.\./)[^:;,'\"()\n]*")
 _SIGNS = re.compile(r"([:;,'\"()\n])")
-"""Signs that end a name, which may hold blanks."""
+"""Characters that end a file name; blanks do not."""
 _FILE = re.compile(r"\.(?:png|jpe?g|tiff?|bmp|gif|webp|dcm|dicom|nii|npy|npz|csv|tsv|xlsx?|parquet)\b", re.IGNORECASE)
 
 
 class LogFormat(Enum):
-    """How a line of the log looks."""
+    """Format of log lines."""
 
     TEXT = "text"
     JSON = "json"
 
 
 def chosen(option: LogFormat | None) -> LogFormat | None:
-    """Return the format that the option names, else the environment; None: neither does.
+    """Return the format set by the option, else by the environment, else None.
 
-    Raises ConfigError (E-CFG-02) on an unknown word in the environment.
+    Raises ConfigError (E-CFG-02) on an unknown value in the environment.
     """
     word = os.environ.get(VARIABLE)
     if option is not None or not word:
@@ -67,15 +65,15 @@ def chosen(option: LogFormat | None) -> LogFormat | None:
 
 
 def set_up(format: LogFormat, home: Path) -> None:
-    """Send the log of this process to standard error, and nowhere else. home: its paths may be named."""
+    """Log to standard error only. home: paths below it are not masked."""
     stream = _whole_stderr() if format is LogFormat.JSON else sys.stderr
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(OneLine(format, home))
+    handler.setFormatter(OneLineFormatter(format, home))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
 def _whole_stderr() -> TextIO:
-    """Return the true standard error, and let the log have what libraries write there, line by line."""
+    """Return the original standard error; lines that libraries write to fd 2 become log records."""
     true = os.fdopen(os.dup(2), "w", encoding="utf-8", buffering=1)
     reader, writer = os.pipe()
     os.dup2(writer, 2)
@@ -99,8 +97,8 @@ def _whole_stderr() -> TextIO:
     return true
 
 
-class OneLine(logging.Formatter):
-    """Formats a record as one printable line."""
+class OneLineFormatter(logging.Formatter):
+    """Formats a record as one masked, printable line."""
 
     def __init__(self, format: LogFormat, home: Path) -> None:
         super().__init__()
@@ -131,14 +129,14 @@ class OneLine(logging.Formatter):
         return printable(text)[:_CHARACTERS]
 
     def _error(self, error: BaseException) -> str:
-        """Say which error it is and where it came from; neither its source lines nor its values."""
+        """Return type, message and call stack of an error, without source lines and values."""
         frames = [f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in traceback.extract_tb(error.__traceback__)]
         where = " < ".join(reversed(frames[-12:]))
         return self._clean(f"{type(error).__name__}: {error}") + (f" at {where}" if where else "")
 
 
 def mask(text: str, home: str) -> str:
-    """Take out what may be secret or about a person. home: paths below it stay."""
+    """Mask secrets and what may be about a person. home: paths below it stay."""
     text = _ABOUT_DATA.sub(lambda match: f"{match[1]}: {_title(match[1])}", text)
     for pattern, put in _SECRETS:
         text = pattern.sub(put, text)

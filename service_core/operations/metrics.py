@@ -1,7 +1,7 @@
-"""Metrics of a service for Prometheus: what each is called and means, and how values become samples.
+"""Prometheus metrics of a service: names, meanings, samples.
 
-Names follow Prometheus' conventions: base units, `_total` on counters, times as Unix seconds. Labels hold names of this
-side alone (silos, runs, calls, codes), a bounded number of each; how many were left out is a metric itself.
+Names follow Prometheus' conventions: base units, `_total` on counters, times as Unix seconds. Labels hold a bounded
+number of names of silos, runs, calls and codes; another metric counts those left out.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from service_core.version import PROTOCOL
 
 log = logging.getLogger(__name__)
 MAX_VALUES = 100
-"""Values of one label, for instance silos, that are shown."""
+"""At most so many values per label, for instance silos."""
 _LABEL_CHARS = 100
 _DURATIONS_S = (1.0, 5.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 7200.0, 21600.0, 86400.0)
 T = TypeVar("T")
 Samples = Iterable[tuple[Sequence[str], float]]
-"""Label values and the number that they go with."""
+"""Label values and their number."""
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """A metric: its name without `_total`, what it means, its labels."""
+class MetricFamily:
+    """A metric: its name without `_total`, its meaning, its labels."""
 
     name: str
     kind: Literal["gauge", "counter", "histogram"]
@@ -72,12 +72,12 @@ Look = Callable[[], Iterable[Metric]]
 
 @dataclass(eq=False)
 class GaugeSnapshot(Collector):
-    """Gauges that are looked up when somebody asks, in parts: where one cannot be, the others are there all the same.
+    """Gauges computed at each scrape, in parts: one failing part does not affect the others.
 
-    success: the metric that says of each part whether it could be looked up.
+    success: the metric that tells for each part whether it succeeded
     """
 
-    success: Family
+    success: MetricFamily
     parts: Mapping[str, Look] = field(default_factory=dict)
 
     def collect(self) -> Iterable[Metric]:
@@ -85,8 +85,8 @@ class GaugeSnapshot(Collector):
         for name, look in self.parts.items():
             try:
                 metrics = list(look())
-            except Exception as error:  # a full disk, a locked database: that is when metrics are looked at
-                log.warning("metrics: %s cannot be looked up: %s", name, error)
+            except Exception as error:  # a full disk, a locked database: metrics must work just then
+                log.warning("metrics: %s failed: %s", name, error)
                 successes.append(((name,), 0.0))
             else:
                 successes.append(((name,), 1.0))
@@ -94,12 +94,12 @@ class GaugeSnapshot(Collector):
         yield self.success.samples(successes)
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # names are not asked for when this is registered: a service begins without looking
+        return ()  # registering must not compute the gauges
 
 
 def new_registry() -> CollectorRegistry:
     """Make the registry of one service, with the metrics of its process (`process_*`)."""
-    # When a counter began would be one more series for each, which nobody asks for.
+    # `_created` series would double the number of counters.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry(support_collectors_without_names=True)
     ProcessCollector(registry=registry)
@@ -107,7 +107,7 @@ def new_registry() -> CollectorRegistry:
 
 
 def code_label(code: str) -> str:
-    """Return an error code as a label: one of the catalogue's, or `other`."""
+    """Return an error code of the catalogue as a label, any other as `other`."""
     return code if code in EXPLANATIONS else "other"
 
 
@@ -116,38 +116,38 @@ def bounded(values: Sequence[T]) -> tuple[Sequence[T], int]:
     return values[:MAX_VALUES], max(0, len(values) - MAX_VALUES)
 
 
-def build(family: Family, version: str) -> Metric:
+def build(family: MetricFamily, version: str) -> Metric:
     return family.samples([((version, str(PROTOCOL), platform.python_version()), 1.0)])
 
 
-def disk_room(family: Family, folder: Path) -> Metric:
+def disk_room(family: MetricFamily, folder: Path) -> Metric:
     return family.one(disk.available(folder))
 
 
-def expiries(family: Family, credentials: Credentials) -> Metric:
-    """Tell when the certificate in use and its authority's end."""
+def expiries(family: MetricFamily, credentials: Credentials) -> Metric:
+    """Return when the certificate in use and the authority's certificate expire."""
     authority = parse_certificate(credentials.ca_pem).not_valid_after_utc
     ends = {"own": identity_of(credentials.cert_pem).not_after, "authority": authority}
     return family.samples(((name,), when.timestamp()) for name, when in ends.items())
 
 
-def common(prefix: str) -> dict[str, Family]:
-    """Return the metrics that both services have, by their last words."""
+def common(prefix: str) -> dict[str, MetricFamily]:
+    """Return the metrics of both services, by their names without the prefix."""
     families = (
-        Family(f"{prefix}_build_info", "gauge", "1, with versions as labels", ("version", "protocol", "python")),
-        Family(f"{prefix}_ready", "gauge", "Whether the service can do its work: 1 or 0"),
-        Family(
+        MetricFamily(f"{prefix}_build_info", "gauge", "1, with versions as labels", ("version", "protocol", "python")),
+        MetricFamily(f"{prefix}_ready", "gauge", "Whether the service can do its work: 1 or 0"),
+        MetricFamily(
             f"{prefix}_disk_available_bytes",
             "gauge",
             "Bytes that may still be written in the home: free space without the reserve, negative once that is used",
         ),
-        Family(
+        MetricFamily(
             f"{prefix}_certificate_expiry_timestamp_seconds",
             "gauge",
             "When a certificate ends, in Unix time: the service's own one, and the authority's",
             ("certificate",),
         ),
-        Family(
+        MetricFamily(
             f"{prefix}_lookup_success",
             "gauge",
             "Whether a part of these metrics could be looked up for this answer: 1 or 0; where not, its metrics lack",
@@ -157,8 +157,8 @@ def common(prefix: str) -> dict[str, Family]:
     return {family.name.removeprefix(f"{prefix}_"): family for family in families}
 
 
-def table(families: Iterable[Family]) -> str:
-    """Write the metrics as a table of a page."""
+def table(families: Iterable[MetricFamily]) -> str:
+    """Return the metrics as a Markdown table."""
     rows = [
         f"| `{f.shown_name}` | {f.kind} | {', '.join(f'`{label}`' for label in f.labels)} | {f.help} |"
         for f in families

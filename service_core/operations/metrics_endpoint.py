@@ -1,7 +1,7 @@
-"""A port on loopback that answers GET /metrics, /healthz and /readyz, and nothing else.
+"""A loopback port that answers GET /metrics, /healthz and /readyz, and nothing else.
 
-One thread serves all connections, and another computes the metrics, at most once a second however often they are asked
-for: who floods the port, or holds it and says nothing, costs the service nothing else.
+One thread serves all connections; another computes the metrics, at most once a second. So neither many nor idle
+connections slow down the service.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from service_core.loopback import LoopbackAddress, is_loopback
 from service_core.server_thread import ServerThread
 
 EVERY_S = 1.0
-"""The least seconds between two computations of the metrics."""
+"""Minimum seconds between two computations of the metrics."""
 _WAIT_S = 10.0
 _TEXT = "text/plain; charset=utf-8"
 _HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
 
 
 class MetricsEndpoint:
-    """Serves from `open` until `close`, which may come at any time and more than once.
+    """Serves from `open` until `close`, which may be called at any time and more than once.
 
-    lives: whether the service runs   problems: words for what keeps it from its work; both are quick and thread-safe
-    every_s: `EVERY_S`, another in tests.
+    lives: whether the service runs   problems: one word per problem of the service; both are fast and thread-safe
+    every_s: `EVERY_S` unless a test sets another
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class MetricsEndpoint:
         self._page_at = 0.0
 
     def open(self, address: LoopbackAddress) -> LoopbackAddress:
-        """Listen, and return the address with its port; raises StateError (E-NET-20) when it cannot be used."""
+        """Listen and return the address with its port; raises StateError (E-NET-20) if it cannot be used."""
         listening = address.listen("metrics", "--metrics")
         self._server = ServerThread(self._application, listening, "metrics-endpoint", _HEADERS)
         self._server.start()
@@ -76,7 +76,7 @@ class MetricsEndpoint:
     async def _answer(self, scope: Mapping[str, Any]) -> _Answer:
         host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
         if not is_loopback(_without_port(host)):
-            # A page that a browser shows can give a name of its own the address 127.0.0.1; it cannot change this.
+            # DNS rebinding: a web page can point its own name to 127.0.0.1, but it cannot forge the Host header.
             return _Answer(403, b"expected a Host header that names this machine's loopback\n")
         if scope["method"] != "GET":
             return _Answer(405, b"expected GET\n")

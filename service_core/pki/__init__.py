@@ -1,1 +1,1 @@
-"""Who is who: keys, certificates, names, the signed roster, invitations, signing by hand."""
+"""Identities: keys, certificates, names, the signed roster, invitations, offline signing."""

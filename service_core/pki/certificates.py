@@ -1,6 +1,6 @@
 """P-256 keys, certificate requests and signatures, for both sides.
 
-Every signature carries a context, so that one made for a renewal can never be read as one made for something else.
+Every signature has a context, so one made for a renewal is not valid for anything else.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def new_key() -> bytes:
 
 
 def key_to_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """Convert a key to unencrypted PKCS 8, PEM, which gRPC reads; its file's mode protects it."""
+    """Convert a key to unencrypted PKCS 8, PEM, which gRPC needs; the mode of its file protects it."""
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
 
 
 def load_key(pem: bytes, where: str) -> ec.EllipticCurvePrivateKey:
-    """Read a P-256 key; raises StateError (E-STATE-43) that names `where` it came from and never its content."""
+    """Read a P-256 key; raises StateError (E-STATE-43), which names `where` it came from, never its content."""
     try:
         key = serialization.load_pem_private_key(pem, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
@@ -53,7 +53,7 @@ def load_key(pem: bytes, where: str) -> ec.EllipticCurvePrivateKey:
 
 
 def load_certificate(pem: bytes, where: str) -> x509.Certificate:
-    """Read the first certificate of a PEM text; raises StateError (E-STATE-43) that names `where` it came from."""
+    """Read the first certificate of a PEM text; raises StateError (E-STATE-43), which names `where` it came from."""
     try:
         return parse_certificate(pem)
     except ValueError:
@@ -65,12 +65,12 @@ def to_pem(cert: x509.Certificate) -> bytes:
 
 
 def spki(public: ec.EllipticCurvePublicKey) -> bytes:
-    """Write a public key as DER SubjectPublicKeyInfo: the bytes that fingerprints and renewals are about."""
+    """Return a public key as DER SubjectPublicKeyInfo, which fingerprints hash and renewals sign."""
     return public.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
 def fingerprint_of(public: ec.EllipticCurvePublicKey) -> str:
-    """Hash a public key (SPKI) with SHA-256, lower-case hex: the fingerprint that rosters list and silos pin."""
+    """Return the SHA-256 of a public key (SPKI), lower-case hex: the fingerprint in rosters, which silos pin."""
     return hashlib.sha256(spki(public)).hexdigest()
 
 
@@ -79,22 +79,22 @@ def public_key(holder: x509.Certificate | x509.CertificateSigningRequest) -> ec.
     public = holder.public_key()
     if not isinstance(public, ec.EllipticCurvePublicKey) or not isinstance(public.curve, ec.SECP256R1):
         raise RefusedError(
-            "E-ID-31", f"expected a P-256 key, found {type(public).__name__}; make the key by `silo join`"
+            "E-ID-31", f"expected a P-256 key, found {type(public).__name__}; make the key with `silo join`"
         )
     return public
 
 
 def read_bundle(path: Path, ca_pem: bytes) -> Credentials:
-    """Read a key and its certificate from one file; raises StateError (E-STATE-42, E-STATE-43) unless they fit."""
+    """Read a key and its certificate from one file; raises StateError (E-STATE-42, E-STATE-43) unless they match."""
     bundle = private_files.read_private(path)
     key, cert = load_key(bundle, str(path)), load_certificate(bundle, str(path))
     if spki(public_key(cert)) != spki(key.public_key()):
-        raise StateError("E-STATE-43", f"expected a key and its own certificate in {path}, found two that do not fit")
+        raise StateError("E-STATE-43", f"expected a key and its own certificate in {path}, found two that do not match")
     return Credentials(key_to_pem(key), to_pem(cert), ca_pem)
 
 
 def make_request(key_pem: bytes) -> bytes:
-    """Make a certificate request (PEM) that proves possession of the key and claims nothing: the CA sets the names."""
+    """Make a certificate request (PEM) that proves possession of the key; the CA sets the names."""
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "consilium request")])
     key = load_key(key_pem, "the new key")
     request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
@@ -109,7 +109,7 @@ def load_request(pem: bytes) -> x509.CertificateSigningRequest:
         raise RefusedError("E-ID-31", f"expected a P-256 certificate request, found other bytes ({error})") from None
     public_key(request)
     if not request.is_signature_valid:
-        raise RefusedError("E-ID-31", "expected a request signed by its own key, found a signature that does not fit")
+        raise RefusedError("E-ID-31", "expected a request signed by its own key, found another signature")
     return request
 
 
@@ -127,7 +127,7 @@ def sign(key: ec.EllipticCurvePrivateKey, context: str, message: bytes) -> bytes
 
 
 def verify(public: ec.EllipticCurvePublicKey, context: str, message: bytes, signature: bytes) -> bool:
-    """Return whether `sign` made the signature, for this key, context and message; another context does not verify."""
+    """Return whether `sign` made the signature with this key, context and message."""
     try:
         public.verify(signature, _framed(context, message), ec.ECDSA(hashes.SHA256()))
     except InvalidSignature:
@@ -136,7 +136,7 @@ def verify(public: ec.EllipticCurvePublicKey, context: str, message: bytes, sign
 
 
 def renewal_message(identity: Identity, new: ec.EllipticCurvePublicKey) -> bytes:
-    """Return the bytes that the old key signs when a silo changes keys: its identity and the new key."""
+    """Return what the old key signs when a silo changes keys: its identity and the new key."""
     return identity.uri.encode() + b"\0" + spki(new)
 
 

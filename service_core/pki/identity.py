@@ -1,10 +1,10 @@
-"""Identities: names, SAN URIs, and what a peer's certificate says.
+"""Identities: names, SAN URIs, certificates of peers.
 
-silo://<consortium>/<name>      a hospital            lead://<consortium>/<name>    a person who runs things
+silo://<consortium>/<name>      a hospital            lead://<consortium>/<name>    a person who starts runs
 coordinator://<consortium>      the service           invite://<consortium>/<name>  may only enrol as <name>
 
-Certificates and requests are read as the other side sends them: whatever the bytes are, the only error is ValueError,
-where the library raises half a dozen kinds, some when a certificate is read and others when a part of it is.
+Certificates and requests come from the other side. Whatever the bytes are, parsing raises only ValueError, where the
+library raises half a dozen kinds of errors, some of them late, on access to a field.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _UNREADABLE = (
 def parse_certificate(data: bytes) -> x509.Certificate:
     """Read a certificate, the first of a PEM text or DER; raises ValueError.
 
-    Guarantees: key, extensions and dates of what is returned can be read.
+    Guarantees: its key, extensions and dates can be read.
     """
     try:
         is_pem = b"-----BEGIN" in data
@@ -53,7 +53,7 @@ def parse_certificate(data: bytes) -> x509.Certificate:
 def parse_request(pem: bytes) -> x509.CertificateSigningRequest:
     """Read a certificate request; raises ValueError.
 
-    Guarantees: key, extensions and signature of what is returned can be read; whether the signature fits is not said.
+    Guarantees: its key, extensions and signature can be read. The signature is not verified.
     """
     try:
         request = x509.load_pem_x509_csr(pem)
@@ -73,7 +73,7 @@ _URI = re.compile(r"(silo|lead|coordinator|invite)://([^/]*)(?:/([^/]*))?")
 
 
 class CertificateRole(Enum):
-    """The roles that a certificate can carry."""
+    """Roles of certificate holders."""
 
     SILO = "silo"
     LEAD = "lead"
@@ -114,7 +114,7 @@ class Identity:
 
     @classmethod
     def parse(cls, uri: str) -> Identity:
-        """Read a SAN URI; raises RefusedError (E-ID-31) when it is none of ours.
+        """Parse a SAN URI; raises RefusedError (E-ID-31) on any other.
 
         Guarantees: parse(identity.uri) == identity, and no second URI gives the same identity.
         """
@@ -134,10 +134,10 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class PeerCertificate:
-    """What a certificate says about its holder, once TLS has verified it.
+    """The holder of a certificate that TLS has verified.
 
-    serial is lower-case hex; fingerprint is the SHA-256 of the public key (SPKI), lower-case hex, and stays when a
-    certificate is renewed without a new key; times are UTC.
+    serial: lower-case hex   fingerprint: SHA-256 of the public key (SPKI), lower-case hex; a renewal with the same key
+    keeps it   not_before, not_after: UTC
     """
 
     identity: Identity
@@ -149,10 +149,9 @@ class PeerCertificate:
 
 @lru_cache(_REMEMBERED)
 def identity_of(certificate: bytes | x509.Certificate) -> PeerCertificate:
-    """Read a peer's certificate (PEM, or parsed); raises RefusedError (E-ID-31) when it carries no identity of ours.
+    """Read a peer's certificate (PEM, or parsed); raises RefusedError (E-ID-31) unless it has exactly one identity.
 
-    The signature is checked by TLS, not here.
-    Guarantees: a certificate with two identities is refused. What one says never changes, so it is read once.
+    TLS checks the signature, not this function. Results are cached.
     """
     try:
         cert = parse_certificate(certificate) if isinstance(certificate, bytes) else certificate
@@ -189,7 +188,7 @@ def peer_of(auth_context: Mapping[str, Iterable[bytes]]) -> PeerCertificate:
 
 
 def serial_of(cert: x509.Certificate) -> str:
-    """Write a certificate's serial number as lower-case hex: the key of revocation lists."""
+    """Return a certificate's serial number in lower-case hex, as revocation lists have it."""
     return f"{cert.serial_number:x}"
 
 
@@ -199,19 +198,19 @@ def key_fingerprint(holder: x509.Certificate | x509.CertificateSigningRequest) -
 
 
 def certificate_fingerprint(pem: bytes) -> str:
-    """Hash a whole certificate (DER) with SHA-256, lower-case hex: how people compare the consortium's CA."""
+    """Return the SHA-256 of a certificate (DER), lower-case hex, by which people compare the consortium's CA."""
     der = parse_certificate(pem).public_bytes(serialization.Encoding.DER)
     return hashlib.sha256(der).hexdigest()
 
 
 def colons(fingerprint: str) -> str:
-    """Write a hex fingerprint in groups that two people can read to each other: AB:CD:..."""
+    """Format a hex fingerprint for reading aloud: AB:CD:..."""
     return ":".join(fingerprint[i : i + 2] for i in range(0, len(fingerprint), 2)).upper()
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the coordinator listens: a host name or an IP address, and a port."""
+    """The coordinator's address: host name or IP address, and port."""
 
     host: str
     port: int

@@ -1,10 +1,10 @@
-"""Invitation tokens: one line of text, `consilium1.` and everything that a first connection needs, with a checksum.
+"""Invitation tokens: one line of text with all that a first connection needs, and a checksum.
 
     text    = "consilium1." base64url( size u32 | sha256(body)[:8] | zlib(body) )      size = len(zlib(body))
     body    = fields, each u16 length and bytes: consortium, name, addresses, CA (DER), certificate (DER), scalar (32)
 
-It holds a private key that opens only the Enrolment service, once, until it expires, and the CA that the new silo will
-accept from then on; it must be sent over a trusted channel.
+A token contains a private key, which opens only the Enrolment service, once, until it expires, and the CA that the new
+silo will trust. Send it over a trusted channel.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FIELDS = 6
 
 @dataclass(frozen=True, slots=True)
 class InvitationToken:
-    """The content of an invitation; its key shows in no repr."""
+    """The content of an invitation; its repr hides the key."""
 
     consortium: str
     name: str
@@ -70,11 +70,11 @@ class InvitationToken:
 
     @classmethod
     def decode(cls, text: str, now: datetime | None = None) -> InvitationToken:
-        """Read a pasted token; line breaks, blanks and invisible marks that mail programs add are ignored.
+        """Decode a pasted token; line breaks, blanks and invisible characters that mail programs add are ignored.
 
-        Raises ConfigError: E-ID-01 no whole token of ours (damaged, or put together by someone else), E-WIRE-01 another
-        version, E-ID-13 expired (or not valid yet: a clock is wrong).
-        Guarantees: a token that decodes is, byte for byte in every field, one that `encode` wrote.
+        Raises ConfigError: E-ID-01 on a damaged, incomplete or foreign token, E-WIRE-01 on another version, E-ID-13 on
+        one that has expired or is not valid yet.
+        Guarantees: every field of the result is byte for byte what `encode` wrote.
         """
         token = _assemble(_unpack("".join(c for c in text if not c.isspace() and c not in INVISIBLE)))
         token._check(now or certificates.utc_now())
@@ -86,7 +86,7 @@ class InvitationToken:
         try:
             peer = self.certificate
         except FederationError:
-            raise _damaged("its certificate carries no identity") from None
+            raise _damaged("its certificate has no identity") from None
         if peer.identity != Identity(CertificateRole.INVITE, self.consortium, self.name):
             raise _damaged(f"its certificate is for {peer.identity}")
         if not certificates.issued_by(cert, ca) or certificates.spki(
@@ -96,7 +96,7 @@ class InvitationToken:
         if not peer.not_before <= now <= peer.not_after:
             raise ConfigError(
                 "E-ID-13",
-                f"expected an invitation in force, found one for {self.name!r} that is valid from "
+                f"expected a valid invitation, found one for {self.name!r} that is valid from "
                 f"{peer.not_before:%Y-%m-%d %H:%M} to {peer.not_after:%Y-%m-%d %H:%M} UTC, and this machine's clock "
                 f"says {now:%Y-%m-%d %H:%M} UTC; ask the lead for `coordinator invite {self.name}` (or set the clock)",
             )
@@ -116,7 +116,7 @@ def _unpack(text: str) -> list[bytes]:
     encoded = text[len(PREFIX) :]
     try:
         if not re.fullmatch(r"[A-Za-z0-9_-]*", encoded) or len(encoded) > _LIMIT:
-            raise _damaged("it holds characters that no invitation has, or is far too long")
+            raise _damaged("it has invalid characters or is far too long")
         usable = encoded[: len(encoded) - 1] if len(encoded) % 4 == 1 else encoded
         raw = base64.urlsafe_b64decode(usable + "=" * (-len(usable) % 4))
     except binascii.Error:
@@ -124,7 +124,8 @@ def _unpack(text: str) -> list[bytes]:
     size = int.from_bytes(raw[:4], "big")
     if len(raw) < 12 or (len(raw) - 12 < size <= _LIMIT):
         raise ConfigError(
-            "E-ID-01", f"expected a whole invitation, found only its first {len(text)} characters; copy all of the line"
+            "E-ID-01",
+            f"expected a complete invitation, found only its first {len(text)} characters; copy the whole line",
         )
     packed = raw[12:]
     if len(packed) != size or len(usable) != len(encoded):
@@ -133,9 +134,9 @@ def _unpack(text: str) -> list[bytes]:
     try:
         body = unzip.decompress(packed, _LIMIT)
     except zlib.error:
-        raise _damaged("its content cannot be unpacked") from None
+        raise _damaged("its content cannot be decompressed") from None
     if not unzip.eof or unzip.unused_data or hashlib.sha256(body).digest()[:8] != raw[4:12]:
-        raise _damaged("its checksum does not fit")
+        raise _damaged("its checksum is wrong")
     fields, rest = [], body
     while len(rest) >= 2:
         length = int.from_bytes(rest[:2], "big")

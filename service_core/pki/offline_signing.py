@@ -1,6 +1,6 @@
-"""Files for signing by hand when the authority's key is kept off the network: a silo's request and the answer to it.
+"""Files for offline signing, when the authority's key is kept off the network: a silo's request and the answer.
 
-Both are JSON text and hold nothing secret: a request carries a public key, an answer what the authority has signed.
+Both are JSON text without secrets: a request has a public key, an answer what the authority signed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ADMISSION = "consilium.admission.v1"
 
 @dataclass(frozen=True, slots=True)
 class SigningRequest:
-    """A key to be certified. proof: the signature of the key in force over it; empty in a home that is new."""
+    """A key to be certified. proof: the current key's signature over it; empty in a new home."""
 
     csr_pem: bytes
     proof: bytes = b""
@@ -40,10 +40,10 @@ class SigningRequest:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What the authority has decided: its newest roster and, for the silo that asked, a certificate.
+    """The authority's answer: its newest roster and, after a request, a certificate.
 
-    certificate_pem: empty when nobody asked, for instance after a revocation. Nothing is verified yet: the service
-    holds it against its authority, a new silo against the fingerprint that the lead reads out.
+    certificate_pem: empty without a request, for instance after a revocation. Nothing is verified yet: the service
+    checks it against its authority, a new silo against the fingerprint that the lead reads out.
     """
 
     addresses: tuple[Address, ...]
@@ -78,7 +78,7 @@ def _read(text: str, form: str, what: str) -> dict[str, str]:
     try:
         raw = json.loads(text)
     except (ValueError, RecursionError):
-        raise _wrong_file(what, "no JSON") from None
+        raise _wrong_file(what, "text that is not JSON") from None
     if not isinstance(raw, dict) or raw.get("format") != form:
         actual = raw.get("format") if isinstance(raw, dict) else type(raw).__name__
         raise _wrong_file(what, f"the format {actual!r}")

@@ -1,8 +1,8 @@
-"""The roster: the members of the consortium, signed by its CA, so that a silo need not trust the service for it.
+"""The roster: the members of the consortium, signed by its CA, so that silos need not trust the service.
 
 Canonical JSON (sorted keys, no blanks, ASCII) and an ECDSA-SHA256 signature over those bytes. A member with a new key
-carries its chain of renewals, each old key's signature over the next: silos that pinned an older key follow it, and the
-service cannot invent one.
+has its chain of renewals: each old key's signature over the next one. Silos that pinned an older key follow the chain,
+which the service cannot forge.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RenewalLink(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RosterMember:
-    """A silo in force. fingerprint: SHA-256 of the public key (SPKI), hex. since: ISO 8601, UTC."""
+    """A current member. fingerprint: SHA-256 of the public key (SPKI), hex. since: ISO 8601, UTC."""
 
     name: str
     fingerprint: str
@@ -50,7 +50,7 @@ class RosterMember:
 
 @dataclass(frozen=True, slots=True)
 class Revocation:
-    """A certificate that is no longer honoured. serial: hex. at: ISO 8601, UTC."""
+    """A revoked certificate. serial: hex. at: ISO 8601, UTC."""
 
     name: str
     serial: str
@@ -60,7 +60,7 @@ class Revocation:
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """Everybody in force and everything revoked, at one version."""
+    """All current members and all revocations, at one version."""
 
     consortium: str
     version: int
@@ -69,7 +69,7 @@ class Roster:
     revoked: tuple[Revocation, ...] = ()
 
     def canonical(self) -> bytes:
-        """Write the bytes that are signed: equal rosters give equal bytes, whatever the order of their entries."""
+        """Return the bytes that are signed; they do not depend on the order of entries."""
         document = {
             "format": FORMAT,
             "consortium": self.consortium,
@@ -85,7 +85,7 @@ class Roster:
 
 
 class SignedRoster(NamedTuple):
-    """A roster as it travels: the canonical bytes and the CA's signature over them (DER)."""
+    """A roster as it is sent: the canonical bytes and the CA's signature over them (DER)."""
 
     document: bytes
     signature: bytes
@@ -96,13 +96,13 @@ class SignedRoster(NamedTuple):
         return cls(document, ca_key.sign(document, ec.ECDSA(hashes.SHA256())))
 
     def pack(self) -> bytes:
-        """Serialize it for messages and files: JSON of two base64 texts, `document` and `signature`."""
+        """Serialize for messages and files: JSON with `document` and `signature` in base64."""
         raw = {name: base64.b64encode(part).decode() for name, part in self._asdict().items()}
         return json.dumps(raw, sort_keys=True).encode()
 
     @classmethod
     def unpack(cls, raw: bytes | str) -> SignedRoster:
-        """Read what `pack` wrote; raises ProtocolError (E-WIRE-06). Nothing is verified yet."""
+        """Parse what `pack` returned; raises ProtocolError (E-WIRE-06). Nothing is verified."""
         try:
             fields = json.loads(raw)
             return cls(*(base64.b64decode(fields[name], validate=True) for name in cls._fields))
@@ -110,11 +110,11 @@ class SignedRoster(NamedTuple):
             raise ProtocolError("E-WIRE-06", f"expected a signed roster, found something else: {error}") from error
 
     def verify(self, ca_pem: bytes, consortium: str) -> Roster:
-        """Check the signature and every entry, and read it; raises RefusedError (E-ID-14).
+        """Verify the signature and every entry; return the roster. Raises RefusedError (E-ID-14).
 
-        Guarantees: what comes back was signed by this CA for this consortium; each member's certificate is this CA's,
-        for that name, not revoked, and has that fingerprint; no name appears twice. Expiry is not checked: a member may
-        be about to renew.
+        Guarantees: the roster was signed by this CA for this consortium; each member's certificate was issued by this
+        CA for that name, has that fingerprint and is not revoked; names are unique. Expiry is not checked: a member
+        may be about to renew.
         """
         ca = certificates.load_certificate(ca_pem, "the pinned authority")
         try:
@@ -160,7 +160,7 @@ def _check_member(member: RosterMember, consortium: str, ca: x509.Certificate, r
     except (ValueError, FederationError):
         raise _invalid(f"the certificate of {member.name!r} cannot be read") from None
     if not certificates.issued_by(cert, ca):
-        raise _invalid(f"the certificate of {member.name!r} is another authority's")
+        raise _invalid(f"the certificate of {member.name!r} was issued by another authority")
     if peer.serial in revoked:
         raise _invalid(f"it lists {member.name!r} as a member and its certificate as revoked")
     if (

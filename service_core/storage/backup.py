@@ -1,9 +1,9 @@
-"""A copy of a whole home of one moment, taken while its service runs, and brought back into an empty one.
+"""Backup of a whole home while its service runs, and restore into an empty home.
 
-The databases are copied by SQLite while others write. An object that the copy names may be deleted meanwhile: so all
-get a second name within the home first, which takes milliseconds, and are then copied from there, each held against its
-digest. `backup.json` is written last: a folder without it is no backup. Either folder is marked while it is filled, as
-`service_core.storage.unfinished` has it, and the same command goes on or begins anew.
+SQLite copies the databases while others write. The service may delete objects that the copy needs, so all objects are
+first hard-linked into a folder of the home, which takes milliseconds, then copied from there and checked against their
+digests. `backup.json` is written last: a folder without it is not a backup. Both folders are marked while they are
+filled (`service_core.storage.unfinished`), and the same command continues or starts again.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from service_core.storage.digests import Hasher, digest, file_digest, write_all
 from service_core.storage.disk import disk_errors
 from service_core.storage.generation import BUSY_SECONDS, GenerationFile, begin_incarnation, generation_of
 from service_core.storage.private_files import replace_file, sync_folder
-from service_core.storage.unfinished import Marker
+from service_core.storage.unfinished import UnfinishedMarker
 
 FILE = "backup.json"
 FORMAT = 1
 _TRIES = 20
 _MAX_BYTES = 256 << 20
-"""Of `backup.json`: two million objects."""
+"""Of `backup.json`, enough for two million objects."""
 _LATEST = 253_402_300_799.0
-"""The last second of the year 9999, after which no date is written."""
+"""End of the year 9999: datetime cannot format later times."""
 _BLOCK = 1 << 20
 _NEVER = (".tmp", ".lock", "-wal", "-shm", "-journal", ".generation")
 
 
 @dataclass(frozen=True, slots=True)
 class HomeLayout:
-    """What of a home is backed up, and how. Paths are relative to the home.
+    """What of a home is backed up. Paths are relative to the home.
 
     Attributes:
-        database: that which names the objects
-        objects: their folder
-        databases: others that are copied by SQLite
-        left_out: files and folders that are made again, or are secrets that belong elsewhere
-        referenced: returns the digests that a copy of the database needs
-        place: the path of an object in its folder
-        strip: takes out of a copy of the database what no backup may hold
+        database: names the objects
+        objects: folder of the objects
+        databases: other databases
+        left_out: files and folders that are recreated, or secrets that are backed up elsewhere
+        referenced: returns the digests that a copy of the database names
+        place: returns the path of an object in its folder
+        strip: deletes from a copy of the database what no backup may contain
     """
 
     side: str
@@ -65,7 +65,7 @@ class HomeLayout:
 
 @dataclass(frozen=True, slots=True)
 class BackupContents:
-    """What `backup.json` says. files: path and BLAKE3 of each   at: seconds since 1970."""
+    """Content of `backup.json`. files: BLAKE3 by path   at: Unix time."""
 
     format: int
     side: str
@@ -75,40 +75,40 @@ class BackupContents:
 
     @classmethod
     def read(cls, folder: Path) -> BackupContents:
-        """Read what a folder holds; raises StateError (E-STATE-25) on one that is no finished backup."""
+        """Read `backup.json` of a folder; raises StateError (E-STATE-25) unless it is a finished backup."""
         if (left := unfinished.marker_of(folder)) is not None:
             raise _unusable(folder, f"one that was interrupted ({left.again})")
         file = folder / FILE
         try:
             if not file.is_file() or (size := file.stat().st_size) > _MAX_BYTES:
-                raise _unusable(folder, f"no {FILE} that is a file of at most {_MAX_BYTES} bytes")
+                raise _unusable(folder, f"no file {FILE} of at most {_MAX_BYTES} bytes")
             with file.open("rb") as opened:
                 contents = structure(cls, parse_json(opened.read(size).decode("utf-8")), FILE)
         except (OSError, ValueError, ConversionError) as error:
-            raise _unusable(folder, f"no {FILE} that can be read ({type(error).__name__})") from error
+            raise _unusable(folder, f"no readable {FILE} ({type(error).__name__})") from error
         if contents.format != FORMAT:
             raise _unusable(folder, f"one of format {contents.format}")
         if not 0 <= contents.at <= _LATEST:
-            raise _unusable(folder, f"one of a time that is none ({contents.at:g})")
+            raise _unusable(folder, f"one with an invalid time ({contents.at:g})")
         return contents
 
 
 def back_up(home: Path, layout: HomeLayout, target: Path, software: str, at: float) -> BackupContents:
-    """Copy a home to a folder that is new or empty, mode 0700; on the disk on return.
+    """Copy a home into a new or empty folder, mode 0700; on the disk on return.
 
-    Raises ConfigError (E-CFG-02) on another folder; StateError: E-STATE-63 on an object that is damaged or missing,
-    E-STATE-44 where there is no home; UnavailableError (E-STATE-63) when the disk is full.
-    Guarantees: what is restored from it is the home at one moment between two transactions; after an error the folder
-    is empty again, so that the same command can be repeated, and so it can after a crash.
+    Raises ConfigError (E-CFG-02) on any other folder; StateError: E-STATE-63 on a damaged or missing object, E-STATE-44
+    without a home; UnavailableError (E-STATE-63) on a full disk.
+    Guarantees: the backup is the home at one moment between two transactions. After an error the folder is empty again;
+    the same command can be repeated after an error or a crash.
     """
     unfinished.require_finished(home)
     if not (home / layout.database).exists():
         raise StateError("E-STATE-44", f"expected {layout.database} in {home}, found none: name the home with --home")
     command = f"{layout.side} backup"
     _require_empty(target)
-    marker = Marker(command, shlex.join([*command.split(), str(target), "--home", str(home)]))
+    marker = UnfinishedMarker(command, shlex.join([*command.split(), str(target), "--home", str(home)]))
     with disk_errors(target), unfinished.filling(target, marker, lambda: _empty(target)), _scratch(home) as scratch:
-        _name_objects(home, layout, target, scratch)
+        _link_objects(home, layout, target, scratch)
         for name in layout.databases:
             if (home / name).exists():
                 _copy_database(home / name, target / name)
@@ -131,34 +131,33 @@ def back_up(home: Path, layout: HomeLayout, target: Path, software: str, at: flo
 
 @contextmanager
 def restoring(backup: Path, home: Path, layout: HomeLayout) -> Iterator[BackupContents]:
-    """Bring a backup into a home that is new or empty, and begin a new incarnation of its database.
+    """Restore a backup into a new or empty home, with a new incarnation of its database.
 
-    Within the block the home is this process's alone; where it ends in order, everybody may use the home.
+    Only this process can use the home within the block; everybody can after it ends without an error.
 
-    Raises StateError: E-STATE-25 on a folder that is no backup of this side, or holds other bytes than were copied,
-    before anything is written; E-STATE-20, E-STATE-26 as `unfinished.filling`; ConfigError (E-CFG-02) where the home
-    holds something.
-    Guarantees: a home that was restored by half is refused until the same backup was restored again, which goes on.
+    Raises StateError: E-STATE-25 on a folder that is not a backup of this side or was changed, before anything is
+    written; E-STATE-20, E-STATE-26 as `unfinished.filling`; ConfigError (E-CFG-02) if the home is not empty.
+    Guarantees: a half restored home is refused until the same backup is restored again, which continues.
     """
     contents = BackupContents.read(backup)
     if contents.side != layout.side:
         raise _unusable(backup, f"one of a {contents.side}")
     if layout.database not in contents.files or not all(_is_inside(name) for name in contents.files):
-        raise _unusable(backup, "one with other names of files")
+        raise _unusable(backup, "one with unexpected file names")
     for name, expected in contents.files.items():
         if not (backup / name).is_file() or file_digest(backup / name) != expected:
             raise _unusable(backup, f"{name} damaged or missing")
     command = f"{layout.side} restore"
     _require_empty(home)
     again = shlex.join([*command.split(), str(backup), "--home", str(home)])
-    with unfinished.filling(home, Marker(command, again, digest((backup / FILE).read_bytes()))):
+    with unfinished.filling(home, UnfinishedMarker(command, again, digest((backup / FILE).read_bytes()))):
         with disk_errors(home):
-            _bring_in(backup, home, layout, contents.files)
+            _copy_missing(backup, home, layout, contents.files)
         yield contents
 
 
-def _bring_in(backup: Path, home: Path, layout: HomeLayout, files: dict[str, str]) -> None:
-    """Copy what a home lacks of a backup; what an interrupted restore copied whole stays."""
+def _copy_missing(backup: Path, home: Path, layout: HomeLayout, files: dict[str, str]) -> None:
+    """Copy missing files into a home; complete files of an interrupted restore stay."""
     for name in (layout.database, *layout.databases):
         for end in ("", "-wal", "-shm", "-journal", ".generation"):
             (home / f"{name}{end}").unlink(missing_ok=True)
@@ -168,7 +167,7 @@ def _bring_in(backup: Path, home: Path, layout: HomeLayout, files: dict[str, str
     aside = home / f".{layout.database}.tmp"
     _copy_again(backup, layout.database, files[layout.database], aside)
     with closing(sqlite3.connect(aside, isolation_level=None)) as db:
-        db.execute("PRAGMA journal_mode = DELETE")  # one file, which is renamed
+        db.execute("PRAGMA journal_mode = DELETE")  # a single file, to be renamed
         now = begin_incarnation(db, 0)
     GenerationFile(home / layout.database).replace(now)
     aside.replace(home / layout.database)
@@ -182,14 +181,14 @@ def _copy_again(backup: Path, name: str, expected: str, target: Path) -> None:
 
 
 def _empty(folder: Path) -> None:
-    """Delete what a folder holds, all but the marker."""
+    """Delete the contents of a folder, except the marker."""
     for child in folder.iterdir():
         if child.name != unfinished.FILE:
             shutil.rmtree(child) if child.is_dir() and not child.is_symlink() else child.unlink()
 
 
-def _name_objects(home: Path, layout: HomeLayout, target: Path, scratch: Path) -> None:
-    """Copy the database, and give each object that the copy names a second name in a folder of the home."""
+def _link_objects(home: Path, layout: HomeLayout, target: Path, scratch: Path) -> None:
+    """Copy the database, and hard-link each object that the copy names into a folder of the home."""
     missing = ""
     for _ in range(_TRIES):
         copy = target / layout.database
@@ -206,31 +205,31 @@ def _name_objects(home: Path, layout: HomeLayout, target: Path, scratch: Path) -
             for digest in needed:
                 if not (scratch / digest).exists():
                     missing = digest
-                    _second_name(home / layout.objects / layout.place(digest), scratch / digest)
+                    _link_or_copy(home / layout.objects / layout.place(digest), scratch / digest)
         except FileNotFoundError:
-            continue  # a round was closed meanwhile: the next copy of the database does not name it
+            continue  # deleted when a round was closed: the next copy of the database does not name it
         for file in scratch.iterdir():
             if file.name not in needed:
                 file.unlink()
-        GenerationFile(copy).path.unlink(missing_ok=True)  # a restored home begins one of its own
+        GenerationFile(copy).path.unlink(missing_ok=True)  # a restore creates a new one
         return
     raise StateError(
         "E-STATE-63", f"expected the object {missing[:16]} in {home / layout.objects}, found none: restore it first"
     )
 
 
-def _second_name(file: Path, name: Path) -> None:
+def _link_or_copy(file: Path, name: Path) -> None:
     try:
         os.link(file, name)
     except FileNotFoundError:
         raise
-    except OSError:  # a file system without such names: the copy takes longer
+    except OSError:  # a file system without hard links
         _copy(file, name)
 
 
 @contextmanager
 def _scratch(home: Path) -> Iterator[Path]:
-    """Make a folder of the home for the time of a backup; what a crash left of an earlier one goes."""
+    """Create a temporary folder in the home; delete those that a crash left."""
     for left in home.glob(".backup-*.tmp"):
         shutil.rmtree(left)
     folder = home / f".backup-{secrets.token_hex(8)}.tmp"
@@ -242,7 +241,7 @@ def _scratch(home: Path) -> Iterator[Path]:
 
 
 def _files(home: Path, layout: HomeLayout) -> Iterator[Path]:
-    """List the files of a home that are copied as they are."""
+    """Yield the files of a home that are copied as they are."""
     apart = {layout.database, layout.objects, *layout.databases, *layout.left_out}
     for file in sorted(home.rglob("*")):
         path = file.relative_to(home)
@@ -265,7 +264,7 @@ def _copy_database(source: Path, target: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> str:
-    """Copy a file, mode 0600, to the disk; return the digest of what was read."""
+    """Copy a file, mode 0600, and sync it; return the digest of the bytes read."""
     _private_folder(target.parent)
     hasher = Hasher()
     descriptor = os.open(target, os.O_CREAT | os.O_WRONLY | os.O_EXCL | os.O_NOFOLLOW, 0o600)
@@ -278,7 +277,7 @@ def _copy(source: Path, target: Path) -> str:
 
 
 def _private_folder(folder: Path) -> None:
-    """Make a folder and those around it, for their owner alone."""
+    """Create a folder and its parents, mode 0700."""
     for missing in reversed([f for f in (folder, *folder.parents) if not f.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
 
@@ -289,10 +288,10 @@ def _is_inside(name: str) -> bool:
 
 
 def _require_empty(folder: Path) -> None:
-    """Raise ConfigError (E-CFG-02) unless a folder is new, empty, or marked as one that a command did not finish."""
+    """Raise ConfigError (E-CFG-02) unless a folder is new, empty, or marked as unfinished."""
     _private_folder(folder)
     if unfinished.marker_of(folder) is None and not unfinished.is_empty(folder):
-        raise ConfigError("E-CFG-02", f"expected a folder that is new or empty, found files in {folder}: name another")
+        raise ConfigError("E-CFG-02", f"expected a new or empty folder, found files in {folder}: name another")
     folder.chmod(0o700)
 
 

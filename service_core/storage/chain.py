@@ -1,7 +1,7 @@
-"""A table of SQLite to which rows are only appended, each with the hash of the row before: what was changed is found.
+"""A hash chain in an append-only SQLite table, which shows every later change.
 
-The table is `event`: `seq` (INTEGER PRIMARY KEY AUTOINCREMENT), columns of its owner, `prev_hash` and `hash`. The owner
-says what a hash is made of, and under which key. Uses sqlite3 itself: the schema is SQL for auditors, with triggers.
+The table is `event`: `seq` (INTEGER PRIMARY KEY AUTOINCREMENT), the owner's columns, `prev_hash` and `hash`. The owner
+defines the hash function and its key. Uses sqlite3 directly: the schema is SQL for auditors, with triggers.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from service_core.storage.disk import disk_error
 
 BUSY_S = 60.0
 PASSING = ("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_FULL", "SQLITE_READONLY", "SQLITE_IOERR", "SQLITE_CANTOPEN")
-"""Errors that say nothing against the file."""
+"""Errors that do not mean a damaged file."""
 Row = tuple[Any, ...]
-"""Number and the owner's columns."""
+"""Row number and the owner's columns."""
 
 
 class ChainHead(NamedTuple):
-    """The end of a chain: number of the last row and its hash."""
+    """The end of a chain: number and hash of the last row."""
 
     seq: int
     hash: str
@@ -33,7 +33,7 @@ class ChainHead(NamedTuple):
 
 
 class BrokenChainError(Exception):
-    """A row that does not follow. after: the last one that does   row: this one, with its `prev_hash` and `hash`."""
+    """A row that breaks the chain. after: head before it   row: the row with its `prev_hash` and `hash`."""
 
     def __init__(self, after: ChainHead, row: Row) -> None:
         super().__init__(f"row {row[0]} does not follow from row {after.seq}")
@@ -43,9 +43,9 @@ class BrokenChainError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The rows of one kind of file. columns: the owner's   start: the head of an empty one.
+    """The chain of one kind of file. columns: the owner's   start: head of an empty chain.
 
-    hash_of: returns the hash of a row, from the hash before it and the row.
+    hash_of: returns the hash of a row, given the previous hash and the row
     """
 
     columns: tuple[str, ...]
@@ -57,7 +57,7 @@ class Chain:
         return ChainHead(int(row[0]), str(row[1])) if row else self.start
 
     def append(self, db: sqlite3.Connection, values: Row, number: int | None = None) -> ChainHead:
-        """Append a row within a transaction. number: its own; by default the next one."""
+        """Append a row within a transaction. number: of the row; by default the next one."""
         before = self.head(db)
         row = (before.seq + 1 if number is None else number, *values)
         head = ChainHead(row[0], self.hash_of(before.hash, row))
@@ -71,7 +71,7 @@ class Chain:
         return row is not None and row[0] == head.hash
 
     def follow(self, db: sqlite3.Connection, after: ChainHead) -> Iterator[tuple[Row, ChainHead]]:
-        """Yield the rows after a head, each with its own; raises BrokenChainError at the first that does not follow."""
+        """Yield the rows after a head, each with its head; raises BrokenChainError at the first broken one."""
         query = f"SELECT seq,{','.join(self.columns)},prev_hash,hash FROM event WHERE seq>? ORDER BY seq"  # noqa: S608
         head = after
         for *fields, previous, hash in db.execute(query, (after.seq,)):
@@ -84,21 +84,21 @@ class Chain:
 
 @contextmanager
 def transaction(db: sqlite3.Connection, file: Path) -> Iterator[None]:
-    """Write in a transaction of its own; raises as `disk_taken`, and nothing was written then."""
-    with disk_taken(file):
+    """Run the block in a write transaction; raises as `sqlite_disk_errors` after rolling back."""
+    with sqlite_disk_errors(file):
         db.execute("BEGIN IMMEDIATE")
         try:
             yield
             db.execute("COMMIT")
         except BaseException:
-            if db.in_transaction:  # SQLite ends it itself when the disk is full
+            if db.in_transaction:  # SQLite rolls back itself when the disk is full
                 db.execute("ROLLBACK")
             raise
 
 
 @contextmanager
-def disk_taken(file: Path) -> Iterator[None]:
-    """Raise UnavailableError (E-STATE-63) in place of those errors of SQLite that say nothing against the file."""
+def sqlite_disk_errors(file: Path) -> Iterator[None]:
+    """Replace SQLite errors that do not mean a damaged file by UnavailableError (E-STATE-63)."""
     try:
         yield
     except sqlite3.OperationalError as error:

@@ -9,16 +9,16 @@ from blake3 import blake3
 
 _BLOCK = 1 << 20
 Hasher = blake3
-"""The hash that names objects, for data that comes in pieces."""
+"""Incremental form of `digest`."""
 
 
 def digest(data: bytes | memoryview) -> str:
-    """Return the BLAKE3 in hex, of 256 bits: the address of an object; ADR 0013 says why not SHA-256."""
+    """Return the 256-bit BLAKE3 in hex: the name of an object (why not SHA-256: ADR 0013)."""
     return Hasher(data).hexdigest()
 
 
 def file_digest(path: Path) -> str:
-    """Return the digest of a file, without reading it into memory at once."""
+    """Return the digest of a file, read in blocks."""
     hasher = Hasher()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):

@@ -1,6 +1,6 @@
-"""How much may be written on a disk, and what it means that it takes nothing: full, read-only or broken.
+"""Free space on a disk, and errors of a full, read-only or broken one.
 
-Both services leave a reserve free, and what was answered before is on the disk all the same.
+Both services leave a reserve free.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ _REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG)
 
 
 def available(folder: Path) -> int:
-    """Return the bytes that may still be written below a folder; negative where the reserve is used already.
+    """Return the bytes available on a folder's disk, less the reserve; negative if the reserve is in use.
 
-    The reserve is 1 GiB, or a twentieth of a disk that is smaller than 20 GiB.
+    The reserve is 1 GiB, or 5 % of a disk smaller than 20 GiB.
     """
     usage = shutil.disk_usage(folder)
     return usage.free - min(RESERVE_BYTES, usage.total // _RESERVE_SHARE)
 
 
 def disk_error(path: Path, full: bool, cause: str) -> UnavailableError:
-    """Make the error (E-STATE-63) of a write that the disk did not take: it may be tried again."""
+    """Return the error (E-STATE-63) of a failed write, which can be retried."""
     folder = path if path.is_dir() else path.parent
     if not full:
         return UnavailableError(
             "E-STATE-63",
-            f"expected to write in {folder}, found that this cannot be ({cause}): check the disk, the folder's owner "
-            "and whether it is mounted read-only; nothing that was answered is lost",
+            f"expected to write in {folder}, found that this fails ({cause}): check the disk, the folder's owner and "
+            "whether it is mounted read-only; nothing that was confirmed is lost",
         )
     left = ""
     with suppress(OSError):
         left = f" ({shutil.disk_usage(folder).free >> 20} MiB free)"
     return UnavailableError(
         "E-STATE-63",
-        f"expected room on the disk of {folder}, found it full{left}: free some there, for instance old backups, logs "
-        "or exported models, but nothing inside the home; nothing that was answered is lost",
+        f"expected room on the disk of {folder}, found it full{left}: free some space there, for instance old "
+        "backups, logs or exported models, but nothing inside the home; nothing that was confirmed is lost",
     )
 
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Raise UnavailableError (E-STATE-63) in place of an OSError that says that the disk takes nothing; others stay."""
+    """Replace an OSError of a full or unusable disk by UnavailableError (E-STATE-63); others pass."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Notices a database that is missing, empty, older or another home's, before anything is deleted or answered.
+"""Detects a database that is missing, empty, older or another home's, before anything is deleted or answered.
 
-Every change counts a generation up: in the database, as part of the change, and then in a file beside it. A database
-that lacks its newest changes (a log that was lost, an older file that was put back) is behind that file. The file also
-names the incarnation: the life of a database since it was made or restored.
+Every transaction increments a generation number in the database, and then in a file beside it. A database that lacks
+its newest changes (its log was lost, or an older file was restored) is behind that file. The file also has the
+incarnation, a random id that changes when a database is created or restored.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ FIRST_TABLE = f"""
 CREATE TABLE incarnation (id INTEGER NOT NULL PRIMARY KEY, incarnation VARCHAR NOT NULL, generation INTEGER NOT NULL);
 {FIRST};
 """
-"""The step with which a database begins to count."""
+"""Migration step that adds the generation."""
 READ = "SELECT incarnation, generation FROM incarnation"
 COUNT = "UPDATE incarnation SET generation = generation + 1 RETURNING incarnation, generation"
 BUSY_SECONDS = 30.0
-"""How long a statement waits for another process."""
+"""Seconds that a statement waits for another process."""
 _HEADER = 20
-"""Bytes of a SQLite file up to those that say whether it has a log."""
+"""Bytes of a SQLite file up to and including its journal mode."""
 _RECORD_BYTES = 256  # within one sector, which a disk writes whole
 
 
 def incarnation_table(metadata: MetaData) -> Table:
-    """Add the table of the one row that every database of ours has."""
+    """Add the one-row table of incarnation and generation to a schema."""
     return Table(
         TABLE,
         metadata,
@@ -52,14 +52,14 @@ def incarnation_table(metadata: MetaData) -> Table:
 
 
 class Generation(NamedTuple):
-    """How many changes an incarnation of a database has had."""
+    """An incarnation of a database and its number of changes."""
 
     incarnation: str
     number: int
 
 
 class GenerationRecord(NamedTuple):
-    """What the file says. checkpointed: the changes that are in the database's own file, whatever its log holds."""
+    """Content of the file. checkpointed: number of changes in the main database file, without the log."""
 
     incarnation: str
     number: int
@@ -74,7 +74,7 @@ class GenerationFile:
         self.path = database.with_name(f"{database.name}.generation")
 
     def read(self) -> GenerationRecord | None:
-        """Return what was noted last; None where there is no file. Raises StateError (E-STATE-23) on a damaged one."""
+        """Return the record; None without a file. Raises StateError (E-STATE-23) on a damaged one."""
         try:
             with self._locked(os.O_RDONLY, fcntl.LOCK_SH) as file:
                 data = os.pread(file, _RECORD_BYTES, 0)
@@ -83,22 +83,22 @@ class GenerationFile:
         return self._parse(data)
 
     def read_leniently(self) -> GenerationRecord | None:
-        """Return what was noted last; None also where it cannot be read."""
+        """Return the record; None also if it is damaged."""
         try:
             return self.read()
         except StateError:
             return None
 
     def advance(self, now: Generation, checkpointed: bool = False) -> None:
-        """Note a generation, unless a later one is noted. checkpointed: it is in the database's own file.
+        """Record a generation unless a later one is recorded. checkpointed: it is in the main database file.
 
-        A change by itself reaches the disk when the system writes it, a checkpoint at once: the log may then be lost.
+        Only a checkpoint is synced: after it the log may be lost.
         """
         try:
             with self._locked(os.O_RDWR, fcntl.LOCK_EX) as file:
                 noted = self._parse(os.pread(file, _RECORD_BYTES, 0))
                 if noted.incarnation != now.incarnation:
-                    return  # the home was restored under this process, which is told so at its next start
+                    return  # the home was restored under this process, which its next start reports
                 number = max(noted.number, now.number)
                 whole = max(noted.checkpointed, now.number) if checkpointed else noted.checkpointed
                 if (new := GenerationRecord(now.incarnation, number, whole)) != noted:
@@ -109,7 +109,7 @@ class GenerationFile:
             self._create(now)
 
     def _create(self, now: Generation) -> None:
-        """Make the file whole, unless another process makes it now."""
+        """Create the file atomically, unless another process creates it."""
         aside = self.path.with_name(f".{self.path.name}.{secrets.token_hex(8)}")
         replace_file(aside, _record(GenerationRecord(*now)), 0o600)
         try:
@@ -121,16 +121,16 @@ class GenerationFile:
             aside.unlink()
 
     def replace(self, now: Generation) -> None:
-        """Write the file anew: on the disk on return."""
+        """Replace the file; on the disk on return."""
         replace_file(self.path, _record(GenerationRecord(*now)), 0o600)
 
     def require_file(self) -> None:
-        """Raise StateError (E-STATE-23) on a file that is missing or older by itself, sqlite3.Error on a damaged one.
+        """Raise StateError (E-STATE-23) on a missing or older database file, sqlite3.Error on a damaged one.
 
-        Call it before SQLite opens the file to write: that would join it with a log of another one, or delete the log.
-        In the middle of a checkpoint, whether interrupted or under way, a file is half old and half new; its log then
-        holds all that it lacks, so it is damaged only if it is so together with the log. If that log was lost, the file
-        by itself is newer than any checkpoint.
+        Call it before SQLite opens the file for writing, which would join it with another file's log or delete the log.
+        During or after an interrupted checkpoint the main file is half old and half new, and its log has the missing
+        pages. So it counts as damaged only together with its log. If the log was lost, the main file is newer than the
+        last recorded checkpoint.
         """
         noted = self.read()
         if noted is None:
@@ -139,36 +139,38 @@ class GenerationFile:
             raise self._behind(f"found none, or an empty one, where generation {noted.number} was")
         stored, half_done = None, False
         try:
-            stored = self._by_itself()
+            stored = self._main_file_generation()
         except sqlite3.DatabaseError:
             if not _has_log(self._database):
                 raise
             half_done = True
-            with suppress(sqlite3.DatabaseError):  # else the very page of the generation is half written
-                stored = self._by_itself(shorter=True)
+            with suppress(sqlite3.DatabaseError):  # else the generation's own page is half written
+                stored = self._main_file_generation(shorter=True)
         number = stored.number if stored is not None else 0
         if stored is not None and stored.incarnation == noted.incarnation and number < noted.checkpointed:
             raise self._behind(f"found one without the last {noted.number - number} changes")
         if half_done or (number > noted.checkpointed and not _has_log(self._database)):
             _require_sound(self._database)
 
-    def _by_itself(self, shorter: bool = False) -> Generation | None:
-        """Read the generation of the file without its log. shorter: also where its first page counts pages to come."""
+    def _main_file_generation(self, shorter: bool = False) -> Generation | None:
+        """Read the generation from the main file without its log. shorter: trust its length, not its header."""
         with closing(sqlite3.connect(f"{self._database.absolute().as_uri()}?immutable=1", uri=True)) as db:
             if shorter:
-                db.execute("PRAGMA writable_schema = ON")  # SQLite then takes the file's length for the count
+                db.execute("PRAGMA writable_schema = ON")  # SQLite then uses the file's length
             return generation_of(db)
 
     def require(self, db: sqlite3.Connection, contents: Callable[[], int]) -> None:
-        """Raise StateError (E-STATE-23) unless the database is as new as what lies beside it.
+        """Raise StateError (E-STATE-23) unless the database is as new as the record beside it.
 
-        contents: how many objects there are that a database must know, where one is new.
+        contents: counts the stored objects, which must be 0 beside a new database
         """
         noted, stored = self.read(), generation_of(db)
         if noted is None and stored is not None and stored.number > 1:
-            noted = self.read()  # another process was about to write it
+            noted = self.read()  # another process may have just written it
             if noted is None:
-                raise self._behind(f"found one of generation {stored.number} and no such file: it is another home's")
+                raise self._behind(
+                    f"found one of generation {stored.number} and no such file: it belongs to another home"
+                )
         if noted is None:
             if stored is None and _is_new(db) and (number := contents()):
                 raise self._behind(f"found none, or an empty one, beside {number} stored files")
@@ -176,7 +178,7 @@ class GenerationFile:
         if stored is None:
             raise self._behind(f"found another file, where generation {noted.number} was")
         if stored.incarnation != noted.incarnation:
-            raise self._behind("found one of another home, or from before a restoration")
+            raise self._behind("found one of another home, or from before a restore")
         if stored.number < noted.number:
             raise self._behind(f"found one without the last {noted.number - stored.number} changes")
 
@@ -186,7 +188,7 @@ class GenerationFile:
             "E-STATE-23",
             f"expected the database {self._database} with all changes that {self.path.name} counts, {problem}: nothing "
             f"was changed. Put the newest {name} back, together with {name}-wal if there is one, or restore a backup "
-            "into an empty home; if there is nothing newer, run the command `restore --accept-loss`",
+            "into an empty home; if there is nothing newer, run `restore --accept-loss`",
         )
 
     def _parse(self, data: bytes) -> GenerationRecord:
@@ -209,30 +211,30 @@ class GenerationFile:
             os.close(file)
 
 
-def read_only(database: Path, timeout: float = BUSY_SECONDS) -> sqlite3.Connection:
-    """Open a database with what its log holds, so that neither is changed.
+def open_read_only(database: Path, timeout: float = BUSY_SECONDS) -> sqlite3.Connection:
+    """Open a database and its log for reading.
 
-    The exception is a transaction that a crash interrupted in a file without a log: SQLite undoes it before it reads.
+    Changes nothing, except that SQLite rolls back a transaction that a crash left in a rollback journal.
     """
     how = "rw" if _size(database, "-journal") else "ro"
     return sqlite3.connect(f"{database.absolute().as_uri()}?mode={how}", uri=True, timeout=timeout)
 
 
-def untouched(database: Path, timeout: float = BUSY_SECONDS) -> sqlite3.Connection:
-    """Open a database as `read_only` does, so that nothing is made beside it either."""
+def open_untouched(database: Path, timeout: float = BUSY_SECONDS) -> sqlite3.Connection:
+    """Open a database as `open_read_only` does, without creating files beside it."""
     with database.open("rb") as file:
         logs = file.read(_HEADER)[_HEADER - 2 :] == b"\2\2"
     if logs and not database.with_name(f"{database.name}-wal").exists():
-        # Nobody has it open: SQLite would make a log, even to read.
+        # No process has it open, and SQLite would create a log even to read.
         return sqlite3.connect(f"{database.absolute().as_uri()}?immutable=1", uri=True)
-    return read_only(database, timeout)
+    return open_read_only(database, timeout)
 
 
 def _require_sound(database: Path) -> None:
-    with closing(read_only(database)) as db:
+    with closing(open_read_only(database)) as db:
         wrong = str(db.execute("PRAGMA integrity_check(1)").fetchone()[0]).splitlines()[-1]
     if wrong != "ok":
-        raise sqlite3.DatabaseError(f"{wrong}, also with its log")
+        raise sqlite3.DatabaseError(f"{wrong}, even with its log")
 
 
 def _has_log(database: Path) -> bool:
@@ -247,7 +249,7 @@ def _size(database: Path, end: str) -> int:
 
 
 def generation_of(db: sqlite3.Connection) -> Generation | None:
-    """Read the generation of a database; None in a new one."""
+    """Return the generation of a database; None in a new one."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (TABLE,)).fetchone():
         return None
     row = db.execute(READ).fetchone()
@@ -255,9 +257,9 @@ def generation_of(db: sqlite3.Connection) -> Generation | None:
 
 
 def begin_incarnation(db: sqlite3.Connection, after: int) -> Generation:
-    """Begin the life of a database anew, as after a restoration: the file beside it says nothing about it any more.
+    """Start a new incarnation, as after a restore: the record beside the database is no longer valid.
 
-    after: a generation that it counts on from, if its own is lower.
+    after: count on from this generation, if the database's own is lower
     """
     row = db.execute(
         "UPDATE incarnation SET incarnation = ?, generation = max(generation, ?) + 1 RETURNING incarnation, generation",

@@ -1,7 +1,7 @@
-"""Schema migration of SQLite files, for all databases of Consilium.
+"""Schema migration for all SQLite databases of Consilium.
 
-To change a schema: change the tables, and append the step that does the same to a file of the version before. A step
-that was released is never edited, and is written in plain SQL: the tables in the code are not those of its version.
+To change a schema, change the tables and append a step that makes the same change to a file of the previous version.
+Never edit a released step. Write it in plain SQL: the tables in the code are those of the newest version.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Step = Callable[[sqlite3.Connection], object]
 
 
 def user_version(db: sqlite3.Connection) -> int:
-    """Return the version that SQLite keeps in the file's header; 0 in a new file."""
+    """Return the user_version of a file; 0 in a new file."""
     return int(db.execute("PRAGMA user_version").fetchone()[0])
 
 
@@ -24,7 +24,7 @@ def set_user_version(db: sqlite3.Connection, version: int) -> None:
 
 
 def statements(script: str) -> list[str]:
-    """Split SQL into statements: a trigger holds semicolons of its own."""
+    """Split a script into statements; triggers contain semicolons."""
     complete, pending = [], ""
     for line in script.splitlines():
         if not line.startswith("--"):
@@ -36,7 +36,7 @@ def statements(script: str) -> list[str]:
 
 
 def sql(script: str) -> Step:
-    """Make a step of SQL alone."""
+    """Return a step that runs a script."""
 
     def step(db: sqlite3.Connection) -> None:
         for statement in statements(script):
@@ -53,13 +53,13 @@ def migrate(
     version: Callable[[sqlite3.Connection], int] = user_version,
     set_version: Callable[[sqlite3.Connection, int], object] = set_user_version,
 ) -> None:
-    """Bring a file to version `1 + len(steps)`; `steps[n]` brings one of version `1 + n` to the next.
+    """Migrate a file to version `1 + len(steps)`; `steps[n]` migrates version `1 + n` to the next.
 
-    db: without a transaction (isolation_level=None)   create: makes a new file's tables, of the newest version
-    tables: that a file of the newest version has
+    db: in autocommit mode (isolation_level=None)   create: creates the tables of the newest version in a new file
+    tables: names of the tables of the newest version
 
-    Guarantees: a file of every earlier version opens. All steps are one transaction, so a crash leaves the old file;
-    of two processes one migrates. Raises StateError (E-STATE-22) on a file of a newer version or of another form.
+    Guarantees: files of all earlier versions open. All steps are one transaction, so a crash leaves the old file, and
+    one of two processes migrates. Raises StateError (E-STATE-22) on a newer version or another kind of file.
     """
     newest = 1 + len(steps)
     if version(db) == newest and set(tables) <= _tables(db):
@@ -71,7 +71,7 @@ def migrate(
             raise StateError(
                 "E-STATE-22",
                 f"expected {_file(db)} of version {newest} or older, found version {current}: a newer version of this "
-                "software wrote it; use that one, or a newer one still",
+                "software wrote it; use that one, or a newer one",
             )
         if current < 0 or (current == 0 and _tables(db)):
             raise _another_file(db, current, tables)
@@ -92,7 +92,7 @@ def _another_file(db: sqlite3.Connection, current: int, tables: Collection[str])
     return StateError(
         "E-STATE-22",
         f"expected a database with the tables {', '.join(sorted(tables))} in {_file(db)}, found another file "
-        f"(version {current}): restore the one that was there from a backup",
+        f"(version {current}): restore the database from a backup",
     )
 
 

@@ -1,6 +1,6 @@
-"""The object store of both services: files named by the BLAKE3 of their bytes; and files that arrive in pieces.
+"""The object store of both services: files named by their BLAKE3, and partial files.
 
-These are resumed where writing stopped, and hashed while they are written.
+A partial file is resumed where writing stopped, and hashed while it is written.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from service_core.storage.private_files import sync_folder
 
 
 class HashingWriter:
-    """Appends to a file; `size` is its length so far, with what earlier streams wrote."""
+    """Appends to a file; `size` is its length, including what earlier streams wrote."""
 
     def __init__(self, file: FileIO, path: Path) -> None:
         self._file, self._path = file, path
@@ -30,9 +30,9 @@ class HashingWriter:
         self._hasher = None if self.size else Hasher()
 
     def write(self, data: bytes | memoryview, /) -> int:
-        """Append all of it, then hash it: what is hashed is in the file.
+        """Append data, then hash it, so that all hashed bytes are in the file.
 
-        Raises UnavailableError (E-STATE-63) when the disk takes nothing; what was appended before stays.
+        Raises UnavailableError (E-STATE-63) if the disk is full; earlier bytes stay.
         """
         with disk_errors(self._path):
             write_all(self._file, data)
@@ -42,16 +42,16 @@ class HashingWriter:
         return len(data)
 
     def digest(self) -> str | None:
-        """Return the digest of all bytes; None when some were written by an earlier stream: the file must be read."""
+        """Return the digest of all bytes; None if an earlier stream wrote some: then read the file."""
         return None if self._hasher is None else self._hasher.hexdigest()
 
 
 @contextmanager
 def open_partial(path: Path) -> Iterator[HashingWriter]:
-    """Open a file, mode 0600, to append to it; it is made when it is not there.
+    """Open a file for appending, mode 0600; it is created if needed.
 
-    Guarantees: writing is unbuffered, so what was written is in the file however the block or the process ends. After
-    a power cut it may hold other bytes; the digest of the whole tells.
+    Guarantees: writing is unbuffered, so written bytes survive a crash of the process. After a power cut the file may
+    have other bytes, which the digest reveals.
     """
     with disk_errors(path):
         descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -60,7 +60,7 @@ def open_partial(path: Path) -> Iterator[HashingWriter]:
 
 
 def partial_size(path: Path) -> int:
-    """Return the size of a partial file; 0 when there is none."""
+    """Return the size of a partial file; 0 if there is none."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -72,18 +72,18 @@ _PARTIAL = ".part"
 
 
 class ObjectStore:
-    """A folder of objects. Calls may come from several threads, and from one process only.
+    """A folder of objects, for several threads of one process.
 
-    Guarantees: a file gets its name when all of it was written with that digest, never before; storing the same bytes
-    twice is harmless. What was stored with `sync` survives a power cut whole; what was not is found out by `holds` and
-    `verified`, which hash a file unless this process has done so since it was last written to.
+    Guarantees: a file gets its name only when it is complete and has that digest; storing the same bytes twice is
+    harmless. Objects stored with `sync` survive a power cut. `holds` and `verified` detect damage: they hash a file
+    unless this process has hashed it since its last change.
     """
 
     def __init__(self, folder: Path, sharded: bool = False) -> None:
-        """Open the folder, made when it is not there. sharded: objects lie in folders of their first two digits."""
+        """Open or create the folder. sharded: use subfolders named by the first two digits."""
         self.folder = folder
         self.lock = RLock()
-        """For callers: held while an object and its record are made or removed together."""
+        """For callers that create or remove an object together with its record."""
         self._sharded = sharded
         self._verified: dict[str, tuple[int, ...]] = {}
         for part in (folder, *(folder / f"{i:02x}" for i in range(256 if sharded else 0))):
@@ -91,11 +91,11 @@ class ObjectStore:
         sync_folder(folder)
 
     def has(self, digest: str) -> bool:
-        """Return whether there is an object of this name; its content is not checked."""
+        """Return whether an object exists; its content is not checked."""
         return self._file(digest).exists()
 
     def path(self, digest: str) -> Path:
-        """Return the file of an object; raises StateError (E-STATE-22) when it is missing."""
+        """Return the file of an object; raises StateError (E-STATE-22) if it is missing."""
         if not (file := self._file(digest)).exists():
             raise StateError(
                 "E-STATE-22", f"expected the object {digest[:16]} in {self.folder}, found none: restore the folder"
@@ -103,7 +103,7 @@ class ObjectStore:
         return file
 
     def verified(self, digest: str) -> Path:
-        """Return the file of an object that still has its digest; raises StateError (E-STATE-63) otherwise."""
+        """Return the file of an object; raises StateError (E-STATE-63) unless it has its digest."""
         file = self._file(digest)
         if not self._matches(file, digest):
             raise StateError(
@@ -114,7 +114,7 @@ class ObjectStore:
         return file
 
     def holds(self, digest: str) -> bool:
-        """Return whether an object is here with its digest; a file with another one is deleted."""
+        """Return whether an object exists with its digest; a damaged file is deleted."""
         file = self._file(digest)
         if self._matches(file, digest):
             return True
@@ -132,7 +132,7 @@ class ObjectStore:
         return self.put_file(write)[0]
 
     def put_file(self, write: Callable[[Path], tuple[str, int]], sync: bool = True) -> tuple[str, int]:
-        """Store what `write` writes into a new file; return its digest and size, as `write` does. sync: as `commit`."""
+        """Store the file that `write` writes; return its digest and size, as `write` does. sync: as `commit`."""
         file = self.folder / f".{secrets.token_hex(8)}{_PARTIAL}"
         try:
             with disk_errors(self.folder):
@@ -144,16 +144,16 @@ class ObjectStore:
         return digest, size
 
     def partial(self, digest: str) -> Path:
-        """Return the file for an unfinished download of this object."""
+        """Return the path of this object's unfinished download."""
         file = self._file(digest)
         return file.with_name(file.name + _PARTIAL)
 
     def commit(self, partial: Path, digest: str, actual: str | None = None, sync: bool = True) -> Path:
-        """Turn a complete file into an object and return its new place.
+        """Turn a complete file into an object and return its path.
 
         actual: the digest of the file's bytes, computed here when it is None   sync: whether the object is on the disk
         on return, else `sync` brings it there
-        Raises ProtocolError (E-WIRE-04) and deletes the file when it has another digest.
+        Raises ProtocolError (E-WIRE-04) and deletes the file if it has another digest.
         """
         actual = file_digest(partial) if actual is None else actual
         if actual != digest:
@@ -161,7 +161,7 @@ class ObjectStore:
             raise ProtocolError(
                 "E-WIRE-04",
                 f"expected an object of digest {digest[:16]}, found {actual[:16]}: it was damaged or changed; "
-                "send all of it again",
+                "send it again",
             )
         file = self._file(digest)
         if self.holds(digest):
@@ -169,7 +169,7 @@ class ObjectStore:
         else:
             with disk_errors(self.folder):
                 if sync:
-                    _sync_file(partial)  # before it has its name
+                    _sync_file(partial)  # before the rename
                 partial.replace(file)
             self._verified[digest] = _fingerprint(file)
         if sync:
@@ -177,7 +177,7 @@ class ObjectStore:
         return file
 
     def sync(self, *digests: str) -> None:
-        """Bring objects and their names to the disk; raises UnavailableError (E-STATE-63) when it takes nothing."""
+        """Sync objects and their folders; raises UnavailableError (E-STATE-63) if the disk is full."""
         files = [self._file(digest) for digest in digests]
         with disk_errors(self.folder):
             for file in files:
@@ -186,12 +186,12 @@ class ObjectStore:
                 sync_folder(folder)
 
     def remove(self, digest: str) -> None:
-        """Delete an object if it is here; an open reader can still read it to its end."""
+        """Delete an object if it exists; open readers can read on."""
         self._file(digest).unlink(missing_ok=True)
         self._verified.pop(digest, None)
 
     def sweep(self, keep: Container[str]) -> int:
-        """Delete all files that `keep` does not name and return the bytes freed; only while nothing is written."""
+        """Delete all files not in `keep`; return the bytes freed. Do not call it during writes."""
         freed = 0
         for file in [file for file in self.folder.rglob("*") if file.is_file()]:
             if file.name.removesuffix(_PARTIAL) not in keep:
@@ -206,7 +206,7 @@ class ObjectStore:
         return self.folder / digest[:2] / digest if self._sharded else self.folder / digest
 
     def _matches(self, file: Path, digest: str) -> bool:
-        """Return whether a file has this digest; it is hashed again only when it was written to since."""
+        """Return whether a file has this digest; it is hashed again only after a change."""
         if not file.exists():
             return False
         fingerprint = _fingerprint(file)
@@ -218,12 +218,12 @@ class ObjectStore:
 
 
 def count_objects(folder: Path) -> int:
-    """Count the objects in a folder, whoever knows them; 0 where there is no folder."""
+    """Count the objects in a folder; 0 if there is no folder."""
     return sum(1 for file in folder.rglob("*") if _DIGEST.fullmatch(file.name))
 
 
 def _fingerprint(file: Path) -> tuple[int, ...]:
-    """Return values of which one changes when the file is written to."""
+    """Return file attributes, at least one of which changes with every write."""
     now = file.stat()
     return now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns
 

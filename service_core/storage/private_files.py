@@ -1,6 +1,6 @@
-"""Homes and private keys on disk: for their owner alone, and a home for one process at a time.
+"""Files readable only by their owner, atomic replacement, and folder locks.
 
-A key has mode 0600 from the first byte, is never half written, and is not used when others can read it.
+A key has mode 0600 from the first byte, is written atomically, and is not used if others can read it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OTHERS = 0o077
 class Credentials(NamedTuple):
     """A private key, the certificate that goes with it and the authority that signed it, all PEM.
 
-    Guarantees: the key does not show in a repr, so not in a log line or a traceback either.
+    Guarantees: the repr, and so logs and tracebacks, hides the key.
     """
 
     key_pem: bytes
@@ -43,7 +43,7 @@ class Credentials(NamedTuple):
 
 
 def private_folder(folder: Path) -> Path:
-    """Make `folder` (and its parents) for its owner alone; raises StateError (E-STATE-42) when others may enter it."""
+    """Create a folder and its parents, mode 0700; raises StateError (E-STATE-42) if others can enter it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if stat.S_IMODE(folder.stat().st_mode) & OTHERS:
         raise StateError(
@@ -54,45 +54,45 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
-def close_to_others(path: Path) -> None:
-    """Take from others what they may do with a file or folder; the log says so. Nothing happens where it is missing.
+def restrict_to_owner(path: Path) -> None:
+    """Remove all permissions of other users from a file or folder, if it exists, and log it.
 
-    Raises StateError (E-STATE-42) when this user may not change it.
+    Raises StateError (E-STATE-42) if this user may not change it.
     """
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & OTHERS:
             path.chmod(mode & ~OTHERS)
-            log.warning("%s was open to others on this machine (mode %04o): now it is for its owner alone", path, mode)
+            log.warning("tightened permissions of %s: mode was %04o, now only the owner has access", path, mode)
     except FileNotFoundError:
         return
     except PermissionError:
         raise StateError(
             "E-STATE-42",
-            f"expected {path} to be for its owner alone, found mode {mode:04o} and another owner: let that one run "
-            f"chmod go= {shlex.quote(str(path))}",
+            f"expected {path} to be accessible only to its owner, found mode {mode:04o} and another owner, who must "
+            f"run: chmod go= {shlex.quote(str(path))}",
         ) from None
 
 
-def own_home(folder: Path) -> Path:
-    """Make a service's home for its owner alone; close it, and the databases in it with their logs, to others."""
+def private_home(folder: Path) -> Path:
+    """Create a service's home, and restrict it and the databases in it to the owner."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    close_to_others(folder)
+    restrict_to_owner(folder)
     for pattern in ("*.db", "*.db-*", "*.sqlite", "*.sqlite-*"):
         for path in folder.glob(pattern):
-            close_to_others(path)
+            restrict_to_owner(path)
     return folder
 
 
 class FolderLock:
-    """A folder that this process has for itself until the lock is closed or the process ends.
+    """Exclusive use of a folder until the lock is closed or the process ends.
 
-    The folder itself is locked, so no file must be left where it is for that. A file in it is locked as well, for those
-    who look there: earlier versions, and machines that share the folder over a network. It names the process.
+    The folder itself is locked, so the lock does not depend on a file that could be deleted. A file in it, which holds
+    the process id, is locked too: earlier versions and other machines on a network share look at it.
     """
 
     def __init__(self, folder: Path, name: str, whose: str) -> None:
-        """Lock a folder; raises StateError (E-STATE-20) where another process has it.
+        """Lock a folder; raises StateError (E-STATE-20) if another process holds it.
 
         name: of the file   whose: what that process is, for the message
         """
@@ -109,8 +109,7 @@ class FolderLock:
                 process = f" (process {int((folder / name).read_text())})"
             raise StateError(
                 "E-STATE-20",
-                f"expected {folder} to be free, found {whose} at work in it{process}: stop that one, or name another "
-                "folder",
+                f"expected {folder} to be free, found {whose} running in it{process}: stop it, or name another folder",
             ) from None
         except BaseException:
             self._release()
@@ -119,7 +118,7 @@ class FolderLock:
 
     @staticmethod
     def is_held(folder: Path, name: str) -> bool:
-        """Tell whether a process has a folder for itself."""
+        """Return whether a process holds the lock of a folder."""
         for path in (folder, folder / name):
             try:
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -134,7 +133,7 @@ class FolderLock:
         return False
 
     def close(self) -> None:
-        """Give the folder back; nothing happens the second time."""
+        """Release the folder; may be called twice."""
         if self._file >= 0:
             self._note("")
         self._release()
@@ -146,7 +145,7 @@ class FolderLock:
         self._file = self._folder = -1
 
     def _note(self, process: str) -> None:
-        with suppress(OSError):  # a full disk: it is for people
+        with suppress(OSError):  # a full disk: the process id is only information
             os.truncate(self._file, 0)
             os.pwrite(self._file, process.encode(), 0)
 
@@ -160,23 +159,22 @@ class FolderLock:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` at once, mode 0600, in a folder that only its owner may enter.
+    """Replace a file atomically, mode 0600, in a folder that only its owner can enter.
 
-    Guarantees: at no moment is a byte of `data` readable by others; after a crash the file holds all of its old or
-    all of its new content.
+    Guarantees: others can never read a byte of `data`; after a crash the file has its old or its new content.
     """
     private_folder(path.parent)
     replace_file(path, data, 0o600)
 
 
 def write_public(path: Path, data: bytes) -> None:
-    """Replace `path` by `data` at once, mode 0644: for certificates and other files that hold no secret."""
+    """Replace a file atomically, mode 0644: for certificates and other files without secrets."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     replace_file(path, data, 0o644)
 
 
 def write_figure(path: Path, figure: Figure) -> None:
-    """Replace `path` by a PNG of a figure of matplotlib, as `write_public`."""
+    """Write a matplotlib figure as PNG, as `write_public` does."""
     write_public(path, png(figure))
 
 
@@ -187,7 +185,7 @@ def png(figure: Figure) -> bytes:
 
 
 def read_private(path: Path) -> bytes:
-    """Read a private file; raises StateError when it is missing (E-STATE-43) or others may read it (E-STATE-42)."""
+    """Read a private file; raises StateError if it is missing (E-STATE-43) or others can read it (E-STATE-42)."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -206,24 +204,24 @@ def read_private(path: Path) -> bytes:
 
 
 def remove(path: Path) -> None:
-    """Delete `path` if it is there, durably."""
+    """Delete a file if it exists, and sync its folder."""
     if path.exists():
         path.unlink()
         sync_folder(path.parent)
 
 
 @contextmanager
-def written_together(folder: Path, name: str, last: str) -> Iterator[Path]:
-    """Give a folder whose files appear in `folder` together once all are written, `last` at the end.
+def write_files_together(folder: Path, name: str, last: str) -> Iterator[Path]:
+    """Yield a temporary folder whose files move into `folder` when the block ends, `last` as the last one.
 
-    What an interrupted one of this name left goes first, and the log says so. Raises UnavailableError (E-STATE-63) on a
-    full disk. Guarantees: a file is whole or not there.
+    Files that an interrupted call of this name left are deleted, and this is logged. Raises UnavailableError
+    (E-STATE-63) on a full disk. Guarantees: every file is complete or absent.
     """
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         aside = folder / f".{name}.tmp"
         if aside.exists():
-            log.warning("removed %s, which an interrupted command left: its files are written anew", aside)
+            log.warning("removed %s, which an interrupted command left; its files are written again", aside)
             shutil.rmtree(aside)
         aside.mkdir(mode=0o700)
         try:
@@ -238,14 +236,14 @@ def written_together(folder: Path, name: str, last: str) -> Iterator[Path]:
 
 
 def replace_file(path: Path, data: bytes, mode: int) -> None:
-    """Replace `path` by `data` at once, on the disk on return; raises UnavailableError (E-STATE-63) on a full disk."""
+    """Replace a file atomically and sync it; raises UnavailableError (E-STATE-63) on a full disk."""
     with disk_errors(path):
         _replace(path, data, mode)
 
 
 def _replace(path: Path, data: bytes, mode: int) -> None:
     aside = path.with_name(f".{path.name}.tmp")
-    aside.unlink(missing_ok=True)  # what a crash left; O_EXCL below then also refuses a link planted meanwhile
+    aside.unlink(missing_ok=True)  # left by a crash; O_EXCL below refuses a link planted meanwhile
     fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "wb") as file:
@@ -265,7 +263,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Bring a file that somebody else writes to the disk; raises OSError where there is none."""
+    """Sync a file that another process or library writes; raises OSError if there is none."""
     _sync(path)
 
 

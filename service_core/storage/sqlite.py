@@ -1,4 +1,4 @@
-"""One SQLite file that many threads, and now and then a second process, use at once."""
+"""A SQLite file for many threads and occasionally a second process."""
 
 from __future__ import annotations
 
@@ -27,25 +27,24 @@ from service_core.storage.generation import (
     GenerationFile,
     begin_incarnation,
     generation_of,
-    read_only,
-    untouched,
+    open_read_only,
+    open_untouched,
 )
 from service_core.storage.migration import Step, migrate
 from service_core.storage.unfinished import require_finished
 
 log = logging.getLogger(__name__)
 LOG_BYTES = 4 << 20
-"""A log that is longer is brought into the file."""
+"""A longer WAL is checkpointed."""
 _CONNECTIONS = 16
 _SHOWN = 120
 
 
 class Database:
-    """Transactions on a file, usable from every thread.
+    """Transactions on a file, for several threads.
 
-    Guarantees: what was written in a `write` block is on the disk when the block ends (WAL, synchronous=FULL), all of
-    it or nothing; a `read` block sees one moment and waits for no writer. A file that lacks what was written is not
-    opened; see `service_core.storage.generation`.
+    Guarantees: a `write` block is atomic and on the disk when it ends (WAL, synchronous=FULL); a `read` block sees a
+    snapshot and waits for no writer. A file that lacks changes is not opened: see `service_core.storage.generation`.
     """
 
     def __init__(
@@ -57,12 +56,12 @@ class Database:
         accept_loss: bool = False,
         rehearsal: bool = False,
     ) -> None:
-        """Open, make or migrate the file; steps: see `migrate`   tables: with that of `incarnation_table`.
+        """Open, create or migrate the file. steps: see `migrate`   tables: including `incarnation_table`.
 
-        contents: see `GenerationFile.require`   accept_loss: go on with what is there, whatever lies beside it.
-        rehearsal: open a copy, which goes when it is closed; raises what opening the file itself would raise.
-        Raises StateError: E-STATE-22 on a damaged file, one of another form, or one of a newer version; E-STATE-23 on
-        one that is missing, empty, older or another home's; E-STATE-26 in a folder that a command did not finish.
+        contents: see `GenerationFile.require`   accept_loss: continue with an incomplete database
+        rehearsal: open a temporary copy; raises what opening the file itself would raise
+        Raises StateError: E-STATE-22 on a damaged file, another kind of file or a newer version; E-STATE-23 on a file
+        that is missing, empty, older or another home's; E-STATE-26 in an unfinished folder.
         """
         require_finished(path.parent)
         self.path = path
@@ -70,11 +69,11 @@ class Database:
         if rehearsal:
             with self._storage_errors():
                 path = self._rehearsal_of(path, contents)
-        # Threads of this process queue here: SQLite's own waiting is a sleep, meant for the rare other process.
+        # Threads of this process queue here: SQLite's busy handler only sleeps, which suits the rare second process.
         self._write_lock = RLock()
         self._file = GenerationFile(path)
         self._engine = create_engine(
-            URL.create("sqlite", database=str(path)),  # as text, a ? or % of the path would be the URL's own
+            URL.create("sqlite", database=str(path)),  # a URL string would misread ? and % in the path
             connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False},
             pool_size=_CONNECTIONS,
             max_overflow=-1,
@@ -91,7 +90,7 @@ class Database:
         with self._storage_errors():
             if not accept_loss and not rehearsal:
                 self._file.require_file()
-                with closing(read_only(path) if path.exists() else sqlite3.connect(":memory:")) as db:
+                with closing(open_read_only(path) if path.exists() else sqlite3.connect(":memory:")) as db:
                     self._file.require(db, contents)
             with closing(sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)) as db:
                 migrate(db, create, steps, tables.tables)
@@ -99,11 +98,11 @@ class Database:
         self.checkpoint()
 
     def _rehearsal_of(self, path: Path, contents: Callable[[], int]) -> Path:
-        """Copy the file into a folder beside it, once it is as new as it must be."""
+        """Check the generation of the file, and copy the file into a temporary folder beside it."""
         GenerationFile(path).require_file()
         self._copy = TemporaryDirectory(prefix=".rehearsal-", suffix=".tmp", dir=path.parent)
         copy = Path(self._copy.name, path.name)
-        with closing(untouched(path) if path.exists() else sqlite3.connect(":memory:")) as db:
+        with closing(open_untouched(path) if path.exists() else sqlite3.connect(":memory:")) as db:
             GenerationFile(path).require(db, contents)
             with closing(sqlite3.connect(copy)) as target:
                 db.backup(target)
@@ -113,7 +112,7 @@ class Database:
         return copy
 
     def _begin(self, db: sqlite3.Connection, anew: bool) -> str:
-        """Note the generation that the file was opened with, of a new incarnation if it is to begin anew."""
+        """Record the generation, of a new incarnation if `anew`; return the incarnation."""
         if anew:
             before = self._file.read_leniently()
             now = begin_incarnation(db, before.number if before is not None else 0)
@@ -127,17 +126,17 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """Open a transaction that only reads. Raises as `write`."""
+        """Open a read transaction. Raises as `write`."""
         with self._storage_errors(), self._engine.connect() as db:
             db.exec_driver_sql("BEGIN")
             yield db
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """Open a transaction that writes; no other writer is inside, in this process or another.
+        """Open the only write transaction, over all threads and processes.
 
-        Raises UnavailableError (E-STATE-63) when the disk is full or takes nothing, StateError (E-STATE-22) when the
-        file, or a row that was read, is damaged.
+        Raises UnavailableError (E-STATE-63) on a full or unusable disk, StateError (E-STATE-22) if the file or a row
+        that was read is damaged.
         """
         with self._write_lock, self._storage_errors():
             now = None
@@ -152,10 +151,10 @@ class Database:
         self.shorten_log()
 
     def checkpoint(self, whole: bool = False) -> None:
-        """Bring what the log holds into the file itself, as far as no reader is in the way; waits for nobody.
+        """Checkpoint the WAL as far as readers allow, without waiting.
 
-        whole: and empty the log, so that it holds nothing any more of what was overwritten in the file.
-        A disk that takes nothing is no error here: the log keeps what was committed, and the next write says so.
+        whole: truncate the WAL, so that overwritten data are gone from it
+        A full disk is no error here: the WAL keeps what was committed, and the next write reports it.
         """
         how = "TRUNCATE" if whole else "PASSIVE"
         try:
@@ -169,16 +168,16 @@ class Database:
                 if not busy and logged == moved:
                     self._file.advance(now, checkpointed=True)
         except UnavailableError as error:
-            log.warning("the log of %s stays as it is: %s", self.path.name, error)
+            log.warning("no checkpoint of %s: %s", self.path.name, error)
 
     def compact(self) -> None:
-        """Write the file anew without what was deleted. Raises as `write`."""
+        """Rewrite the file without deleted data. Raises as `write`."""
         with self._write_lock, self._storage_errors(), self._engine.connect() as db:
             db.exec_driver_sql("VACUUM")
         self.checkpoint(whole=True)
 
     def shorten_log(self) -> None:
-        """Bring the log into the file where it has grown long. SQLite is not left to do that: nobody would note it."""
+        """Checkpoint a long WAL. SQLite's own checkpoints are off, since they would not be recorded."""
         try:
             if self.path.with_name(f"{self.path.name}-wal").stat().st_size > LOG_BYTES:
                 self.checkpoint()
@@ -186,7 +185,7 @@ class Database:
             return
 
     def close(self) -> None:
-        """Close all connections, with the log in the file unless another process reads it."""
+        """Checkpoint and close all connections."""
         try:
             self.checkpoint()
         finally:
@@ -196,7 +195,7 @@ class Database:
 
     @contextmanager
     def _storage_errors(self) -> Iterator[None]:
-        """Raise an error of ours in place of SQLite's, and of what reading a damaged row raises."""
+        """Replace errors of SQLite, and of reading a damaged row, by our own."""
         try:
             with disk_errors(self.path):
                 yield
@@ -207,7 +206,7 @@ class Database:
         except (ValueError, TypeError, LookupError) as error:
             raise StateError(
                 "E-STATE-22",
-                f"expected rows in {self.path} as this software writes them, found one that is damaged "
+                f"expected rows in {self.path} as this software writes them, found a damaged one "
                 f"({type(error).__name__}: {str(error)[:_SHOWN]}): restore the folder from a backup",
             ) from error
 
@@ -224,7 +223,7 @@ class Database:
 
 
 def _changes(db: Connection) -> int:
-    """Count the rows that this connection has changed since it was made."""
+    """Return the number of rows that this connection has changed."""
     raw = db.connection.driver_connection
     assert isinstance(raw, sqlite3.Connection)
     return raw.total_changes
@@ -234,7 +233,7 @@ def _configure(connection: DBAPIConnection, entry: ConnectionPoolEntry) -> None:
     del entry
     if not isinstance(connection, sqlite3.Connection):
         raise TypeError(f"expected a connection of sqlite3, found {type(connection).__name__}")
-    # The driver would begin lazily and deferred; two threads that read and then write could then never finish.
+    # The driver begins deferred transactions: two threads that read and then write would deadlock.
     connection.isolation_level = None
     for pragma in (
         "journal_mode = WAL",

@@ -1,7 +1,7 @@
-"""A folder that a command fills is marked until it is whole, so that nobody uses half of it.
+"""Marks a folder while a command fills it, so that nobody uses half of it.
 
-The marker is the first file of the folder and the last one that goes, on the disk each time. Every command, service
-and database refuses a marked folder and names the command that goes on; only that one, said again, passes.
+The marker is the first file in the folder and the last one removed, synced both times. Every command, service and
+database refuses a marked folder and names the command to run again; only that command accepts it.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from service_core.storage import private_files
 
 FILE = "unfinished.json"
 _filling = set[Path]()
-"""Folders that this process fills: what it opens in them is not refused."""
+"""Folders that this process is filling, and so may use."""
 
 
 @dataclass(frozen=True, slots=True)
-class Marker:
-    """Which command fills a folder. again: as a person says it   source: digest of what it brings in, if anything."""
+class UnfinishedMarker:
+    """The command that fills a folder. again: the command line to repeat   source: digest of its input, if any."""
 
     command: str
     again: str
     source: str = ""
 
 
-def marker_of(folder: Path) -> Marker | None:
-    """Return what fills a folder or was interrupted there, None where nothing was; a marker of no sense is one, too."""
+def marker_of(folder: Path) -> UnfinishedMarker | None:
+    """Return the marker of a folder, None without one; an unreadable marker counts."""
     try:
-        return Marker(**json.loads((folder / FILE).read_bytes()))
+        return UnfinishedMarker(**json.loads((folder / FILE).read_bytes()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, RecursionError):
-        return Marker("", "the command that filled it")
+        return UnfinishedMarker("", "the command that filled it")
 
 
 def is_empty(folder: Path) -> bool:
-    """Tell whether a folder holds nothing, but for a marker that a crash left half written."""
+    """Return whether a folder is empty, except for a half written marker that a crash left."""
     return {child.name for child in folder.iterdir()} <= {f".{FILE}.tmp"}
 
 
 def require_finished(folder: Path) -> None:
-    """Raise StateError (E-STATE-26) where a command was interrupted while it filled a folder."""
+    """Raise StateError (E-STATE-26) if a command was interrupted while it filled the folder."""
     if (left := marker_of(folder)) is not None and folder.resolve() not in _filling:
         raise _unfinished(folder, left)
 
 
 @contextmanager
-def filling(folder: Path, marker: Marker, undo: Callable[[], object] | None = None) -> Iterator[None]:
-    """Fill a folder that is there; a second time, where that was interrupted.
+def filling(folder: Path, marker: UnfinishedMarker, undo: Callable[[], object] | None = None) -> Iterator[None]:
+    """Fill an existing folder, or continue after an interruption.
 
-    undo: takes back what was made so far: before the block where an earlier one was interrupted, and after an error.
-    Without it the block goes on with what is there, and an error leaves the marker.
-    Raises StateError: E-STATE-20 while another process fills or uses the folder, E-STATE-26 where another command was
-    interrupted, or the same one with another source.
+    undo: deletes what was written, before the block after an interruption, and after an error. Without it the block
+    continues with the files present, and an error leaves the marker.
+    Raises StateError: E-STATE-20 while another process uses the folder, E-STATE-26 if another command was interrupted,
+    or the same one with another source.
     """
     with _alone(folder):
         if (left := marker_of(folder)) is not None:
@@ -84,7 +84,7 @@ def filling(folder: Path, marker: Marker, undo: Callable[[], object] | None = No
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Hold a folder as `FolderLock` does, without a file of its own in it."""
+    """Lock a folder as `FolderLock` does, without a lock file."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -92,17 +92,17 @@ def _alone(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             raise StateError(
                 "E-STATE-20",
-                f"expected {folder} to be free, found a service or another command at work in it: wait until that one "
-                "is done, or name another folder",
+                f"expected {folder} to be free, found a service or another command running in it: wait until it "
+                "ends, or name another folder",
             ) from None
         yield
     finally:
         os.close(descriptor)
 
 
-def _unfinished(folder: Path, left: Marker) -> StateError:
+def _unfinished(folder: Path, left: UnfinishedMarker) -> StateError:
     return StateError(
         "E-STATE-26",
-        f"expected {folder} to be whole, found that a command was interrupted while it filled it. Nothing else uses it "
-        f"before that one is done: say it again: {left.again}",
+        f"expected {folder} to be complete, found that a command was interrupted while it filled it. Nothing else can "
+        f"use the folder until that command has finished: run it again: {left.again}",
     )

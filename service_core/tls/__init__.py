@@ -1,1 +1,1 @@
-"""TLS 1.3 on both sides, and why a connection fails, in words that say what to do."""
+"""TLS 1.3 on both sides, and diagnosis of failed connections."""

@@ -1,4 +1,4 @@
-"""The causes of a failed TLS connection that a client can distinguish, each with its remedy."""
+"""Causes of failed TLS connections that a client can distinguish, each with its remedy."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from service_core.pki import certificates
 from service_core.pki.identity import identity_of, key_fingerprint
 
 PASSING = frozenset({"E-TLS-01", "E-TLS-13", "E-TLS-06", "E-TLS-08", "E-TLS-12"})
-"""Codes of a network that may be better in a minute, and of a clock that may be set, on whichever side; every other
-code stays until somebody repairs something here."""
+"""Codes that may pass by themselves: the network, or a clock on either side. All others need a repair on this side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The cause of a failed connection, as far as this side can see it. code None: the connection works."""
+    """The cause of a failed connection as this side sees it. code: None if the connection works."""
 
     code: str | None
     explanation: str
@@ -31,7 +30,7 @@ class Diagnosis:
 
     @property
     def worth_retrying(self) -> bool:
-        """Whether waiting can help: it does where the other side, the network or a clock is at fault."""
+        """Whether a retry may work: the other side, the network or a clock is at fault."""
         return self.code in PASSING
 
     def __str__(self) -> str:
@@ -44,8 +43,8 @@ class Diagnosis:
         return kind(self.code, f"{self.explanation}; {self.remedy}")
 
 
-class NotConnected(Exception):  # noqa: N818 - it carries a finding, it is no error of ours
-    """Carries the diagnosis of a connection that never got as far as TLS."""
+class ConnectionFailedError(Exception):
+    """A connection failed before TLS."""
 
     def __init__(self, diagnosis: Diagnosis) -> None:
         super().__init__(str(diagnosis))
@@ -56,22 +55,22 @@ _ALERTS = {
     "CERTIFICATE_REQUIRED": ("E-TLS-09", "asks for a client certificate, this side gave none", "run `silo join TOKEN`"),
     "CERTIFICATE_EXPIRED": (
         "E-TLS-08",
-        "says that this side's certificate has expired; by this machine's clock it is in force",
+        "says that this side's certificate has expired; by this machine's clock it is valid",
         "compare the clocks of both machines",
     ),
     "UNKNOWN_CA": (
         "E-TLS-09",
         "does not know the authority of this side's certificate",
-        "this is the coordinator of another consortium: check the address, or run `silo join TOKEN` anew",
+        "this is the coordinator of another consortium: check the address, or run `silo join TOKEN` again",
     ),
-    "UNRECOGNIZED_NAME": ("E-TLS-07", "does not answer to this name", "dial the name that the lead gave"),
+    "UNRECOGNIZED_NAME": ("E-TLS-07", "does not answer to this name", "use the name that the lead gave"),
 }
 _VERSION = ("PROTOCOL_VERSION", "UNSUPPORTED_PROTOCOL", "WRONG_SSL_VERSION", "HANDSHAKE_FAILURE", "NO_PROTOCOLS")
 _PLAIN = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")
 
 
 def own_certificate(cert_pem: bytes, key_pem: bytes | None, ca_pem: bytes, now: datetime) -> Diagnosis | None:
-    """Check this side's certificate, which a coordinator would refuse without a reason; None: it is valid."""
+    """Check this side's certificate; None if it is valid. A coordinator would refuse it without a reason."""
     cert = certificates.load_certificate(cert_pem, "this side's certificate")
     ca = certificates.load_certificate(ca_pem, "the pinned authority")
     start, end = cert.not_valid_before_utc, cert.not_valid_after_utc
@@ -79,8 +78,8 @@ def own_certificate(cert_pem: bytes, key_pem: bytes | None, ca_pem: bytes, now: 
         return Diagnosis(
             "E-TLS-08",
             f"this side's own certificate expired on {end:%Y-%m-%d %H:%M} UTC ({(now - end).days} days ago)",
-            "renewal is for certificates in force: ask the lead for an invitation and run `silo join TOKEN` anew; if "
-            f"the date is wrong, set this machine's clock ({now:%Y-%m-%d %H:%M} UTC)",
+            "an expired certificate cannot be renewed: ask the lead for an invitation and run `silo join TOKEN` again; "
+            f"if the date is wrong, set this machine's clock ({now:%Y-%m-%d %H:%M} UTC)",
         )
     if now < start:
         return Diagnosis(
@@ -92,20 +91,22 @@ def own_certificate(cert_pem: bytes, key_pem: bytes | None, ca_pem: bytes, now: 
     if not certificates.issued_by(cert, ca):
         return Diagnosis(
             "E-TLS-09",
-            f"this side's own certificate is of {_issuer(cert)}, which is not the pinned authority",
-            "certificate and authority come from two consortia: run `silo join TOKEN` anew",
+            f"this side's own certificate was issued by {_issuer(cert)}, not by the pinned authority",
+            "certificate and authority come from two consortia: run `silo join TOKEN` again",
         )
     if key_pem is not None:
         key = certificates.load_key(key_pem, "this side's key")
         if certificates.fingerprint_of(key.public_key()) != key_fingerprint(cert):
-            return Diagnosis("E-TLS-09", "this side's key is not its certificate's", "run `silo join TOKEN` anew")
+            return Diagnosis(
+                "E-TLS-09", "this side's key does not match its certificate", "run `silo join TOKEN` again"
+            )
     return None
 
 
 def server_certificate(
     error: ssl.SSLCertVerificationError, shown: x509.Certificate | None, name: str, ca_pem: bytes, now: datetime
 ) -> Diagnosis:
-    """Explain why the certificate that the other side showed was not accepted."""
+    """Explain why the other side's certificate was refused."""
     ca = certificates.load_certificate(ca_pem, "the pinned authority")
     if shown is None:
         return Diagnosis(
@@ -116,9 +117,10 @@ def server_certificate(
         return Diagnosis(
             "E-TLS-05",
             f"expected a certificate of {_issuer(ca)} (pinned at joining), found one of "
-            + ("an authority that has this name and another key" if shown.issuer == ca.subject else _issuer(shown)),
-            "an intercepting proxy stands between, or this is the coordinator of another consortium: ask the network's "
-            "administrators to exempt this address from inspection, and compare `silo fingerprint` with the lead's",
+            + ("an authority with the same name and another key" if shown.issuer == ca.subject else _issuer(shown)),
+            "an intercepting proxy is in between, or this is another consortium's coordinator: ask the "
+            "network's administrators to exempt this address from inspection, and compare `silo fingerprint` with the "
+            "lead's",
         )
     if not shown.not_valid_before_utc <= now <= shown.not_valid_after_utc:
         return Diagnosis(
@@ -132,11 +134,11 @@ def server_certificate(
         return Diagnosis(
             "E-TLS-07",
             f"expected a certificate for {name}, found one for {', '.join(names) or 'no host at all'}",
-            "dial one of these names, or let the lead add this one to the coordinator's addresses",
+            "use one of these names, or ask the lead to add this one to the coordinator's addresses",
         )
     return Diagnosis(
         "E-TLS-09",
-        f"the certificate of {name} ({', '.join(names)}) may not be used for a service ({error.verify_message})",
+        f"the certificate of {name} ({', '.join(names)}) is not a server certificate ({error.verify_message})",
         "another member's machine answers at this address: check the address with the lead",
     )
 
@@ -149,28 +151,28 @@ def tls_error(error: ssl.SSLError, place: str) -> Diagnosis:
     if any(sign in reason for sign in _VERSION):
         return Diagnosis(
             "E-TLS-15",
-            f"expected TLS 1.3 at {place}, found that it offers only older versions ({reason})",
+            f"expected TLS 1.3 at {place}, found only older versions ({reason})",
             "a proxy or an old service answers there: let it pass TCP through (layer 4), or upgrade it",
         )
     if any(sign in reason for sign in _PLAIN):
         return Diagnosis(
             "E-TLS-15",
             f"expected TLS at {place}, found a service that speaks plain text ({reason})",
-            "the port is another service's, or a proxy's: check the address and port",
+            "another service or a proxy uses this port: check the address and port",
         )
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError) or "EOF" in reason:
         return connection_dropped(place, "it closed the connection in the middle of the handshake")
     return Diagnosis(
         "E-TLS-12",
-        f"{place} refused the connection without a reason that this side can read ({reason})",
-        "ask the coordinator's operator: its log names the reason and this connection's time",
+        f"{place} refused the connection without a known reason ({reason})",
+        "ask the coordinator's operator: its log has the reason and the time of this connection",
     )
 
 
 def connection_dropped(place: str, how: str) -> Diagnosis:
     return Diagnosis(
         "E-TLS-13",
-        f"expected a TLS handshake at {place}, found that it was cut off ({how})",
+        f"expected a TLS handshake at {place}, found it cut off ({how})",
         "a firewall, an inspecting proxy or a restart: try again, then ask the network's administrators",
     )
 

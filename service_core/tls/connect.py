@@ -1,7 +1,7 @@
-"""TLS 1.3 only, and why a connection fails.
+"""Restricts gRPC to TLS 1.3, and diagnoses failed connections.
 
-gRPC reports "failed to connect to all addresses" for a dozen causes. `diagnose` makes the same connection with Python's
-own TLS, which distinguishes them.
+gRPC reports "failed to connect to all addresses" for a dozen causes. `diagnose` makes the same connection with
+Python's ssl, which distinguishes them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from service_core.pki.certificates import Clock, utc_now
 from service_core.pki.identity import parse_certificate
 from service_core.storage import private_files
 from service_core.tls import causes
-from service_core.tls.causes import Diagnosis, NotConnected
+from service_core.tls.causes import ConnectionFailedError, Diagnosis
 from service_core.tls.proxy import open_connection
 
 SUITES = "GRPC_SSL_CIPHER_SUITES"
@@ -29,8 +29,8 @@ RSA_ONLY = "ECDHE-RSA-AES128-GCM-SHA256"
 def require_tls13() -> None:
     """Make gRPC refuse TLS 1.2; raises StateError (E-RUN-99) when grpc was imported before.
 
-    gRPC has no option for the lowest version. It reads this variable once, at import: the cipher suites of TLS 1.2. One
-    that needs an RSA certificate never fits our ECDSA ones.
+    gRPC has no option for the minimum version. At import it reads the cipher suites of TLS 1.2 from this variable. We
+    set one that needs an RSA certificate, and ours are ECDSA.
     Guarantees: a client of TLS 1.2 is refused.
     """
     if os.environ.get(SUITES) == RSA_ONLY:
@@ -39,13 +39,13 @@ def require_tls13() -> None:
         raise StateError(
             "E-RUN-99",
             "expected service_core.tls.connect.require_tls13() to run before grpc is imported, found it imported with "
-            f"{SUITES}={os.environ.get(SUITES)!r}: it would accept TLS 1.2. Call it first in the entry point",
+            f"{SUITES}={os.environ.get(SUITES)!r}: TLS 1.2 would be accepted. Call it first in the entry point",
         )
     os.environ[SUITES] = RSA_ONLY
 
 
 def silence_grpc_logs() -> None:
-    """Keep gRPC, imported later, from printing handshake failures of a client, unless the user chose a log level."""
+    """Stop gRPC, imported later, from printing a client's handshake failures, unless the user chose a log level."""
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 
@@ -59,9 +59,9 @@ def diagnose(
     timeout: float = 10.0,
     clock: Clock = utc_now,
 ) -> Diagnosis:
-    """Connect as gRPC would and return the cause of a failure; timeout: seconds per step.
+    """Connect as gRPC does and return the cause of a failure. timeout: seconds per step.
 
-    E-TLS-12 stands for several causes: gRPC's server closes without a TLS alert, and only its log has the reason.
+    E-TLS-12 covers several causes: gRPC's server closes without a TLS alert, and only its log has the reason.
     """
     if cert_pem is not None and (finding := causes.own_certificate(cert_pem, key_pem, ca_pem, clock())):
         return finding
@@ -72,7 +72,7 @@ def diagnose(
             context = _context(ca_pem, cert_pem, key_pem)
             with context.wrap_socket(sock, server_hostname=name) as tls:
                 return _after_handshake(tls, f"{host}:{port}", cert_pem is not None)
-    except NotConnected as error:
+    except ConnectionFailedError as error:
         return error.diagnosis
     except ssl.SSLCertVerificationError as error:
         shown = _presented(host, port, name, timeout, (cert_pem, key_pem))
@@ -82,8 +82,8 @@ def diagnose(
     except TimeoutError:
         return Diagnosis(
             "E-TLS-01",
-            f"{host}:{port} accepts the connection and then says nothing for {timeout:g} s",
-            "a firewall or a service other than the coordinator is there: check the address and port",
+            f"{host}:{port} accepts the connection and then sends nothing for {timeout:g} s",
+            "a firewall or another service answers there: check the address and port",
         )
     except OSError as error:
         return causes.connection_dropped(f"{host}:{port}", error.strerror or type(error).__name__)
@@ -93,13 +93,13 @@ def _context(ca_pem: bytes | None, cert_pem: bytes | None, key_pem: bytes | None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.set_alpn_protocols(["h2"])
-    if ca_pem is None:  # only ever to read a certificate that verification has refused already
+    if ca_pem is None:  # only to read a certificate that was already refused
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     else:
         context.load_verify_locations(cadata=ca_pem.decode())
     if cert_pem is not None and key_pem is not None:
-        with tempfile.TemporaryDirectory() as folder:  # Python's TLS reads keys from files alone; mode 0700
+        with tempfile.TemporaryDirectory() as folder:  # Python's ssl reads keys only from files; mode 0700
             bundle = Path(folder) / "bundle.pem"
             private_files.write_private(bundle, key_pem + cert_pem)
             context.load_cert_chain(bundle)
@@ -107,12 +107,12 @@ def _context(ca_pem: bytes | None, cert_pem: bytes | None, key_pem: bytes | None
 
 
 def _after_handshake(tls: ssl.SSLSocket, place: str, had_certificate: bool) -> Diagnosis:
-    """Read the server's first bytes: in TLS 1.3 it checks our certificate only after our side is done."""
+    """Read the server's first bytes: in TLS 1.3 it checks our certificate after our side has finished."""
     if tls.selected_alpn_protocol() != "h2":
         return Diagnosis(
             "E-TLS-15",
-            f"{place} has the right certificate but does not speak HTTP/2",
-            "a proxy stands before the coordinator and ends TLS: let it pass TCP through (layer 4)",
+            f"{place} has the right certificate but no HTTP/2",
+            "a proxy in front of the coordinator terminates TLS: let it pass TCP through (layer 4)",
         )
     try:
         first = tls.recv(9)
@@ -121,8 +121,8 @@ def _after_handshake(tls: ssl.SSLSocket, place: str, had_certificate: bool) -> D
     except TimeoutError:
         return Diagnosis(
             "E-TLS-15",
-            f"{place} accepts TLS and then says nothing",
-            "what answers there is no coordinator: check the address and port",
+            f"{place} accepts TLS and then sends nothing",
+            "this is not a coordinator: check the address and port",
         )
     except ConnectionResetError:
         first = b""
@@ -136,21 +136,21 @@ def _after_handshake(tls: ssl.SSLSocket, place: str, had_certificate: bool) -> D
         )
     return Diagnosis(
         "E-TLS-12",
-        f"{place} closed the connection on seeing this side's certificate, which is in force by this machine's clock "
-        "and of the pinned authority; the coordinator's clock may be wrong, or its authority another one",
-        "ask the coordinator's operator: its log names the reason and this connection's time",
+        f"{place} closed the connection when it saw this side's certificate, which is valid by this machine's clock "
+        "and issued by the pinned authority; the coordinator's clock may be wrong, or it has another authority",
+        "ask the coordinator's operator: its log has the reason and the time of this connection",
     )
 
 
 def _presented(
     host: str, port: int, name: str, timeout: float, key_pair: tuple[bytes | None, bytes | None]
 ) -> x509.Certificate | None:
-    """Connect again without verification to read the refused certificate; nothing is sent."""
+    """Connect without verification to read the refused certificate; nothing is sent."""
     try:
         with open_connection(host, port, timeout) as sock:
             sock.settimeout(timeout)
             with _context(None, *key_pair).wrap_socket(sock, server_hostname=name) as tls:
                 der = tls.getpeercert(binary_form=True)
         return None if der is None else parse_certificate(der)
-    except (OSError, NotConnected, ValueError):
+    except (OSError, ConnectionFailedError, ValueError):
         return None

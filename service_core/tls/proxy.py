@@ -1,4 +1,4 @@
-"""TCP connections as gRPC makes them, through the environment's HTTP proxy where there is one."""
+"""TCP connections as gRPC makes them, through the environment's HTTP proxy if there is one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 import socket
 from urllib.parse import urlsplit
 
-from service_core.tls.causes import Diagnosis, NotConnected
+from service_core.tls.causes import ConnectionFailedError, Diagnosis
 
 _PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 _BYPASS_VARIABLES = ("no_grpc_proxy", "no_proxy")
 
 
 def proxy_for(host: str) -> tuple[str, int, str] | None:
-    """Find the proxy that gRPC would use for `host`: (host, port, the variable that names it), or None."""
+    """Return the proxy that gRPC uses for `host` as (host, port, variable), or None."""
     bypass = next((os.environ[name] for name in _BYPASS_VARIABLES if os.environ.get(name)), "")
     entries = [entry.strip().lstrip(".") for entry in bypass.split(",") if entry.strip()]
     if any(host == entry or host.endswith("." + entry) for entry in entries):
@@ -26,7 +26,7 @@ def proxy_for(host: str) -> tuple[str, int, str] | None:
 
 
 def open_connection(host: str, port: int, timeout: float) -> socket.socket:
-    """Connect to `host:port`, `timeout` seconds per step; raises NotConnected (E-TLS-01, E-TLS-13)."""
+    """Connect to `host:port`, `timeout` seconds per step; raises ConnectionFailedError (E-TLS-01, E-TLS-13)."""
     proxy = proxy_for(host)
     if proxy is None:
         return _connect(host, port, timeout)
@@ -36,7 +36,7 @@ def open_connection(host: str, port: int, timeout: float) -> socket.socket:
     try:
         sock.sendall(f"CONNECT {host}:{port} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode())
         while b"\r\n\r\n" not in answer and len(answer) < 16384:
-            piece = sock.recv(1)  # byte by byte: what follows the header is already TLS
+            piece = sock.recv(1)  # byte by byte: TLS follows the header
             if not piece:
                 break
             answer += piece
@@ -45,7 +45,7 @@ def open_connection(host: str, port: int, timeout: float) -> socket.socket:
     status = answer.split(b"\r\n", 1)[0].decode("ascii", "replace")[:80]
     if status.split(" ")[1:2] != ["200"]:
         sock.close()
-        raise NotConnected(
+        raise ConnectionFailedError(
             Diagnosis(
                 "E-TLS-13",
                 f"expected the proxy {where}:{proxy_port} (from {variable}) to open a tunnel to {host}:{port}, found "
@@ -63,26 +63,26 @@ def _connect(host: str, port: int, timeout: float, what: str = "") -> socket.soc
     except socket.gaierror as error:
         diagnosis = Diagnosis(
             "E-TLS-01",
-            f"expected a host of the name {what}{host}, found none ({error.strerror})",
+            f"expected a host named {what}{host}, found none ({error.strerror})",
             "check the spelling of the address and this machine's DNS; an IP address works if the coordinator was "
             "given it at `coordinator init`",
         )
     except ConnectionRefusedError:
         diagnosis = Diagnosis(
             "E-TLS-01",
-            f"expected a service at {place}, found that nothing listens there",
+            f"expected a service at {place}, found nothing listening there",
             "start it (`coordinator serve`), or correct the port",
         )
     except TimeoutError:
         diagnosis = Diagnosis(
             "E-TLS-01",
-            f"expected an answer from {place} within {timeout:g} s, found silence",
+            f"expected an answer from {place} within {timeout:g} s, found no answer",
             "a firewall drops the packets or the machine is off: ask for outgoing TCP to this address and port",
         )
     except OSError as error:
         diagnosis = Diagnosis(
             "E-TLS-01",
-            f"expected a way to {place}, found {error.strerror or type(error).__name__}",
+            f"expected a route to {place}, found {error.strerror or type(error).__name__}",
             "check this machine's network and VPN, then ask for outgoing TCP to this address and port",
         )
-    raise NotConnected(diagnosis)
+    raise ConnectionFailedError(diagnosis)

@@ -17,7 +17,7 @@ from privacy.accounting.release_plan import TEST
 from privacy.compiled_run import CompiledRun
 from privacy.policy import Policy
 from privacy.policy_terms import ACCURACY, NOTHING
-from privacy.profiles.prototype_filter import Withheld
+from privacy.profiles.prototype_filter import DisclosureLimits
 
 _SENT = {CLINICAL: frozenset[str](), ACCURACY: frozenset({CLINICAL_PART, PAIRED}), NOTHING: METRIC_PARTS}
 """What of an evaluation stays here, by what the policy says that leaves."""
@@ -35,14 +35,14 @@ class ReleaseFloors:
     tested: int
     a_day: int
     parts: frozenset[str]
-    counted: Withheld
+    counted: DisclosureLimits
 
     @classmethod
     def of(cls, policy: Policy, run: CompiledRun, dataset: SiloDataset | None = None) -> ReleaseFloors:
         """Read the floors of a run. dataset: says whether records name patients, where something is counted."""
         said, classes, survey, least = policy.evaluation, run.manifest.schema.classes, policy.survey, policy.prototypes
         exact = run.kind.measures and TEST not in run.profile.protected and said.send != NOTHING
-        counted = Withheld(
+        counted = DisclosureLimits(
             frozenset(k for k, name in enumerate(classes) if name in least.hidden),
             least.min_count,
             least.min_examples,

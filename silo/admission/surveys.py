@@ -36,7 +36,7 @@ from fl_core.types.values import Examples, Progress, Query, SurveySums, Tensors
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.registration import content_names
 from privacy.mechanisms.record.survey import sensitivity
-from privacy.profiles.prototype_filter import Withheld
+from privacy.profiles.prototype_filter import DisclosureLimits
 from privacy.profiles.record import RecordProfile
 from silo.admission.survey_history import Countable, SurveyedPatients, Told
 from silo.reports.run_request import HELD_BACK, LEAVES, NOT_ANSWERED, SurveyPreview, SurveyRow
@@ -150,7 +150,7 @@ class RememberedSurvey(LocalDataWrapper):
         return nothing_told(query)
 
 
-def survey_preview(run: CompiledRun, dataset: SiloDataset, withheld: Withheld, decide: Decide) -> SurveyPreview:
+def survey_preview(run: CompiledRun, dataset: SiloDataset, withheld: DisclosureLimits, decide: Decide) -> SurveyPreview:
     """Compute what would leave, cell by cell. With noise the numbers are the true ones, of which nothing leaves."""
     profile, classes, asked = run.profile, run.manifest.schema.classes, run.question
     assert asked is not None

@@ -182,7 +182,7 @@ def restore(
     the key that opens them, each collection loses its whole budget. Receipts say from then on how often this was done.
     """
     from privacy.ledger.ledger import Ledger
-    from privacy.ledger.recovery import LastSeen, charge_unknown_spending
+    from privacy.ledger.recovery import SeenHead, charge_unknown_spending
     from silo.admission.controls import HospitalControls
 
     if not acknowledge:
@@ -192,7 +192,7 @@ def restore(
     with home.make().locked():
         with open_store(home.database) as store:
             seen = [
-                LastSeen(ChainHead(s.seq, s.head), bytes.fromhex(s.sealed), s.restored)
+                SeenHead(ChainHead(s.seq, s.head), bytes.fromhex(s.sealed), s.restored)
                 for s in HospitalControls(home, store).all_attestations()
             ]
         found = charge_unknown_spending(

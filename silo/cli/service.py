@@ -90,10 +90,10 @@ def serve(
     foreground.serve(settings, as_json, log_format=logs.chosen(log_format), page=show_page)
 
 
-def _log_of(home: Path | None) -> audit_log.Side:
+def _log_of(home: Path | None) -> audit_log.LogOwner:
     place = home_of(home).path
     identity = SiloIdentity(place)
-    return audit_log.Side(place, lambda: identity.load().identity.uri, identity.authority_pem)
+    return audit_log.LogOwner(place, lambda: identity.load().identity.uri, identity.authority_pem)
 
 
 log = audit_log.make_app(_log_of, help="The audit log: who called or ordered what, when, and with which outcome.")

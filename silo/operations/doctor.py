@@ -26,7 +26,7 @@ from service_core.pki import certificates
 from service_core.pki.identity import Address, identity_of
 from service_core.pki.invitation import InvitationToken
 from service_core.storage.chain import ChainHead
-from service_core.storage.generation import untouched
+from service_core.storage.generation import open_untouched
 from service_core.storage.private_files import Credentials
 from silo.connection.channel import connect_with
 from silo.identity.identity import SiloIdentity
@@ -118,7 +118,7 @@ class Examination:
         beside = [path.with_name(f"{path.name}{end}") for path in (database, ledger) for end in ("", "-wal", "-shm")]
         identity = self.home.path / "identity"
         keys = [self.home.ledger_key, identity, identity / "silo.pem", identity / "key.next"]
-        return checks.closed_to_others(self.home.path, beside, keys)
+        return checks.file_modes(self.home.path, beside, keys)
 
     def _policy(self) -> Iterator[Finding]:
         from privacy.policy import Policy
@@ -153,7 +153,7 @@ class Examination:
         file, key = self.home.ledger, self.home.ledger_key
         with TemporaryDirectory(prefix=".rehearsal-", suffix=".tmp", dir=self.home.path) as folder:
             copy = Path(folder, file.name)
-            with closing(untouched(file)) as live, closing(sqlite3.connect(copy)) as target:
+            with closing(open_untouched(file)) as live, closing(sqlite3.connect(copy)) as target:
                 live.backup(target)
                 first_key = schema_version(live) == 1 and not key.exists()
             yield Ledger(copy, None if first_key else key)
@@ -211,7 +211,7 @@ class Examination:
         if self.home.database.exists():
             with (
                 suppress(sqlite3.Error, ValueError, TypeError),  # the check of the database tells
-                closing(untouched(self.home.database)) as db,
+                closing(open_untouched(self.home.database)) as db,
             ):
                 rows = db.execute("SELECT attested FROM tasks WHERE attested <> ''").fetchall()
                 found += [Attestation(*json.loads(row[0])) for row in rows]
@@ -233,7 +233,7 @@ class Examination:
         for address in addresses:
             way = list(checks.reachable(address, own))
             yield from way
-            if identity.joined and way[0].level is checks.Level.OK:
+            if identity.joined and way[0].level is checks.FindingLevel.OK:
                 yield from self._coordinator(address, own)
 
     def _coordinator(self, address: Address, own: Credentials) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from fl_core.rounds.silo_round import SiloRound
 from fl_core.types.enums import TaskKind
 from service_core.operations import metrics
-from service_core.operations.metrics import Family, GaugeSnapshot
+from service_core.operations.metrics import GaugeSnapshot, MetricFamily
 from service_core.storage.private_files import Credentials
 from service_core.version import software
 from silo.events import EmitEvent, SiloEvent
@@ -23,29 +23,29 @@ if TYPE_CHECKING:
 
 _P = "consilium_silo"
 _COMMON = metrics.common(_P)
-CONNECTED = Family(f"{_P}_connected", "gauge", "Whether there is a session with the coordinator: 1 or 0")
-ROUND_SECONDS = Family(
+CONNECTED = MetricFamily(f"{_P}_connected", "gauge", "Whether there is a session with the coordinator: 1 or 0")
+ROUND_SECONDS = MetricFamily(
     f"{_P}_round_training_seconds",
     "histogram",
     "Seconds that this machine computed for a round, of rounds whose computation ended well",
     ("kind",),
 )
-UPDATES = Family(f"{_P}_updates_sent", "counter", "Updates for which the coordinator's receipt was kept")
-REFUSALS = Family(f"{_P}_refusals", "counter", "Tasks that this hospital refused, by the error's code", ("code",))
-ERRORS = Family(f"{_P}_errors", "counter", "Calls that failed and sessions that were lost, by code", ("code",))
-SENT = Family(f"{_P}_sent_bytes", "counter", "Bytes of updates that were handed to the connection")
-RECEIVED = Family(f"{_P}_received_bytes", "counter", "Bytes of models and manifests that arrived")
-SPENT = Family(
+UPDATES = MetricFamily(f"{_P}_updates_sent", "counter", "Updates for which the coordinator's receipt was kept")
+REFUSALS = MetricFamily(f"{_P}_refusals", "counter", "Tasks that this hospital refused, by the error's code", ("code",))
+ERRORS = MetricFamily(f"{_P}_errors", "counter", "Calls that failed and sessions that were lost, by code", ("code",))
+SENT = MetricFamily(f"{_P}_sent_bytes", "counter", "Bytes of updates that were handed to the connection")
+RECEIVED = MetricFamily(f"{_P}_received_bytes", "counter", "Bytes of models and manifests that arrived")
+SPENT = MetricFamily(
     f"{_P}_privacy_spent_epsilon",
     "gauge",
     "Epsilon that a collection has spent, at the delta of its budget; only with --metrics-budgets, as those below",
     ("collection",),
 )
-BUDGET = Family(f"{_P}_privacy_budget_epsilon", "gauge", "Epsilon of a collection's budget", ("collection",))
-USED = Family(
+BUDGET = MetricFamily(f"{_P}_privacy_budget_epsilon", "gauge", "Epsilon of a collection's budget", ("collection",))
+USED = MetricFamily(
     f"{_P}_privacy_budget_used_ratio", "gauge", "Share of a collection's budget that is used", ("collection",)
 )
-LEFT_OUT = Family(
+LEFT_OUT = MetricFamily(
     f"{_P}_label_values_left_out",
     "gauge",
     f"Collections beyond the {metrics.MAX_VALUES} that are shown",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from privacy.accounting.accountant import Filter, Mechanism
+from privacy.accounting.accountant import Mechanism, PrivacyFilter
 from silo.reports.leaving import NO_UPDATES, Unprotected
 from silo.reports.run_request import RunRequest
 from silo.storage.tasks import UnprotectedUpdate
@@ -149,7 +149,7 @@ def preview(
         name = _collection(ledger, known, split, fingerprint)
         if name is None:
             return None
-        limits: list[Filter] = [f for f in (ledger.budget(name),) if f is not None]
+        limits: list[PrivacyFilter] = [f for f in (ledger.budget(name),) if f is not None]
         limits += [] if policy is None else [cap for key, cap in policy.caps().items() if key == name]
         history = ledger.history(name)
         fits = ledger.budget(name) is not None and all(limit.admits(history, asked) for limit in limits)

@@ -62,7 +62,7 @@ class Home:
 
     def make(self) -> Home:
         """Create the folder for its owner alone; close it, and databases in it, where others may read them."""
-        private_files.own_home(self.path)
+        private_files.private_home(self.path)
         return self
 
     @property

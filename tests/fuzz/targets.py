@@ -35,7 +35,7 @@ from privacy.compiled_run import CompiledRun
 from privacy.ledger import key
 from privacy.ledger.account import Account
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
-from privacy.ledger.sealed import Figures, seal, unseal
+from privacy.ledger.sealed import SpendingSummary, seal, unseal
 from privacy.policy import Policy
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec, receipts, status
@@ -241,7 +241,7 @@ def _admission() -> bytes:
 
 
 def _sealed() -> list[bytes]:
-    return [seal(_SECRET, _HEAD, 0, Figures.of(Account()))]
+    return [seal(_SECRET, _HEAD, 0, SpendingSummary.of(Account()))]
 
 
 @cache

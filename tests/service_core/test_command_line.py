@@ -10,7 +10,7 @@ from typing import Annotated
 import pytest
 import typer
 
-from service_core.command_line import Depends, Json, command, made_command
+from service_core.command_line import Depends, Json, command, make_command
 from service_core.console import Facts, Reply
 
 Place = Annotated[Path | None, typer.Option("--place")]
@@ -69,7 +69,7 @@ def called(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, s
     for each in (look, serve, follow, bracketed):
         app.command()(each)
     with pytest.raises(SystemExit) as end:
-        made_command(app)(list(words), prog_name="x")
+        make_command(app)(list(words), prog_name="x")
     said = capsys.readouterr()
     return int(end.value.code or 0), said.out, said.err
 

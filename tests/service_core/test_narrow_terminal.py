@@ -21,7 +21,7 @@ from coordinator.lead import tables
 from coordinator.lead.watcher import Watcher
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core import console
-from service_core.console import laid_out, make_table, plain_console, print_parts
+from service_core.console import make_table, plain_console, print_parts, wrap_parts
 from silo.cli.main import run as silo
 from tests.support.gallery import survey
 from tests.support.hospital import furnished
@@ -69,8 +69,8 @@ def test_a_table_that_fits_stays_one_and_one_that_does_not_has_its_rows_as_lines
 
 
 def test_parts_fill_lines_and_long_ones_are_broken_between_words() -> None:
-    assert laid_out(["one", "two", "three four five six"], 12) == ["one  two", "  three four", "    five six"]
-    assert laid_out([], 12) == []
+    assert wrap_parts(["one", "two", "three four five six"], 12) == ["one  two", "  three four", "    five six"]
+    assert wrap_parts([], 12) == []
     out = terminal(20)
     print_parts(out, "2026-11-26", "\x1b[2J started", "x" * 30)
     assert out.file.getvalue() == "2026-11-26\n  \\x1b[2J started\n  " + "x" * 30 + "\n"  # type: ignore[attr-defined]

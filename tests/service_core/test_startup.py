@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from service_core.storage.private_files import own_home
+from service_core.storage.private_files import private_home
 from tests.support import some
 
 pytestmark = pytest.mark.integration
@@ -76,19 +76,19 @@ def test_a_home_and_its_databases_are_closed_to_others_and_it_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     home = tmp_path / "home"
-    assert mode(own_home(home)) == 0o700
+    assert mode(private_home(home)) == 0o700
     assert caplog.text == ""
     files = [home / name for name in ("silo.db", "silo.db-wal", "silo.db-shm", "coordinator.sqlite", "ledger.db")]
     for path in files:
         path.touch()
         path.chmod(0o644)
     home.chmod(0o755)
-    own_home(home)
+    private_home(home)
     assert {mode(path) for path in files} == {0o600}
     assert mode(home) == 0o700
-    assert all(f"{path} was open to others" in caplog.text for path in (home, *files))
+    assert all(f"tightened permissions of {path}:" in caplog.text for path in (home, *files))
     caplog.clear()
-    own_home(home)
+    private_home(home)
     assert caplog.text == ""
 
 

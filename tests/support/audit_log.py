@@ -8,7 +8,7 @@ from pathlib import Path
 
 from service_core.audit_log.lines import LogEntry
 from service_core.audit_log.log import LOG_FILE, AuditLog
-from service_core.audit_log.verification import Verified, verify
+from service_core.audit_log.verification import VerificationResult, verify
 
 
 def entries(home: Path) -> list[LogEntry]:
@@ -21,7 +21,7 @@ def texts(home: Path) -> list[str]:
         return [text for _, text in log.texts()]
 
 
-def verified(home: Path, *heads: object, **options: object) -> Verified:
+def verified(home: Path, *heads: object, **options: object) -> VerificationResult:
     with closing(AuditLog.existing((home / LOG_FILE).parent)) as log:
         return verify(log, heads, **options)
 

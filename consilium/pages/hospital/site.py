@@ -21,7 +21,7 @@ from fl_core.errors import FederationError
 from service_core.audit_log.local_commands import recording
 from service_core.audit_log.log import LOG_FILE, last_lines
 from service_core.operations import checks
-from service_core.operations.checks import Finding, Level
+from service_core.operations.checks import Finding, FindingLevel
 from service_core.pki.identity import colons, identity_of
 from silo.identity.identity import SiloIdentity
 from silo.operations.doctor import Examination
@@ -133,7 +133,7 @@ class HospitalPage:
             "pictures": pictures(self.audit),
             "audit": self.audit,
             "lines": self._lines(),
-            "findings": [f for f in self._doctor() if f.level is not Level.OK],
+            "findings": [f for f in self._doctor() if f.level is not FindingLevel.OK],
         }
 
     def version(self) -> str:

@@ -12,7 +12,7 @@ from fl_core.types.records import RoundRecord
 from fl_core.types.values import State
 from privacy import profiles
 from privacy.accounting.measures import EvaluationResult
-from service_core.console import ERR, laid_out
+from service_core.console import ERR, wrap_parts
 
 
 class RoundPrinter(Observer):
@@ -36,7 +36,7 @@ class RoundPrinter(Observer):
         self._first = False
         when = f"before round {record.round + 1:>3}" if trained else f"after round  {record.round:>3}"
         parts = tables.measured_parts(EvaluationResult.of(record, self._noise))
-        for line in laid_out([when, *parts, *tables.changed_parts([record])], ERR.width):
+        for line in wrap_parts([when, *parts, *tables.changed_parts([record])], ERR.width):
             ERR.print(line)
 
 

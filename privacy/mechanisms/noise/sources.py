@@ -1,4 +1,4 @@
-"""Where randomness comes from: the operating system's entropy in deployment, a seed in tests and simulations."""
+"""Sources of randomness: the operating system in deployment, a seed in tests and simulations."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class NoiseSource(Protocol):
         """Draw float64 uniforms of [0, 1) (n,)."""
         ...
 
-    def uniform_of(self, units: Keys, *path: str | int) -> Tensor:
-        """Draw a uniform for each unit (n,): a source that repeats derives it from the unit's key and `about` alone."""
+    def uniform_of(self, units: UnitKeys, *path: str | int) -> Tensor:
+        """Draw a uniform for each unit (n,): a source that repeats derives it from the unit's key and `path` alone."""
         ...
 
     def seed(self, *path: str | int) -> int:
-        """Draw a seed of 63 bits for a library's generator; a source that repeats derives it from `about` alone."""
+        """Draw a seed of 63 bits for a library's generator; a source that repeats derives it from `path` alone."""
         ...
 
 
-class Keys(Protocol):
-    """Units that have keys: numbers by which a source that repeats tells them apart, wherever they stand."""
+class UnitKeys(Protocol):
+    """Units with keys, by which a repeatable source tells them apart, wherever they are."""
 
     def __len__(self) -> int: ...
 
@@ -86,7 +86,7 @@ class SecureNoise(_Bytes):
     def __reduce__(self) -> tuple[object, ...]:
         raise TypeError("a source of noise cannot be copied or stored: a second copy would repeat its noise")
 
-    def uniform_of(self, units: Keys, *path: str | int) -> Tensor:  # noqa: ARG002
+    def uniform_of(self, units: UnitKeys, *path: str | int) -> Tensor:  # noqa: ARG002
         return self.uniform(len(units))
 
     def seed(self, *path: str | int) -> int:  # noqa: ARG002
@@ -99,7 +99,7 @@ class SecureNoise(_Bytes):
 
 
 class SeededNoise(_Bytes):
-    """Reproducible noise for tests and simulations; nothing made with it is private. Other paths give other noise."""
+    """Reproducible noise for tests and simulations; nothing made with it is private. Each path has its own noise."""
 
     private = False
 
@@ -107,24 +107,24 @@ class SeededNoise(_Bytes):
         self._seed, self._path = seed, path
         self._generator = rng.numpy_stream(seed, *path)
 
-    def uniform_of(self, units: Keys, *path: str | int) -> Tensor:
+    def uniform_of(self, units: UnitKeys, *path: str | int) -> Tensor:
         """Derive each unit's uniform from its key: a unit that comes or goes changes no other's."""
         return torch.from_numpy((_mixed(units.keys() ^ np.uint64(self.seed(*path))) >> np.uint64(11)) * 2.0**-53)
 
     def seed(self, *path: str | int) -> int:
-        """Derive a seed; the same for the same `about`, whatever was drawn before."""
+        """Derive a seed; the same for the same `path`, whatever was drawn before."""
         return rng.derive(self._seed, *self._path, *path)
 
     def _bytes(self, n: int) -> bytes:
         return self._generator.bytes(n)
 
 
-def poisson_sample(noise: NoiseSource, units: Keys, rate: float, *path: str | int) -> Tensor:
+def poisson_sample(noise: NoiseSource, units: UnitKeys, rate: float, *path: str | int) -> Tensor:
     """Draw each of n units with probability `rate`, independently; return the indices drawn, possibly none."""
     return torch.nonzero(noise.uniform_of(units, *path) < rate).flatten()
 
 
-def random_groups(noise: NoiseSource, units: Keys, groups: int, *path: str | int) -> Tensor:
+def random_groups(noise: NoiseSource, units: UnitKeys, groups: int, *path: str | int) -> Tensor:
     return (noise.uniform_of(units, *path) * groups).long().clamp_(max=groups - 1)
 
 

@@ -1,1 +1,1 @@
-"""Record-level differential privacy: what a method may reach of a hospital's examples, clipped, noised and charged."""
+"""Record-level differential privacy: a method's only access to a hospital's examples, clipped, noised and charged."""

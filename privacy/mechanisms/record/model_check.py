@@ -1,4 +1,4 @@
-"""What a model must not contain before its gradients can be bounded example by example."""
+"""Refuses models whose gradients cannot be bounded per example."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ class DpSgdLocalData:
         )
 
     def _survey(self, query: SurveySums) -> Tensors:
-        """Answer a survey once: what was released of these data is given again, and costs nothing."""
+        """Answer a survey once per data version; a repeated question gets the same answer and costs nothing."""
         planned, noise = self._plan.survey, self._plan.survey[0].mechanism.noise
         train, test = self._split[Split.TRAIN], self._split[Split.TEST]
         query = known_patients(query, names_patients(train, test))

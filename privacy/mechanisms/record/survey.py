@@ -55,7 +55,7 @@ def survey_release(
 
 
 def as_answers(query: SurveySums, released: Tensor, noise_multiplier: float) -> Tensors:
-    """Lay a release out as an answer; variance: of the noise on each number."""
+    """Return a release as an answer; variance: of the noise on each number."""
     variance = torch.tensor((noise_multiplier * sensitivity(query)) ** 2, dtype=torch.float64)
     suppressed = refused_cells(query)
     return {PATIENTS: released, HELD: suppressed, UNNAMED: (1.0 - suppressed) * query.unnamed, VARIANCE: variance}

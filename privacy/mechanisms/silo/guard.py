@@ -153,7 +153,7 @@ class SiloDpGuard(Guard):
             )
 
     def value_bounds(self) -> Mapping[str, float | None]:
-        """Return the most that a number of each clipped part is, with 13.5 std of noise; None where the clip adapts."""
+        """Return the bound of each clipped part's numbers, with 13.5 std of noise; None if the clip adapts."""
         first = replace(self, broadcast_clip=self.terms.clip if self.terms.adaptive else None)
         bounds: dict[str, float | None] = {}
         for names, clip, noise in first._blocks(self.layout, 0):

@@ -145,7 +145,10 @@ def test_a_damaged_row_is_said_as_such(tmp_path: Path, damage: str) -> None:
 @pytest.mark.fault("a disk", "is full or read-only", "E-STATE-63 names the disk and what to free; tried again")
 @pytest.mark.parametrize(
     ("pragma", "said"),
-    [("max_page_count = 1", "found it full.*free some there"), ("query_only = 1", "cannot be.*READONLY.*read-only")],
+    [
+        ("max_page_count = 1", "found it full.*free some space there"),
+        ("query_only = 1", "this fails.*READONLY.*read-only"),
+    ],
 )
 def test_a_full_or_read_only_disk_is_said_as_such(tmp_path: Path, pragma: str, said: str) -> None:
     with closing(CoordinatorStore(tmp_path)) as store:

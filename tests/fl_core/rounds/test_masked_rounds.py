@@ -21,7 +21,7 @@ from fl_core.types.clinical import CLINICAL
 from fl_core.types.enums import TaskKind
 from fl_core.types.secagg import EACH, Secagg
 from fl_core.types.values import Bundle, Part, RoundContext, State, Tensors
-from privacy.profiles.prototype_filter import Withheld, with_prototype_filter
+from privacy.profiles.prototype_filter import DisclosureLimits, with_prototype_filter
 from privacy.secagg import messages
 from tests.support.federations import METHOD_OPTIONS, Failing, go, manifest, same, shares
 
@@ -183,10 +183,10 @@ def test_where_hospitals_may_be_absent_so_many_more_must_have_a_class() -> None:
 
 @pytest.mark.parametrize(
     "withheld",
-    [Withheld(hidden=frozenset({1})), Withheld(min_count=8.0), Withheld(min_examples=8)],
+    [DisclosureLimits(hidden=frozenset({1})), DisclosureLimits(min_count=8.0), DisclosureLimits(min_examples=8)],
     ids=["hidden", "min_count", "min_examples"],
 )
-def test_a_class_is_counted_only_where_no_rule_of_the_hospital_keeps_its_rows_back(withheld: Withheld) -> None:
+def test_a_class_is_counted_only_where_no_rule_of_the_hospital_keeps_its_rows_back(withheld: DisclosureLimits) -> None:
     """Else a row of one hospital would pass for one of two."""
     setup = RunSetup.of(masked(plain_of("fednh"), Secagg(2)))
     told = [with_prototype_filter(PlainLocalData, withheld), PlainLocalData, PlainLocalData]

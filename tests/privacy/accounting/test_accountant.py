@@ -14,8 +14,8 @@ from scipy.stats import norm
 from fl_core.errors import ConfigError
 from privacy.accounting.accountant import (
     ORDERS,
-    Filter,
     Mechanism,
+    PrivacyFilter,
     aggregated,
     epsilon_prv,
     epsilon_rdp,
@@ -140,7 +140,7 @@ def test_nothing_spent_is_zero_and_no_noise_is_infinite() -> None:
 
 
 def test_t_41_the_filter_admits_exactly_forty_seven_rounds() -> None:
-    budget, entry = Filter.of(2.0, 1e-5), Mechanism(2.85, 0.032, 31)
+    budget, entry = PrivacyFilter.of(2.0, 1e-5), Mechanism(2.85, 0.032, 31)
     assert budget.order == 13
     spent: list[Mechanism] = []
     while budget.admits(spent, [entry]):
@@ -153,7 +153,7 @@ def test_t_41_the_filter_admits_exactly_forty_seven_rounds() -> None:
 
 @pytest.mark.parametrize(("epsilon", "order"), [(8, 4.3), (2, 13), (1, 25)])
 def test_order_of_the_filter(epsilon: float, order: float) -> None:
-    assert Filter.of(epsilon, 1e-5).order == pytest.approx(order)
+    assert PrivacyFilter.of(epsilon, 1e-5).order == pytest.approx(order)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_noise_for_a_target_epsilon(rate: float, steps: int, epsilon: float, z: 
         return [Mechanism(noise, rate, steps)]
 
     kept = solve_noise(epsilon, 1e-5, history)
-    assert Filter.of(epsilon, 1e-5).admits([], [Mechanism(kept, rate, steps)])
+    assert PrivacyFilter.of(epsilon, 1e-5).admits([], [Mechanism(kept, rate, steps)])
     assert epsilon_rdp([Mechanism(kept, rate, steps)], 1e-5) <= epsilon
     assert epsilon_rdp([Mechanism(0.99 * z, rate, steps)], 1e-5) > epsilon  # printed to two digits, rounded up
     assert 0.99 * z <= kept <= 1.08 * z

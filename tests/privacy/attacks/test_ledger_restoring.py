@@ -13,8 +13,8 @@ from fl_core.errors import RefusedError, StateError
 from privacy.accounting.accountant import Mechanism, aggregated, epsilon_rdp
 from privacy.ledger.account import ATTEMPTS
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
-from privacy.ledger.recovery import LastSeen, charge_unknown_spending
-from privacy.ledger.sealed import MAX_BYTES, PAD, Figures, seal, unseal
+from privacy.ledger.recovery import SeenHead, charge_unknown_spending
+from privacy.ledger.sealed import MAX_BYTES, PAD, SpendingSummary, seal, unseal
 from service_core.storage.chain import ChainHead
 
 SKIN, LUNG = "skin/train", "lung/train"
@@ -37,8 +37,8 @@ def spend(ledger: Ledger, t: int, mechanism: Mechanism = SMALL, name: str = SKIN
     ledger.commit(entry, "sha")
 
 
-def stated(ledger: Ledger) -> LastSeen:
-    return LastSeen(*ledger.statement())
+def stated(ledger: Ledger) -> SeenHead:
+    return SeenHead(*ledger.statement())
 
 
 def put_back(folder: Path, name: str) -> Ledger:
@@ -87,7 +87,7 @@ def test_a_copy_that_went_on_is_charged_for_both_ways(tmp_path: Path) -> None:
 def test_restoring_again_and_again_is_seen_in_every_receipt(tmp_path: Path) -> None:
     ledger = made(tmp_path)
     shutil.copy(tmp_path / "ledger.db", tmp_path / "copy.db")
-    seen: list[LastSeen] = []
+    seen: list[SeenHead] = []
     for times in range(4):
         spend(ledger, times)
         seen.append(stated(ledger))
@@ -121,7 +121,7 @@ def test_without_the_key_or_the_figures_all_of_every_budget_is_gone(tmp_path: Pa
     ledger = made(tmp_path)
     spend(ledger, 0)
     after = stated(ledger)
-    for lost in ([after], [after._replace(sealed=b"")], [LastSeen(after.head, b"\0" * 2000)]):
+    for lost in ([after], [after._replace(sealed=b"")], [SeenHead(after.head, b"\0" * 2000)]):
         for name in ("ledger.db", "ledger.key"):
             (tmp_path / name).unlink()
         anew = made(tmp_path)
@@ -176,7 +176,7 @@ def test_figures_open_under_their_own_key_and_head_alone_and_say_nothing_else(tm
     assert lengths == {len(sealed)}  # whole kilobytes
     assert (len(sealed) - 12 - 16) % PAD == 0
     many = {f"c{n}": [Mechanism(1 + random.random(), 0.3, 7) for _ in range(500)] for n in range(20)}
-    assert seal(ledger.chain.secret, head, 0, Figures(many, {}, {})) == b""
+    assert seal(ledger.chain.secret, head, 0, SpendingSummary(many, {}, {})) == b""
     assert MAX_BYTES >= 1 << 16
 
 

@@ -11,7 +11,7 @@ import pytest
 from fl_core import datasets
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.run_setup import RunSetup
-from privacy.accounting.accountant import Filter, Mechanism, epsilon_rdp
+from privacy.accounting.accountant import Mechanism, PrivacyFilter, epsilon_rdp
 from privacy.accounting.release_plan import HOSPITAL, Release
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import ATTEMPTS, Ledger, LedgerTask, PlannedRelease
@@ -25,7 +25,7 @@ RECORDS = datasets.load("digits/p3c4/1")
 
 
 def run_ledger_of(ledger: Ledger, run, epsilon: float = 8.0, id: str = "run") -> RunLedger:
-    run_ledger = RunLedger(ledger, CompiledRun.of(run), RECORDS, most=Filter.of(epsilon, 1e-5))
+    run_ledger = RunLedger(ledger, CompiledRun.of(run), RECORDS, most=PrivacyFilter.of(epsilon, 1e-5))
     run_ledger.begin(id)
     return run_ledger
 
@@ -192,7 +192,7 @@ def test_numbers_that_are_none_are_no_budget_and_no_mechanism(tmp_path: Path, va
     ledger = budgeted(tmp_path)
     before = ledger.budget(TRAIN)
     with pytest.raises(ConfigError, match="E-PRIV-20"):
-        Filter.of(value, 1e-5)
+        PrivacyFilter.of(value, 1e-5)
     for epsilon, delta in ((value, 1e-5), (1.0, value)):
         with pytest.raises(ConfigError, match="E-PRIV-20"):
             ledger.set_budget(TRAIN, epsilon, delta, "dpo", "a slip")
@@ -205,10 +205,10 @@ def test_numbers_that_are_none_are_no_budget_and_no_mechanism(tmp_path: Path, va
 
 def test_an_epsilon_below_what_floats_tell_apart_admits_nothing() -> None:
     for epsilon in (1e-40, 1e-300, 5e-324):
-        assert not Filter.of(epsilon, 1e-5).admits((), [Mechanism(1e3)])
+        assert not PrivacyFilter.of(epsilon, 1e-5).admits((), [Mechanism(1e3)])
 
 
 def test_bounds_of_a_run_are_the_smaller_of_what_it_announced_and_what_the_policy_allows() -> None:
-    bounds = CompiledRun.of(private(epsilon=3.0)).profile.bounds(Filter.of(2.0, 1e-6))
+    bounds = CompiledRun.of(private(epsilon=3.0)).profile.bounds(PrivacyFilter.of(2.0, 1e-6))
     own, policy = bounds["train"]
     assert (own.epsilon, policy.epsilon) == (3.0, 2.0)  # type: ignore[union-attr]

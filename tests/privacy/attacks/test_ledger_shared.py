@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from fl_core.errors import RefusedError, StateError
-from privacy.accounting.accountant import Filter, Mechanism
+from privacy.accounting.accountant import Mechanism, PrivacyFilter
 from privacy.ledger import owners
 from privacy.ledger.account import Refusal
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
-from privacy.ledger.recovery import LastSeen, charge_unknown_spending
+from privacy.ledger.recovery import SeenHead, charge_unknown_spending
 
 SKIN = "skin/train"
 ROUND = [PlannedRelease("training", Mechanism(2.85, 0.032, 31))]
@@ -60,7 +60,7 @@ def test_what_another_service_is_at_stays_open_until_it_is_done_or_gone(tmp_path
             assert Ledger(tmp_path / "ledger.db").recover() == []
             assert [state for _, state, _ in ledger.entries(SKIN)] == ["RUNNING"]
             with pytest.raises(StateError, match="E-BUDGET-11"):  # nothing is restored under a service at work
-                charge_unknown_spending(ledger, [LastSeen(ledger.head())], "dpo")
+                charge_unknown_spending(ledger, [SeenHead(ledger.head())], "dpo")
             assert other.stdin is not None
             assert other.stdout is not None
             other.stdin.write("go on\n")
@@ -95,7 +95,7 @@ def test_what_a_service_is_at_stays_open_when_all_files_beside_the_ledger_are_de
                     path.unlink()
             assert ledger.recover() == []
             with pytest.raises(StateError, match="E-BUDGET-11"):
-                charge_unknown_spending(ledger, [LastSeen(ledger.head())], "dpo")
+                charge_unknown_spending(ledger, [SeenHead(ledger.head())], "dpo")
             assert other.stdin is not None
             assert other.stdout is not None
             other.stdin.write("go on\n")
@@ -130,7 +130,7 @@ def test_an_owner_that_nobody_could_be_is_no_owner(tmp_path: Path, ledger: Ledge
     assert ledger.recover() == []
 
 
-def asked_by(ledger: Ledger, coordinator: str, run: str = "run", bounds: tuple[Filter, ...] = ()) -> str:
+def asked_by(ledger: Ledger, coordinator: str, run: str = "run", bounds: tuple[PrivacyFilter, ...] = ()) -> str:
     """Ask for round 1 of a run, and do it; return the code of the refusal, or nothing."""
     task = LedgerTask(run, "the manifest", 0, "train", "v1", coordinator)
     try:
@@ -144,7 +144,7 @@ def asked_by(ledger: Ledger, coordinator: str, run: str = "run", bounds: tuple[F
 
 def test_a_consortium_uses_up_no_attempt_and_no_bound_of_another_on_the_same_ledger(ledger: Ledger) -> None:
     """A coordinator chooses ids and manifests, also those of another consortium's run."""
-    bounds = (Filter.of(0.7, 1e-5),)
+    bounds = (PrivacyFilter.of(0.7, 1e-5),)
     assert [asked_by(ledger, "theirs", run) for run in ("run", "run", "another", "run")] == ["", "", "", "E-BUDGET-12"]
     assert [asked_by(ledger, "mine", bounds=bounds) for _ in range(4)] == ["", "", "", "E-BUDGET-12"]
     again = Ledger(ledger.chain.file)  # what is known of who asked is in the chain

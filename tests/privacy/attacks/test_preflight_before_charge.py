@@ -10,7 +10,7 @@ import pytest
 from coordinator.runs import preflight
 from coordinator.storage.records import RunState, StoredRun
 from fl_core.rounds.manifest import RunManifest
-from privacy.accounting.accountant import Filter, Mechanism
+from privacy.accounting.accountant import Mechanism, PrivacyFilter
 from privacy.compiled_run import CompiledRun
 from tests.support import until
 from tests.support.coordinator import COLLECTION, DELTA, Site, World, events, federation, heard, online
@@ -123,7 +123,7 @@ def test_all_who_refuse_are_named_and_the_repaired_run_finishes_when_it_is_resum
         for k, name in enumerate(MEMBERS):
             wanted = CompiledRun.of(RUN).profile.charges(k)
             for split in ("train", "test"):  # what is charged in the end is what was asked about before
-                collection, exact = f"{COLLECTION}/{split}", Filter.of(100.0, DELTA)
+                collection, exact = f"{COLLECTION}/{split}", PrivacyFilter.of(100.0, DELTA)
                 charged = sites[name].ledger.history(collection)
                 assert exact.used(charged) == pytest.approx(exact.used(wanted[split]), rel=1e-9)
             assert {state for _, state in sites[name].entries()} == {"SPENT"}
@@ -218,7 +218,7 @@ def budget_for(run: RunManifest, rounds: int) -> float:
     each: list[Mechanism] = CompiledRun.of(run).profile.charges(2)["train"]
     per_round = len(each) // run.rounds
     for step in range(1, 2000):
-        fits = [Filter.of(step / 50, DELTA).admits((), each[: per_round * t]) for t in (rounds, rounds + 1)]
+        fits = [PrivacyFilter.of(step / 50, DELTA).admits((), each[: per_round * t]) for t in (rounds, rounds + 1)]
         if fits == [True, False]:
             return step / 50
     raise AssertionError("expected a budget between so many rounds and one more")

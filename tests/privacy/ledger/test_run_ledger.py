@@ -74,10 +74,10 @@ def test_a_book_needs_every_split_registered_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_policys_budget_stands_beside_the_ledgers(tmp_path: Path) -> None:
-    from privacy.accounting.accountant import Filter
+    from privacy.accounting.accountant import PrivacyFilter
 
     ledger = budgeted(tmp_path, epsilon=50.0)
-    run_ledger = RunLedger(ledger, CompiledRun.of(private()), datasets.load(DATA), {TRAIN: Filter.of(0.5, 1e-5)})
+    run_ledger = RunLedger(ledger, CompiledRun.of(private()), datasets.load(DATA), {TRAIN: PrivacyFilter.of(0.5, 1e-5)})
     with pytest.raises(RefusedError, match="E-BUDGET-01"):
         run_ledger.reserve(0, True, [LOOK, STEPS])
     assert ledger.history(TRAIN) == ledger.history(TEST) == []

@@ -23,7 +23,7 @@ from fl_core.types.interfaces import RoundData
 from fl_core.types.values import BatchSums, Bundle, MomentSums, RoundContext, State
 from privacy.compiled_run import CompiledRun
 from privacy.policy_terms import PrototypePolicy
-from privacy.profiles.prototype_filter import PrototypeFilter, Withheld, with_prototype_filter
+from privacy.profiles.prototype_filter import DisclosureLimits, PrototypeFilter, with_prototype_filter
 from privacy.release_log import InMemoryReleaseLog
 from tests.fl_core.methods.disjoint.test_analytic import CLASSES, Rows
 from tests.fl_core.methods.disjoint.test_analytic import TRAIN as EXAMPLES_TRAIN
@@ -48,7 +48,7 @@ def sent(method: str, private: bool, hidden: frozenset[int], **options: object) 
     """Run one round of silo 0, which holds classes 0 and 1 of four."""
     run, log = run_of(method, private, **options), InMemoryReleaseLog()
     factory = with_prototype_filter(
-        CompiledRun.of(run).profile.data_factory(0, log) if private else PlainLocalData, Withheld(hidden)
+        CompiledRun.of(run).profile.data_factory(0, log) if private else PlainLocalData, DisclosureLimits(hidden)
     )
     port = InProcessSilo(run, 0, shares()[0], RunSetup.of(run).silo_runtime(), data_factory=factory)
     msg: State = RunSetup.of(run).method.broadcast(RunSetup.of(run).initial_state())
@@ -175,7 +175,7 @@ EXACT = ({}, {"ridge": 0.0}, {"class_weights": "balanced"}, {"release": "noisy"}
 def summed(rows: Rows, least: int, hidden: frozenset[int], options: dict[str, object]) -> list[Bundle]:
     """Let a hospital send all exchanges of analytic without privacy, to a server that hears of nobody else."""
     method, found = build_method("analytic", options), list[Bundle]()
-    factory = with_prototype_filter(PlainLocalData, Withheld(hidden, min_examples=least))
+    factory = with_prototype_filter(PlainLocalData, DisclosureLimits(hidden, min_examples=least))
     server = method.init_server(features(), RoundContext(1, CLASSES))
     for t in range(method.exchanges):
         now = RoundContext(1, CLASSES, method.exchanges, t, 1).for_silo(0, 0)
@@ -232,7 +232,9 @@ def _sums(bundle: Bundle) -> Bundle:
 def test_in_a_private_run_hidden_classes_add_nothing_to_the_release() -> None:
     """The row of sums stays here; what is charged is what is charged without."""
     rows, query = example_rows(), MomentSums(lambda x, y: x.double() / 10, 6, CLASSES, 1.0)
-    found = PrototypeFilter(PlainLocalData(RoundData(rows, rows, EXAMPLES_TRAIN, CONTEXT)), Withheld(frozenset({2})))
+    found = PrototypeFilter(
+        PlainLocalData(RoundData(rows, rows, EXAMPLES_TRAIN, CONTEXT)), DisclosureLimits(frozenset({2}))
+    )
     sums = found.sum(query)
     rest = without_class(rows, 2).x.double() / 10
     assert torch.allclose(sums["a"], rest.T @ rest)
@@ -246,6 +248,6 @@ def test_of_several_labels_hidden_and_rare_ones_are_unknown_in_sums() -> None:
     examples = TensorExamples(share.train.batch(torch.arange(3))[0], rows)
     data = PlainLocalData(RoundData(examples, examples, EXAMPLES_TRAIN, CONTEXT.for_silo(0, 0)))
     asked = BatchSums(lambda _, y: {"known": (y != -1).sum(0), "found": (y == 1).sum(0)})
-    found = PrototypeFilter(data, Withheld(frozenset({1}), min_examples=2)).sum(asked)
+    found = PrototypeFilter(data, DisclosureLimits(frozenset({1}), min_examples=2)).sum(asked)
     assert found["known"].tolist() == [3, 0, 2, 0]  # the second is hidden, the last was looked for once
     assert found["found"].tolist() == [2, 0, 1, 0]

@@ -41,7 +41,7 @@ from privacy.mechanisms.silo.config import SiloDpConfig, analytic_epsilon, analy
 from privacy.mechanisms.silo.guard import SiloDpGuard
 from privacy.policy import Policy
 from privacy.policy_terms import Floors
-from privacy.profiles.prototype_filter import Withheld
+from privacy.profiles.prototype_filter import DisclosureLimits
 from privacy.release_log import InMemoryReleaseLog
 from privacy.secagg.terms import SecaggError, SecaggRun
 from silo.admission.run_request import request_of
@@ -399,7 +399,7 @@ def test_rows_that_a_silo_would_leave_out_with_their_noise_are_refused(words: Se
 def test_a_hospital_whose_policy_leaves_noise_out_refuses_the_run() -> None:
     run = CompiledRun.of(shared_out(local_run()))
     with pytest.raises(RefusedError, match=r"prototypes.min_count.*distributed") as found:
-        run.profile.data_factory(0, InMemoryReleaseLog(), Withheld(min_count=3.0))
+        run.profile.data_factory(0, InMemoryReleaseLog(), DisclosureLimits(min_count=3.0))
     assert found.value.code == "E-POLICY-05"
     with pytest.raises(RefusedError, match="submits no sums over classes"):
         run.profile.require_submission(submits=False)
@@ -416,7 +416,7 @@ def digits() -> tuple[RunManifest, list[SiloShare]]:
 def simulated(run: RunManifest, hidden: Mapping[int, frozenset[int]] | None = None) -> Mapping[str, Tensor]:
     compiled = CompiledRun.of(run)
     factories = [
-        compiled.profile.data_factory(k, InMemoryReleaseLog(), Withheld((hidden or {}).get(k, frozenset())))
+        compiled.profile.data_factory(k, InMemoryReleaseLog(), DisclosureLimits((hidden or {}).get(k, frozenset())))
         for k in range(6)
     ]
     return simulate(compiled, digits()[1], RoundHistory(), data_factories=factories)["sums"]

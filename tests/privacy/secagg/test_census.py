@@ -11,9 +11,9 @@ import pytest
 from fl_core.errors import FederationError
 from fl_core.types.secagg import EACH, Secagg
 from privacy.secagg import shamir
-from privacy.secagg.coordinator_side import Opened
+from privacy.secagg.coordinator_side import OpenedSum
 from privacy.secagg.messages import Seal
-from privacy.secagg.silo_side import Proof, verify_census
+from privacy.secagg.silo_side import CensusProof, verify_census
 from privacy.secagg.terms import CLASSES, SecaggError
 from tests.privacy.secagg.federation import (
     BASE,
@@ -28,7 +28,7 @@ HELD = np.array([[1, 1, 0, 0, 1], [1, 0, 0, 0, 1], [1, 0, 1, 0, 1], [1, 0, 0, 0,
 H = [5, 2, 1, 0, 4]
 
 
-def census(held: np.ndarray = HELD, **terms) -> tuple[Federation, Opened, Proof]:
+def census(held: np.ndarray = HELD, **terms) -> tuple[Federation, OpenedSum, CensusProof]:
     n, classes = held.shape
     fed = federation(n, kind="census", sizes=(0, classes), **{"min_contributors": 2, **terms})
     empty = np.zeros(0, fed.run.dtype)
@@ -37,10 +37,10 @@ def census(held: np.ndarray = HELD, **terms) -> tuple[Federation, Opened, Proof]
     opened = fed.answered(fed.confirmed(state)).finish()
     uploads = {u: (object_digest(upload), upload) for u, upload in enumerate(fed.uploads)}
     seeds = {u: opened.own_seeds[CLASSES, u] for u in range(n)}
-    return fed, opened, Proof(state.seal, dict(state.confirmations), uploads, seeds)
+    return fed, opened, CensusProof(state.seal, dict(state.confirmations), uploads, seeds)
 
 
-def told(fed: Federation, proof: Proof, silo: int) -> list[int]:
+def told(fed: Federation, proof: CensusProof, silo: int) -> list[int]:
     keeper = fed.silos[silo]
     return verify_census(fed.run, keeper.keys, len(fed.inputs[0][1]), proof, keeper.row("census", 0)).tolist()
 
@@ -57,7 +57,7 @@ def test_t59_every_silo_finds_the_same_numbers_of_holders_as_the_coordinator(rin
     assert verify_census(fed.run, away.keys, 5, proof, None).tolist() == H
 
 
-def lies(fed: Federation, proof: Proof) -> dict[str, Proof]:
+def lies(fed: Federation, proof: CensusProof) -> dict[str, CensusProof]:
     """Tell the census wrongly, in every part of the proof."""
     seal, one = proof.seal, proof.uploads[2]
     raised = one[1].classes.copy()
@@ -86,7 +86,7 @@ def lies(fed: Federation, proof: Proof) -> dict[str, Proof]:
         "a later round": replace(proof, seal=replace(seal, round=1)),
         "another base": replace(proof, seal=replace(seal, base_digest=BASE)),
         "other keys": replace(proof, seal=replace(seal, keys_digest=BASE)),
-        "nothing": Proof(Seal("", "", 0, b"", b"", ()), {}, {}, {}),
+        "nothing": CensusProof(Seal("", "", 0, b"", b"", ()), {}, {}, {}),
     }
 
 
@@ -194,7 +194,7 @@ def test_t59_a_census_whose_check_words_say_that_masks_did_not_cancel_is_refused
     at, by = {(b, u): k for k, (b, u, _, _) in enumerate(answers[0])}, shamir.weights([1, 2, 3, 4])
     seeds = {u: shamir.join([answers[w][at[CLASSES, u]][3] for w in range(4)], by) for u in range(5)}
     uploads = {u: (object_digest(upload), upload) for u, upload in enumerate(fed.uploads)}
-    proof = Proof(state.seal, dict(state.confirmations), uploads, seeds)
+    proof = CensusProof(state.seal, dict(state.confirmations), uploads, seeds)
     for silo in range(5):
         with pytest.raises(SecaggError, match="check words of 5"):
             told(fed, proof, silo)

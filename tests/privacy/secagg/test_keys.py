@@ -8,7 +8,7 @@ import pytest
 
 from fl_core.errors import ConfigError
 from fl_core.types.secagg import MAX_MASKED, MAX_ROUNDS, Secagg, withstood
-from privacy.secagg.keys import KEYS_CONTEXT, MemberKeys, OwnKeys, RunKeys, pinned_signature, vouch
+from privacy.secagg.keys import KEYS_CONTEXT, MemberKeys, OwnKeys, RunKeys, pinned_signature, verify_keys
 from privacy.secagg.terms import SecaggError, SecaggRun
 from service_core.pki import certificates
 from service_core.pki.roster import RosterMember, renewal_link
@@ -38,7 +38,7 @@ def pins_of(hospitals) -> dict[str, str]:
 def test_t49_keys_signed_by_pinned_identities_are_accepted(hospitals) -> None:
     run, pins = make_run(3), pins_of(hospitals)
     entries = [signed_entry(run, silo, name) for name, silo in hospitals.items()]
-    found = vouch(run, entries, lambda entry, message: pinned_signature(entry, message, "demo", pins, {}))
+    found = verify_keys(run, entries, lambda entry, message: pinned_signature(entry, message, "demo", pins, {}))
     assert found.sign == tuple(entry.sign for entry in entries)
 
 
@@ -58,7 +58,7 @@ def test_t49_an_entry_of_another_identity_or_unsigned_is_refused_by_name(ca, hos
     }
     for what, entry in wrong.items():
         with pytest.raises(SecaggError, match="silo1") as caught:
-            vouch(run, [good[0], entry, good[2]], lambda e, m: pinned_signature(e, m, "demo", pins, {}))
+            verify_keys(run, [good[0], entry, good[2]], lambda e, m: pinned_signature(e, m, "demo", pins, {}))
         assert (caught.value.code, caught.value.blamed) == ("E-ID-33", 1), what
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from fl_core.errors import ConfigError, FederationError
 from privacy.secagg import silo_side
-from privacy.secagg.coordinator_side import Opened, SealedRound, UploadSum
+from privacy.secagg.coordinator_side import OpenedSum, SealedRound, UploadSum
 from privacy.secagg.messages import Confirmation, MaskedUpload, RevealedShares, Seal
 from privacy.secagg.terms import Round, SecaggError
 from tests.privacy.secagg.federation import (
@@ -174,7 +174,7 @@ def test_t30_two_thousand_sampled_patterns_of_twenty_silos(class_sums: str) -> N
     assert sampled(2_000, 20, "ring32", class_sums) > 300
 
 
-def opened_sum(fed: Federation, round: Round, cohort: Iterable[int], senders: Iterable[int]) -> Opened:
+def opened_sum(fed: Federation, round: Round, cohort: Iterable[int], senders: Iterable[int]) -> OpenedSum:
     """Open the sum of who sent, confirmed and answered by all of the cohort; a share is of an opened block alone."""
     cohort, total = tuple(cohort), UploadSum(round, *(len(words) for words in fed.inputs[0]))
     for u in senders:

@@ -97,7 +97,7 @@ def test_a_restored_log_is_noticed_as_a_cut_however_long_it_has_become(side: Sid
     assert "log went back" in side.said()
     side.write(5)
     assert side.cross() is None  # once
-    with pytest.raises(StateError, match=r"E-STATE-80.*line 11 says that the home was restored.*--restored 11"):
+    with pytest.raises(StateError, match=r"E-STATE-80.*home was restored: line 11 records it.*--restored 11"):
         side.verify()
     with pytest.raises(StateError, match="--restored 11"):
         side.verify(10)

@@ -15,7 +15,7 @@ import pytest
 from fl_core.errors import ConfigError
 from service_core.console import show_reply
 from service_core.operations import checks
-from service_core.operations.checks import Level
+from service_core.operations.checks import FindingLevel
 from service_core.operations.health import HealthAnswer, about
 from service_core.pki import certificates
 from service_core.pki.identity import Address
@@ -32,7 +32,13 @@ def usage(free, total=100 << 30):
 
 
 @pytest.mark.parametrize(
-    ("free", "level"), [(50 << 30, Level.OK), (3 << 29, Level.WARNING), (1 << 29, Level.PROBLEM), (0, Level.PROBLEM)]
+    ("free", "level"),
+    [
+        (50 << 30, FindingLevel.OK),
+        (3 << 29, FindingLevel.WARNING),
+        (1 << 29, FindingLevel.PROBLEM),
+        (0, FindingLevel.PROBLEM),
+    ],
 )
 def test_a_disk_without_its_reserve_is_a_problem(monkeypatch, tmp_path, free, level):
     monkeypatch.setattr(shutil, "disk_usage", usage(free))
@@ -42,23 +48,23 @@ def test_a_disk_without_its_reserve_is_a_problem(monkeypatch, tmp_path, free, le
 
 def test_a_clock_behind_what_was_made_is_a_problem():
     now = certificates.utc_now()
-    assert levels(checks.clock({"a": now}, now)) == [Level.OK]
+    assert levels(checks.clock({"a": now}, now)) == [FindingLevel.OK]
     (found,) = checks.clock({"the certificate": now + timedelta(days=120), "a": now}, now)
-    assert found.level is Level.PROBLEM
+    assert found.level is FindingLevel.PROBLEM
     assert "the certificate" in found.found
 
 
 def test_a_port_that_is_taken_is_a_problem_and_a_free_one_is_given_back():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert levels(checks.port(place)) == [Level.PROBLEM]
-    assert levels(checks.port(place)) == [Level.OK] * 1
-    assert levels(checks.port(place)) == [Level.OK]
+        assert levels(checks.port(place)) == [FindingLevel.PROBLEM]
+    assert levels(checks.port(place)) == [FindingLevel.OK] * 1
+    assert levels(checks.port(place)) == [FindingLevel.OK]
 
 
 @pytest.mark.parametrize("bind", ["", "nonsense", "127.0.0.1:99999", "127.0.0.1:-1", "203.0.113.7:0"])
 def test_an_address_that_is_none_of_this_machines_is_a_problem(bind):
-    assert levels(checks.port(bind)) == [Level.PROBLEM]
+    assert levels(checks.port(bind)) == [FindingLevel.PROBLEM]
 
 
 @pytest.mark.parametrize("bind", ["8443", ":8443", "0.0.0.0:84x", "0.0.0.0:65536", "http://0.0.0.0:8443", "[::]8443"])
@@ -78,28 +84,28 @@ def test_a_key_that_others_may_read_is_a_problem_and_a_file_in_a_closed_home_is_
         path.write_bytes(b"")
         path.chmod(0o644)
     tmp_path.chmod(0o700)
-    assert levels(checks.closed_to_others(tmp_path, [file], [])) == [Level.OK]
-    (found,) = checks.closed_to_others(tmp_path, [file], [key])
-    assert found.level is Level.PROBLEM
+    assert levels(checks.file_modes(tmp_path, [file], [])) == [FindingLevel.OK]
+    (found,) = checks.file_modes(tmp_path, [file], [key])
+    assert found.level is FindingLevel.PROBLEM
     assert f"'{key}'" in found.remedy
     tmp_path.chmod(0o755)
-    assert levels(checks.closed_to_others(tmp_path, [file], [])) == [Level.PROBLEM]
+    assert levels(checks.file_modes(tmp_path, [file], [])) == [FindingLevel.PROBLEM]
 
 
 def test_a_database_is_looked_through_without_a_trace(tmp_path):
     file = tmp_path / "a ?%.db"
-    assert levels(checks.database(file, list)) == [Level.WARNING]
+    assert levels(checks.database(file, list)) == [FindingLevel.WARNING]
     with closing(sqlite3.connect(file)) as db:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("CREATE TABLE t (x)")
         db.executemany("INSERT INTO t VALUES (?)", [("x" * 500,)] * 100)
         db.commit()
-        assert levels(checks.database(file, list)) == [Level.OK]
+        assert levels(checks.database(file, list)) == [FindingLevel.OK]
     before = sorted(path.name for path in tmp_path.iterdir())
-    assert levels(checks.database(file, list)) == [Level.OK]
+    assert levels(checks.database(file, list)) == [FindingLevel.OK]
     assert sorted(path.name for path in tmp_path.iterdir()) == before == [file.name]
     file.write_bytes(file.read_bytes()[:6000] + b"\xff" * 9000)
-    assert levels(checks.database(file, list)) == [Level.PROBLEM]
+    assert levels(checks.database(file, list)) == [FindingLevel.PROBLEM]
 
 
 def test_a_transaction_that_a_crash_interrupted_is_no_damage(tmp_path):
@@ -115,20 +121,25 @@ def test_a_transaction_that_a_crash_interrupted_is_no_damage(tmp_path):
         content = file.read_bytes()
         (copy / "db").write_bytes(content[:8192] + b"\xff" * 2048 + content[10240:])  # one is half written
         shutil.copy(tmp_path / "db-journal", copy)
-    assert levels(checks.database(copy / "db", list)) == [Level.OK]
+    assert levels(checks.database(copy / "db", list)) == [FindingLevel.OK]
     (copy / "db").write_bytes(b"\xff" * 4096 + (copy / "db").read_bytes()[4096:])
-    assert levels(checks.database(copy / "db", list)) == [Level.PROBLEM]
+    assert levels(checks.database(copy / "db", list)) == [FindingLevel.PROBLEM]
 
 
 def test_a_certificate_is_called_old_before_it_is_over(tmp_path):
     own = join(authority(tmp_path / "ca", today()), tmp_path / "silo", "north").current_credentials()
     now = certificates.utc_now()
-    for days, level in ((0, Level.OK), (80, Level.WARNING), (91, Level.PROBLEM), (-400, Level.PROBLEM)):
+    for days, level in (
+        (0, FindingLevel.OK),
+        (80, FindingLevel.WARNING),
+        (91, FindingLevel.PROBLEM),
+        (-400, FindingLevel.PROBLEM),
+    ):
         assert levels(checks.certificate("own", own, "", now + timedelta(days=days))) == [level]
     other = join(authority(tmp_path / "ca2", today()), tmp_path / "silo2", "north").current_credentials()
     mixed = own._replace(key_pem=other.key_pem)
-    assert levels(checks.certificate("own", mixed, "", now)) == [Level.PROBLEM]
-    assert levels(checks.certificate("own", own._replace(ca_pem=other.ca_pem), "", now)) == [Level.PROBLEM]
+    assert levels(checks.certificate("own", mixed, "", now)) == [FindingLevel.PROBLEM]
+    assert levels(checks.certificate("own", own._replace(ca_pem=other.ca_pem), "", now)) == [FindingLevel.PROBLEM]
 
 
 @pytest.mark.fault("a proxy", "refuses the tunnel to the coordinator", "the doctor names it, and not its password")
@@ -140,7 +151,7 @@ def test_a_proxy_that_opens_no_tunnel_is_named_without_its_password(monkeypatch)
         monkeypatch.delenv("grpc_proxy", raising=False)
         monkeypatch.setattr(checks, "TIMEOUT_S", 0.2)
         (found,) = checks.proxy([Address("fl.example.org", 8443)])
-    assert found.level is Level.PROBLEM
+    assert found.level is FindingLevel.PROBLEM
     assert f"127.0.0.1:{number}" in found.found
     assert "geheim" not in str(found)
 
@@ -158,7 +169,13 @@ def answered(time="0", protocol=str(PROTOCOL), software="x", problems="", asked=
 
 @pytest.mark.parametrize(
     ("time", "level"),
-    [("101", Level.OK), ("71", Level.OK), ("140", Level.WARNING), ("900", Level.PROBLEM), ("-1e9", Level.PROBLEM)],
+    [
+        ("101", FindingLevel.OK),
+        ("71", FindingLevel.OK),
+        ("140", FindingLevel.WARNING),
+        ("900", FindingLevel.PROBLEM),
+        ("-1e9", FindingLevel.PROBLEM),
+    ],
 )
 def test_a_clock_that_is_far_from_the_coordinators_is_told(time, level):
     assert levels(checks.other_side(answered(time=time), "there"))[1] is level
@@ -186,7 +203,7 @@ def test_another_protocol_names_the_side_to_upgrade():
 def test_another_build_of_the_same_protocol_is_a_warning_that_names_both():
     (same,) = [f for f in checks.other_side(answered(software=software()), "there") if f.check == "versions"]
     (other,) = [f for f in checks.other_side(answered(software="x 1+b"), "there") if f.check == "versions"]
-    assert (same.level, other.level) == (Level.OK, Level.WARNING)
+    assert (same.level, other.level) == (FindingLevel.OK, FindingLevel.WARNING)
     assert software() in other.found
     assert "x 1+b" in other.found
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fl_core.errors import ConfigError, DataError
 from service_core.operations import logs
-from service_core.operations.logs import LogFormat, OneLine, mask
+from service_core.operations.logs import LogFormat, OneLineFormatter, mask
 from service_core.pki import certificates
 from silo.cli.foreground import log_event
 from silo.events import error_event, event
@@ -31,7 +31,7 @@ def written(request):
     def write(text: str, *arguments: object, format=request.param, **extra: object) -> str:
         stream, logger = io.StringIO(), logging.getLogger("test.logs")
         handler = logging.StreamHandler(stream)
-        handler.setFormatter(OneLine(format, Path(HOME)))
+        handler.setFormatter(OneLineFormatter(format, Path(HOME)))
         logger.addHandler(handler)
         logger.propagate = False
         try:
@@ -126,7 +126,7 @@ def test_an_event_is_one_printable_line(text):
     for format in LogFormat:
         record = logging.LogRecord("x", logging.INFO, "", 0, "%s", (text,), None)
         record.run = text
-        line = OneLine(format, Path(HOME)).format(record)
+        line = OneLineFormatter(format, Path(HOME)).format(record)
         assert line.isprintable()
         if format is LogFormat.JSON:
             assert json.loads(line)["message"].isprintable() or json.loads(line)["message"] == ""

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from fl_core.errors import ConfigError, StateError
 from service_core.loopback import LoopbackAddress
 from service_core.operations import metrics
-from service_core.operations.metrics import Family, GaugeSnapshot
+from service_core.operations.metrics import GaugeSnapshot, MetricFamily
 from service_core.operations.metrics_endpoint import MetricsEndpoint
 from tests.support import until
 from tests.support.pages import Scrape, ask, get
@@ -216,8 +216,8 @@ def test_closing_twice_and_with_a_connection_open_ends_at_once(port: Port) -> No
 
 
 def test_a_part_that_cannot_be_looked_up_is_said_and_the_others_are_there() -> None:
-    well = Family("well", "gauge", "a part that can be looked up")
-    success = Family("lookup_success", "gauge", "whether it could be", ("part",))
+    well = MetricFamily("well", "gauge", "a part that can be looked up")
+    success = MetricFamily("lookup_success", "gauge", "whether it could be", ("part",))
 
     def ill():
         raise OSError("the disk is gone")
@@ -233,12 +233,12 @@ def test_a_part_that_cannot_be_looked_up_is_said_and_the_others_are_there() -> N
 
 
 def test_values_of_labels_from_elsewhere_cannot_begin_a_line_and_are_bounded() -> None:
-    family = Family("kept", "gauge", "of somebody", ("who",))
+    family = MetricFamily("kept", "gauge", "of somebody", ("who",))
     hostile = ['a"} 1\nkept{who="b', "\x1b[2J", "x" * 5000, "\\"]
     registry = CollectorRegistry(support_collectors_without_names=True)
     registry.register(
         GaugeSnapshot(
-            Family("s", "gauge", "", ("part",)), {"p": lambda: [family.samples(((h,), 1.0) for h in hostile)]}
+            MetricFamily("s", "gauge", "", ("part",)), {"p": lambda: [family.samples(((h,), 1.0) for h in hostile)]}
         )
     )
     endpoint = MetricsEndpoint(registry, lambda: True, tuple)

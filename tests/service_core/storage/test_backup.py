@@ -199,7 +199,7 @@ def test_a_home_that_was_restored_by_half_is_refused_until_the_same_command_goes
 
 def test_an_interrupted_backup_is_none_and_is_made_anew_by_the_same_command(home: Path, tmp_path: Path) -> None:
     target = took(home, tmp_path / "backup")
-    marker = unfinished.Marker("coordinator backup", f"coordinator backup {target}")
+    marker = unfinished.UnfinishedMarker("coordinator backup", f"coordinator backup {target}")
     (target / unfinished.FILE).write_text(json.dumps(dataclasses.asdict(marker)))
     with pytest.raises(StateError, match=r"E-STATE-25.*coordinator backup"):
         coordinator_cli.restore(target, home=tmp_path / "new")
@@ -209,7 +209,7 @@ def test_an_interrupted_backup_is_none_and_is_made_anew_by_the_same_command(home
 
 
 def test_a_folder_that_another_command_fills_now_is_left_to_it(home: Path, tmp_path: Path) -> None:
-    marker = unfinished.Marker("coordinator backup", "coordinator backup TO")
+    marker = unfinished.UnfinishedMarker("coordinator backup", "coordinator backup TO")
     target = tmp_path / "backup"
     target.mkdir(mode=0o700)
     with unfinished.filling(target, marker):

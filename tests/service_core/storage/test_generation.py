@@ -20,7 +20,7 @@ from sqlalchemy import Column, Integer, LargeBinary, MetaData, Table, func, inse
 import coordinator.storage.store as coordinators
 from fl_core.errors import StateError, UnavailableError
 from service_core.operations import checks
-from service_core.operations.checks import Level
+from service_core.operations.checks import FindingLevel
 from service_core.storage.generation import incarnation_table
 from service_core.storage.sqlite import LOG_BYTES, Database
 from silo.storage import store as silos
@@ -103,7 +103,7 @@ def test_a_home_opens_with_all_that_was_written_wherever_a_checkpoint_was_interr
     number = 0
     for place in interrupted(made, tmp_path, torn):
         number += 1
-        assert [f.level for f in checks.database(place, list)] == [Level.OK]
+        assert [f.level for f in checks.database(place, list)] == [FindingLevel.OK]
         with closing(opened(place)) as again:
             assert rows(again) == 90
             if number % 8 == 1:  # and it goes on
@@ -184,7 +184,7 @@ def test_a_file_that_is_damaged_beyond_what_its_log_holds_is_refused(
     with pytest.raises(StateError, match=r"E-STATE-22.*restore it from a backup"):
         opened(place)
     assert [file.read_bytes() for file in files(place)] == before
-    assert [f.level for f in checks.database(place, list)] == [Level.PROBLEM]
+    assert [f.level for f in checks.database(place, list)] == [FindingLevel.PROBLEM]
 
 
 def test_a_damaged_file_is_refused_where_a_checkpoint_left_it_half_done_too(made: Database, tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_a_folder_stays_locked_when_its_lock_file_is_deleted_or_replaced(tmp_pat
             if replaced:
                 (tmp_path / "lock").write_text("12")
             assert FolderLock.is_held(tmp_path, "lock")
-            with pytest.raises(StateError, match=r"E-STATE-20.*another service at work in it"):
+            with pytest.raises(StateError, match=r"E-STATE-20.*another service running in it"):
                 FolderLock(tmp_path, "lock", "another service")
     assert not FolderLock.is_held(tmp_path, "lock")
     with FolderLock(tmp_path, "lock", "another service"):

@@ -116,7 +116,7 @@ def test_silent_port(ca, own):
     with serving(lambda peer: [peer.recv(4096) for _ in range(2)]) as port:
         finding = look(port, ca, own, timeout=0.3)
     assert finding.code == "E-TLS-01"
-    assert "says nothing" in finding.explanation
+    assert "sends nothing" in finding.explanation
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-OpenSSH_9.6\r\n", b"\0\0\x12\4" * 9])

@@ -279,7 +279,7 @@ def test_a_full_disk_is_called_one(tmp_path):
     assert done.returncode == 1
     assert (
         done.stderr
-        == "E-STATE-63: expected room on the disk, found it full: free some there, and run the command again\n"
+        == "E-STATE-63: expected room on the disk, found it full: free some space there, and run the command again\n"
     )
 
 
@@ -296,7 +296,7 @@ def test_serve_goes_on_after_a_hangup_and_says_so(tmp_path):
     try:
         until(lambda: "serving" in log.read_text() or process.poll() is not None, seconds=120)
         process.send_signal(signal.SIGHUP)
-        until(lambda: "the service goes on" in log.read_text() or process.poll() is not None, seconds=60)
+        until(lambda: "SIGHUP ignored" in log.read_text() or process.poll() is not None, seconds=60)
         assert process.poll() is None, log.read_text()
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, log.read_text()

@@ -17,7 +17,7 @@ from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.types.records import Schema
 from fl_core.types.values import MomentSums
-from privacy.accounting.accountant import Filter, Mechanism, epsilon_prv
+from privacy.accounting.accountant import Mechanism, PrivacyFilter, epsilon_prv
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleasePlan
 from privacy.mechanisms.noise import grid
@@ -212,7 +212,7 @@ def test_epsilon_by_two_other_accountants_is_within_what_was_asked_for(epsilon: 
     assert release == Mechanism(plan.noise)
     assert analytic_epsilon([release], 1e-5) <= epsilon
     assert epsilon_prv([release], 1e-5) <= epsilon + 0.01
-    assert Filter.of(epsilon, 1e-5).used([release]) > 0.999  # and nothing is left over
+    assert PrivacyFilter.of(epsilon, 1e-5).used([release]) > 0.999  # and nothing is left over
 
 
 def test_a_reserve_is_room_for_the_release_once_more() -> None:

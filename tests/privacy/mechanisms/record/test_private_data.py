@@ -20,7 +20,7 @@ from fl_core.types.values import ClassSums, Losses, SgdOptions
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan
 from privacy.mechanisms.noise import grid
-from privacy.mechanisms.noise.sources import Keys, SecureNoise, SeededNoise
+from privacy.mechanisms.noise.sources import SecureNoise, SeededNoise, UnitKeys
 from privacy.mechanisms.record.per_sample_gradients import clipped
 from privacy.mechanisms.record.private_data import DpSgdLocalData
 from tests.support.federations import SCHEMA, Given
@@ -95,7 +95,7 @@ class Fixed(NoNoise):
         super().__init__(0, "fixed")
         self._numbers = torch.tensor(range(n) if keep is None else keep)
 
-    def uniform_of(self, units: Keys, *about: str | int) -> Tensor:
+    def uniform_of(self, units: UnitKeys, *about: str | int) -> Tensor:
         return (self._numbers % 3).double() / 3 + 0.01 if about[-1] == "groups" else torch.zeros(len(units)).double()
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from fl_core.errors import ConfigError
-from privacy.accounting.accountant import Filter, Mechanism, rdp
+from privacy.accounting.accountant import Mechanism, PrivacyFilter, rdp
 from privacy.mechanisms.silo.config import SiloDpConfig
 
 
@@ -26,7 +26,7 @@ def test_update_and_bit_together_cost_what_the_budget_has() -> None:
     following = SiloDpConfig(epsilon=4.0, test_data="public", reserve_rounds=0, clipping="adaptive", bit_noise=20.0)
     whole, update = fixed.noise(10, 11), following.noise(10, 11)
     assert update == pytest.approx(split_noise(whole, 20.0), rel=1e-3)
-    budget = Filter.of(4.0, 1e-5)
+    budget = PrivacyFilter.of(4.0, 1e-5)
     both = following.history(update, 10, 11)
     assert both == [Mechanism(update, 1.0, 10), Mechanism(40.0, 1.0, 10)]
     assert budget.used(both) == pytest.approx(1.0, abs=1e-3)
