@@ -9,7 +9,7 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +57,7 @@ def command(function: Callable[..., Reply | None]) -> Callable[..., None]:
             options[name] = parameter.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
             continue
         make_options = inspect.signature(make, eval_str=True).parameters
-        made[name] = contextmanager(make if inspect.isgeneratorfunction(make) else _yielding(make)), list(make_options)
+        made[name] = make, list(make_options)
         options |= {
             option: option_parameter for option, option_parameter in make_options.items() if option not in options
         }
@@ -74,7 +74,10 @@ def command(function: Callable[..., Reply | None]) -> Callable[..., None]:
         with ExitStack() as open_things:
             for name, (make, names) in made.items():
                 needed = {option: bound.arguments[option] for option in names}
-                arguments[name] = open_things.enter_context(make(**needed))
+                if inspect.isgeneratorfunction(make):
+                    arguments[name] = open_things.enter_context(contextmanager(make)(**needed))
+                else:
+                    arguments[name] = make(**needed)
             reply = function(**{name: arguments[name] for name in wanted})
             if reply is not None:
                 show_reply(reply, bool(arguments["as_json"]))
@@ -85,13 +88,6 @@ def command(function: Callable[..., Reply | None]) -> Callable[..., None]:
     run.__annotations__ = {name: option.annotation for name, option in options.items()}
     run.__signature__ = public  # type: ignore[attr-defined]
     return run
-
-
-def _yielding(make: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
-    def yielding(**options: object) -> Iterator[Any]:
-        yield make(**options)
-
-    return yielding
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from service_core.storage.chain import (
     transaction,
 )
 from service_core.storage.migration import migrate, statements
-from service_core.storage.private_files import sync_folder
+from service_core.storage.private_files import sync_path
 from service_core.storage.unfinished import require_finished
 
 SCHEMA_VERSION = 4
@@ -155,7 +155,7 @@ class EventChain:
             migrate(db, _create, steps, _TABLES, version=schema_version, set_version=_set_version)
         if pending.exists():
             pending.unlink() if self.key_file.exists() else pending.replace(self.key_file)
-            sync_folder(self.key_file.parent)
+            sync_path(self.key_file.parent)
 
     def _bring_under(self, db: sqlite3.Connection, key: Path, snapshot: Snapshot) -> None:
         detail = snapshot(db, self.file.name)

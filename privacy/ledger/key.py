@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fl_core.errors import StateError
-from service_core.storage.private_files import sync_folder
+from service_core.storage.private_files import sync_path
 
 BYTES = 32
 _OTHERS = 0o077
@@ -77,7 +77,7 @@ def _write(file: Path, secret: bytes) -> None:
         os.link(aside, file)
     finally:
         aside.unlink(missing_ok=True)
-    sync_folder(file.parent)
+    sync_path(file.parent)
 
 
 def _unusable(file: Path, problem: str) -> StateError:

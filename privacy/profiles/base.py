@@ -236,8 +236,8 @@ class PrivateProfile(PrivacyProfile):
             epsilon_test=epsilon_rdp(test, terms.delta),
             used=PrivacyFilter.of(terms.epsilon, terms.delta).used(charged),
             epsilon_most=epsilon_rdp([*charged, *again * terms.reserve_rounds], terms.delta),
-            epsilon_all_honest=epsilon_rdp(mechanisms(releases, self.promised, of_all), terms.delta),
-            epsilon_alone=epsilon_rdp(mechanisms(releases, self.promised, alone), terms.delta),
+            epsilon_all_honest=epsilon_rdp(mechanisms(releases, self.promised, lambda r: r.of_all), terms.delta),
+            epsilon_alone=epsilon_rdp(mechanisms(releases, self.promised, lambda r: r.alone), terms.delta),
         )
 
     def _noise(self, sent: EvaluationNoise | None, rows: NoisyRows | None = None) -> RunNoise:
@@ -284,7 +284,8 @@ class PrivateProfile(PrivacyProfile):
         if not shared or shared[0].shared is None:
             return None
         promised, honest, unmasked = (
-            epsilon_rdp(mechanisms(made, self.promised, seen), self.terms.delta) for seen in (charged, of_all, alone)
+            epsilon_rdp([getattr(r, name) for r in made if r.collection == self.promised], self.terms.delta)
+            for name in ("mechanism", "of_all", "alone")
         )
         return SharedFigures(shared[0].shared, promised, honest, unmasked, min(r.alone.noise for r in shared))
 
@@ -292,19 +293,7 @@ class PrivateProfile(PrivacyProfile):
         return self._figures(self.releases(index))
 
 
-def charged(release: Release) -> Mechanism:
-    return release.mechanism
-
-
-def of_all(release: Release) -> Mechanism:
-    return release.of_all
-
-
-def alone(release: Release) -> Mechanism:
-    return release.alone
-
-
 def mechanisms(
-    releases: Iterable[Release], collection: str, seen: Callable[[Release], Mechanism] = charged
+    releases: Iterable[Release], collection: str, seen: Callable[[Release], Mechanism] = lambda r: r.mechanism
 ) -> list[Mechanism]:
     return [seen(r) for r in releases if r.collection == collection]

@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import RLock
-from typing import NamedTuple, Self
+from typing import Self
 
 from fl_core.errors import StateError
 from service_core.audit_log.heads import SignedHead
@@ -41,13 +41,6 @@ _APPEND_ONLY = """
 CREATE TRIGGER event_noupd BEFORE UPDATE ON event BEGIN SELECT RAISE(ABORT,'event is append-only'); END;
 CREATE TRIGGER event_nodel BEFORE DELETE ON event BEGIN SELECT RAISE(ABORT,'event is append-only'); END;
 """
-
-
-class RestoreMark(NamedTuple):
-    """Number and hash of the newest line that records a restore; 0 if there was none."""
-
-    number: int = 0
-    hash: str = ""
 
 
 def _hash(previous: str, row: Row) -> str:
@@ -120,10 +113,11 @@ class AuditLog:
         with self.reading() as db:
             return CHAIN.head(db)
 
-    def restored(self) -> RestoreMark:
+    def restored(self) -> ChainHead:
+        """Return number and hash of the newest line that records a restore; 0 and empty if there was none."""
         with self.reading() as db, suppress(ValueError, TypeError):
-            return RestoreMark(*json.loads(_value(db, RESTORED)))
-        return RestoreMark()
+            return ChainHead(*json.loads(_value(db, RESTORED)))
+        return CHAIN.start
 
     def texts(self, after: int = 0) -> Iterator[tuple[int, str]]:
         """Yield number and text of the lines after number `after`."""
@@ -148,7 +142,7 @@ class AuditLog:
                 return
         with self._errors():
             with suppress(FileNotFoundError):  # everything is in the main file
-                private_files.sync_file(Path(f"{self.file}-wal"))
+                private_files.sync_path(Path(f"{self.file}-wal"))
             with closing(sqlite3.connect(self.file, timeout=BUSY_S)) as db:  # a reader may delay it
                 db.execute("PRAGMA wal_checkpoint(PASSIVE)")
         self._synced = changes
@@ -244,7 +238,7 @@ class AuditLog:
             new = db.execute("INSERT OR IGNORE INTO event VALUES (?,?,?,?)", row).rowcount
             count, lost = count + new, lost + 1 - new
             if (line.entry.who, line.entry.what) == (OWN, RESTORED):
-                _keep(db, RESTORED, json.dumps(RestoreMark(line.number, line_hash(text))))
+                _keep(db, RESTORED, json.dumps(ChainHead(line.number, line_hash(text))))
         for of, head in _json(folder / "heads.json").items():
             _keep(db, of, json.dumps(head))
         about = f"{count} lines of {len(files)} files of 0.1.0, which may be moved away"

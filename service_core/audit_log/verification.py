@@ -10,7 +10,7 @@ from typing import NoReturn
 from fl_core.errors import ConfigError, StateError
 from service_core.audit_log.heads import SignedHead
 from service_core.audit_log.lines import MAX_LINE, LogLine, line_hash
-from service_core.audit_log.log import CHAIN, OWN, RESTORED, AuditLog, RestoreMark, last_number
+from service_core.audit_log.log import CHAIN, OWN, RESTORED, AuditLog, last_number
 from service_core.storage.chain import BrokenChainError, ChainHead
 
 
@@ -63,9 +63,9 @@ def verify(
     Raises StateError (E-STATE-80): names the first line that was edited, removed or moved, or says that the end was cut
     off or the log replaced.
     """
-    signed = sorted({(head.number, head.hash, RestoreMark(head.restored, head.restored_hash)) for head in heads})
+    signed = sorted({(head.number, head.hash, ChainHead(head.restored, head.restored_hash)) for head in heads})
     hashes = dict.fromkeys((number for number, *_ in signed), "")
-    marks, notes = list[RestoreMark](), list[str]()
+    marks, notes = list[ChainHead](), list[str]()
     with log.reading() as db:
         row = db.execute("SELECT seq, prev_hash FROM event ORDER BY seq LIMIT 1").fetchone()
         begin = ChainHead(row[0] - 1, row[1]) if archived and row else CHAIN.start
@@ -77,7 +77,7 @@ def verify(
                 if (entry := LogLine.decode(text).entry).who == OWN:
                     notes.append(f"line {number}: {entry.what}: {entry.about}")
                     if entry.what == RESTORED:
-                        marks.append(RestoreMark(*last))
+                        marks.append(last)
         except BrokenChainError as broken:
             _raise_broken(broken)
     if newest > last.seq:
@@ -108,8 +108,8 @@ def _raise_broken(broken: BrokenChainError) -> NoReturn:
 
 def _check_heads(
     hashes: Mapping[int, str],
-    marks: Sequence[RestoreMark],
-    signed: Sequence[tuple[int, str, RestoreMark]],
+    marks: Sequence[ChainHead],
+    signed: Sequence[tuple[int, str, ChainHead]],
     span: tuple[int, int],
     acknowledged: Collection[int],
 ) -> tuple[int, list[str]]:
@@ -123,10 +123,10 @@ def _check_heads(
         if expected < first:
             count += 1
             continue
-        before = [mark for mark in marks if mark.number <= expected]
+        before = [mark for mark in marks if mark.seq <= expected]
         if before and restored != before[-1]:
-            _require_acknowledged(before[-1].number, expected, acknowledged)
-            lost[before[-1].number] = max(expected, lost.get(before[-1].number, 0))
+            _require_acknowledged(before[-1].seq, expected, acknowledged)
+            lost[before[-1].seq] = max(expected, lost.get(before[-1].seq, 0))
             continue
         if expected > number:
             _fail(

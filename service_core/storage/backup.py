@@ -25,7 +25,7 @@ from service_core.storage import unfinished
 from service_core.storage.digests import Hasher, digest, file_digest, write_all
 from service_core.storage.disk import disk_errors
 from service_core.storage.generation import BUSY_SECONDS, GenerationFile, begin_incarnation, generation_of
-from service_core.storage.private_files import replace_file, sync_folder
+from service_core.storage.private_files import replace_file, sync_path
 from service_core.storage.unfinished import UnfinishedMarker
 
 FILE = "backup.json"
@@ -171,7 +171,7 @@ def _copy_missing(backup: Path, home: Path, layout: HomeLayout, files: dict[str,
         now = begin_incarnation(db, 0)
     GenerationFile(home / layout.database).replace(now)
     aside.replace(home / layout.database)
-    sync_folder(home)
+    sync_path(home)
 
 
 def _copy_again(backup: Path, name: str, expected: str, target: Path) -> None:

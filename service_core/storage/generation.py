@@ -82,13 +82,6 @@ class GenerationFile:
             return None
         return self._parse(data)
 
-    def read_leniently(self) -> GenerationRecord | None:
-        """Return the record; None also if it is damaged."""
-        try:
-            return self.read()
-        except StateError:
-            return None
-
     def advance(self, now: Generation, checkpointed: bool = False) -> None:
         """Record a generation unless a later one is recorded. checkpointed: it is in the main database file.
 

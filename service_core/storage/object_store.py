@@ -18,7 +18,7 @@ from fl_core.errors import ProtocolError, StateError
 from service_core.storage.digests import Hasher, file_digest, write_all
 from service_core.storage.digests import digest as digest_of
 from service_core.storage.disk import disk_errors
-from service_core.storage.private_files import sync_folder
+from service_core.storage.private_files import sync_path
 
 
 class HashingWriter:
@@ -88,7 +88,7 @@ class ObjectStore:
         self._verified: dict[str, tuple[int, ...]] = {}
         for part in (folder, *(folder / f"{i:02x}" for i in range(256 if sharded else 0))):
             part.mkdir(mode=0o700, parents=True, exist_ok=True)
-        sync_folder(folder)
+        sync_path(folder)
 
     def has(self, digest: str) -> bool:
         """Return whether an object exists; its content is not checked."""
@@ -169,7 +169,7 @@ class ObjectStore:
         else:
             with disk_errors(self.folder):
                 if sync:
-                    _sync_file(partial)  # before the rename
+                    sync_path(partial)  # before the rename
                 partial.replace(file)
             self._verified[digest] = _fingerprint(file)
         if sync:
@@ -181,9 +181,9 @@ class ObjectStore:
         files = [self._file(digest) for digest in digests]
         with disk_errors(self.folder):
             for file in files:
-                _sync_file(file)
+                sync_path(file)
             for folder in {file.parent for file in files}:
-                sync_folder(folder)
+                sync_path(folder)
 
     def remove(self, digest: str) -> None:
         """Delete an object if it exists; open readers can read on."""
@@ -226,8 +226,3 @@ def _fingerprint(file: Path) -> tuple[int, ...]:
     """Return file attributes, at least one of which changes with every write."""
     now = file.stat()
     return now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -94,14 +94,15 @@ class FolderLock:
     def __init__(self, folder: Path, name: str, whose: str) -> None:
         """Lock a folder; raises StateError (E-STATE-20) if another process holds it.
 
-        name: of the file   whose: what that process is, for the message
+        name: of the file; empty: without one   whose: what that process is, for the message
         """
         self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._file = -1
         try:
             fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if name:
+                self._file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._release()
             process = ""
@@ -207,7 +208,7 @@ def remove(path: Path) -> None:
     """Delete a file if it exists, and sync its folder."""
     if path.exists():
         path.unlink()
-        sync_folder(path.parent)
+        sync_path(path.parent)
 
 
 @contextmanager
@@ -230,7 +231,7 @@ def write_files_together(folder: Path, name: str, last: str) -> Iterator[Path]:
                 with file.open("rb") as written:
                     os.fsync(written.fileno())
                 file.replace(folder / file.name)
-            sync_folder(folder)
+            sync_path(folder)
         finally:
             shutil.rmtree(aside)
 
@@ -255,20 +256,12 @@ def _replace(path: Path, data: bytes, mode: int) -> None:
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync_path(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    _sync(folder, os.O_DIRECTORY)
-
-
-def sync_file(path: Path) -> None:
-    """Sync a file that another process or library writes; raises OSError if there is none."""
-    _sync(path)
-
-
-def _sync(path: Path, flags: int = 0) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+def sync_path(path: Path) -> None:
+    """Sync a file, or a folder's names; raises OSError if there is none."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import RLock
@@ -114,7 +114,9 @@ class Database:
     def _begin(self, db: sqlite3.Connection, anew: bool) -> str:
         """Record the generation, of a new incarnation if `anew`; return the incarnation."""
         if anew:
-            before = self._file.read_leniently()
+            before = None
+            with suppress(StateError):  # it may be damaged
+                before = self._file.read()
             now = begin_incarnation(db, before.number if before is not None else 0)
             self._file.replace(now)
         else:

@@ -6,9 +6,7 @@ database refuses a marked folder and names the command to run again; only that c
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -61,14 +59,14 @@ def filling(folder: Path, marker: UnfinishedMarker, undo: Callable[[], object] |
     Raises StateError: E-STATE-20 while another process uses the folder, E-STATE-26 if another command was interrupted,
     or the same one with another source.
     """
-    with _alone(folder):
+    with private_files.FolderLock(folder, "", "a service or another command"):
         if (left := marker_of(folder)) is not None:
             if (left.command, left.source) != (marker.command, marker.source):
                 raise _unfinished(folder, left)
             if undo is not None:
                 undo()
         private_files.write_private(folder / FILE, json.dumps(asdict(marker)).encode())
-        private_files.sync_folder(folder.parent)
+        private_files.sync_path(folder.parent)
         _filling.add(folder.resolve())
         try:
             yield
@@ -80,24 +78,6 @@ def filling(folder: Path, marker: UnfinishedMarker, undo: Callable[[], object] |
         finally:
             _filling.discard(folder.resolve())
         private_files.remove(folder / FILE)
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Lock a folder as `FolderLock` does, without a lock file."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StateError(
-                "E-STATE-20",
-                f"expected {folder} to be free, found a service or another command running in it: wait until it "
-                "ends, or name another folder",
-            ) from None
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _unfinished(folder: Path, left: UnfinishedMarker) -> StateError:

@@ -123,7 +123,7 @@ class FeatureCache:
         made = self._made(key, n, make())
         with disk.disk_errors(self.folder):
             made.replace(self._path(key))
-        private_files.sync_folder(self.folder)
+        private_files.sync_path(self.folder)
         kept = self._from_file(key, n)
         assert kept is not None
         return kept

@@ -35,7 +35,7 @@ from privacy.release_log import InMemoryReleaseLog
 from protos.wire.codec import read_state, write_state
 from service_core.storage.digests import digest, file_digest
 from service_core.storage.disk import disk_errors
-from service_core.storage.private_files import FolderLock, sync_folder
+from service_core.storage.private_files import FolderLock, sync_path
 
 log = logging.getLogger(__name__)
 EVERY = 10
@@ -224,11 +224,11 @@ class Checkpoints:
         (aside / _FACTS).write_text(json.dumps(asdict(_File(_FORMAT, digest(body.encode()), body))))
         for file in aside.iterdir():
             _sync(file)
-        sync_folder(aside)
+        sync_path(aside)
         if target.exists():  # one that was damaged: this run passed over it
             shutil.rmtree(target)
         aside.rename(target)
-        sync_folder(self.folder)
+        sync_path(self.folder)
         for old in self._folders()[KEPT:]:
             shutil.rmtree(old)
 

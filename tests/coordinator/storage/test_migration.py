@@ -205,7 +205,7 @@ def test_it_has_the_tables_of_a_new_file(tmp_path: Path) -> None:
     ("made", "said"),
     [
         ("PRAGMA user_version = 99", "found version 99.*use that one"),
-        ("DROP TABLE silos", "found another file .version 8.: restore the one that was there from a backup"),
+        ("DROP TABLE silos", "found another file .version 8.: restore the database from a backup"),
     ],
 )
 def test_another_file_is_refused_with_what_to_do(tmp_path: Path, made: str, said: str) -> None:

@@ -215,7 +215,7 @@ def test_what_was_synced_is_on_the_disk_although_somebody_reads(tmp_path, monkey
     log.append(LogEntry("a", "b"))
     log.sync()
     synced = []
-    monkeypatch.setattr(private_files, "sync_file", lambda path: synced.append(path.read_bytes()))
+    monkeypatch.setattr(private_files, "sync_path", lambda path: synced.append(path.read_bytes()))
     with AuditLog(tmp_path / FOLDER).reading() as reader:
         reader.execute("SELECT count(*) FROM event").fetchone()
         log.append(LogEntry("a", "written while somebody reads"))

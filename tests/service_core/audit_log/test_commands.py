@@ -116,7 +116,7 @@ def test_the_newest_lines_are_shown_alone_whatever_else_the_file_holds(hospital,
     said = capsys.readouterr()
     shown = [LogLine.decode(raw) for raw in said.out.splitlines()]
     assert [line.entry.what for line in shown] == ["event 37", "event 38", "event 39"]
-    assert "line 3 is no line" in said.err
+    assert "line 3 cannot be read" in said.err
     assert last_lines(hospital.home, 3) == shown
     assert silo(["log", "show", "--last", "1", "--what", "event 1", *home]) == 0
     assert "event 19" in capsys.readouterr().out
