@@ -117,7 +117,7 @@ class Policy:
         """
         runs = self.runs
         if manifest.kind.trains and not runs.train:
-            raise validates_only(manifest.rounds, "its policy says train = false under [runs]")
+            raise training_refused(manifest.rounds, "its policy says train = false under [runs]")
         if runs.methods and manifest.method.name not in runs.methods:
             raise RefusedError("E-POLICY-02", f"expected a method of {runs.methods}, found {manifest.method.name!r}")
         if runs.leads and manifest.lead not in runs.leads:
@@ -161,7 +161,7 @@ class Policy:
             )
 
 
-def validates_only(rounds: int, why: str) -> RefusedError:
+def training_refused(rounds: int, why: str) -> RefusedError:
     return RefusedError(
         "E-POLICY-18",
         f"expected an evaluation (rounds=0), since this hospital does not train: {why}; found {rounds} rounds: leave "

@@ -158,7 +158,7 @@ class _Coordinator:
             "version": checks.versions,
             "clock": self._clock,
             "disk": lambda: checks.disk(self.home),
-            "home": lambda: checks.finished(self.home),
+            "home": lambda: checks.interrupted_command(self.home),
         }
         if not (self.home / "pki").exists():
             none = checks.warning("consortium", f"none in {self.home}", "coordinator init NAME --address ...")

@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.api.authorization import Context
-from service_core.operations.health import HealthAnswer, about
+from service_core.operations.health import HealthAnswer, health_metadata
 from service_core.storage import disk
 
 PROBLEMS = ("database", "disk", "scheduler", "maintenance", "stopping")
@@ -85,7 +85,7 @@ class HealthService(health_pb2_grpc.HealthServicer):
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> health_pb2.HealthCheckResponse:
         """Answer, with time, version and problems in the trailing metadata."""
-        context.set_trailing_metadata(about(self._software, self._readiness.problems()))
+        context.set_trailing_metadata(health_metadata(self._software, self._readiness.problems()))
         if request.service not in self._names:
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return health_pb2.HealthCheckResponse(status=self._status(request.service))

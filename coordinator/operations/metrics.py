@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from coordinator.storage.store import CoordinatorStore
 
 _P = "consilium_coordinator"
-_COMMON = metrics.common(_P)
+_COMMON = metrics.common_families(_P)
 PROBLEM = MetricFamily(f"{_P}_problem", "gauge", "Whether this keeps the service from its work: 1 or 0", ("problem",))
 MEMBERS = MetricFamily(f"{_P}_members", "gauge", "Hospitals that are enrolled and not revoked")
 CONNECTED = MetricFamily(f"{_P}_silos_connected", "gauge", "Hospitals that have a session now")

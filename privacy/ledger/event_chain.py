@@ -86,7 +86,7 @@ class EventChain:
             self.secret = ledger_key.require(self.key_file)
             self.units_key = facts["key"].encode()
             self.unkeyed = int(facts["unkeyed"])
-            self._mac_key = derived(self.secret, facts)
+            self._mac_key = derive_key(self.secret, facts)
 
     @property
     def events(self) -> Chain:
@@ -164,7 +164,7 @@ class EventChain:
         db.execute("INSERT INTO meta VALUES('unkeyed',?)", (str(self.unkeyed),))
         if detail:
             facts = {str(k): str(v) for k, v in db.execute("SELECT key, value FROM meta")}
-            self._mac_key = derived(ledger_key.require(key), facts)
+            self._mac_key = derive_key(ledger_key.require(key), facts)
             self.write(db, None, "from version 1", "MIGRATED", detail)
 
     @contextmanager
@@ -204,7 +204,7 @@ def unkeyed_hash(previous: str, event: LedgerEvent) -> str:
     return hashlib.sha256(json.dumps(fields, separators=(",", ":")).encode()).hexdigest()
 
 
-def derived(secret: bytes, facts: dict[str, str]) -> bytes:
+def derive_key(secret: bytes, facts: dict[str, str]) -> bytes:
     """Derive the key of the chain from the secret and all other facts of the file, which it so protects."""
     text = json.dumps(["chain", _CHAIN_VERSION, *(facts[name] for name in _FACTS[1:])]).encode()
     return hmac.new(secret, text, hashlib.sha256).digest()

@@ -304,7 +304,7 @@ class Ledger:
                 task.kind,
                 now(),
                 tuple(planned),
-                owners.own(self.chain.file),
+                owners.own_token(self.chain.file),
                 coordinator=task.coordinator,
             )
             self.enter(db, made, "REFUSED" if refusal else "INTENT")
@@ -341,7 +341,7 @@ class Ledger:
         """Count as spent what a crash left open, but not what another live process is at; return those entries."""
         with self.writing() as (db, account):
             rows = [e for e in account.entries.values() if e.state in OPEN]
-            left = sorted(e.id for e in rows if not owners.alive(self.chain.file, e.owner))
+            left = sorted(e.id for e in rows if not owners.is_alive(self.chain.file, e.owner))
             for entry in left:
                 self.chain.write(db, entry, entry, "SPENT_ON_RECOVERY", "open after a restart: counted in full")
         return left

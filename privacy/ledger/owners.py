@@ -27,7 +27,7 @@ _TOKEN_BITS, _NAME_BITS = 42, 20
 _held: dict[tuple[int, Path], tuple[str, int]] = {}
 
 
-def own(ledger: Path) -> str:
+def own_token(ledger: Path) -> str:
     """Return this process's token at a ledger; the first call locks its byte."""
     here = (os.getpid(), ledger.resolve())
     if here not in _held or not os.path.samestat(os.fstat(_held[here][1]), here[1].parent.stat()):
@@ -41,12 +41,12 @@ def own(ledger: Path) -> str:
     return _held[here][0]
 
 
-def alive(ledger: Path, token: str) -> bool:
+def is_alive(ledger: Path, token: str) -> bool:
     """Return whether another process holds that token."""
     return bool(_TOKEN.fullmatch(token)) and _locked(ledger, _byte(ledger, token), 1)
 
 
-def others(ledger: Path) -> bool:
+def has_others(ledger: Path) -> bool:
     """Return whether other processes use a ledger."""
     return _locked(ledger, _byte(ledger, ""), 1 << _TOKEN_BITS)
 

@@ -38,7 +38,7 @@ def charge_unknown_spending(ledger: Ledger, seen: Sequence[SeenHead], operator: 
     or while a service uses the ledger, E-BUDGET-04 when a charged collection is not registered, or none has a budget;
     as `Ledger.verify` on one that was edited.
     """
-    if owners.others(ledger.chain.file):
+    if owners.has_others(ledger.chain.file):
         raise StateError("E-BUDGET-11", "expected no service on this ledger, found one running: stop it first")
     newest = max(seen, key=lambda s: (s.restored, s.head.seq, bool(s.sealed)), default=SeenHead(ChainHead(0, "")))
     try:

@@ -39,7 +39,7 @@ def sign(receipt: pb.Receipt, key_pem: bytes, certificate_pem: bytes) -> pb.Rece
     return signed
 
 
-def shortened(receipt: bytes, facts: pb.Receipt) -> tuple[bytes, bytes]:
+def shorten_receipt(receipt: bytes, facts: pb.Receipt) -> tuple[bytes, bytes]:
     """Return the fields of a receipt that differ from `facts`, and its signer's certificate, which many receipts share.
 
     The head of the coordinator's log is left out: it is signed and stored separately. Other bytes, and a receipt that
@@ -62,10 +62,10 @@ def shortened(receipt: bytes, facts: pb.Receipt) -> tuple[bytes, bytes]:
         rest.ClearField("attestation")
     kept, signer = rest.SerializeToString(deterministic=True), message.signer_pem
     as_it_came = message.SerializeToString(deterministic=True)
-    return (kept, signer) if signer and whole(kept, facts, signer) == as_it_came else (as_it_came, b"")
+    return (kept, signer) if signer and restore_receipt(kept, facts, signer) == as_it_came else (as_it_came, b"")
 
 
-def whole(kept: bytes, facts: pb.Receipt, signer_pem: bytes) -> bytes:
+def restore_receipt(kept: bytes, facts: pb.Receipt, signer_pem: bytes) -> bytes:
     """Rebuild a shortened receipt; raises DecodeError on other bytes."""
     message = pb.Receipt(signer_pem=signer_pem)
     message.MergeFrom(facts)

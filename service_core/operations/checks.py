@@ -187,7 +187,7 @@ def database(path: Path, rehearse: Callable[[], object]) -> Iterator[Finding]:
         yield ok("database", f"{path} is sound")
 
 
-def finished(home: Path) -> Iterator[Finding]:
+def interrupted_command(home: Path) -> Iterator[Finding]:
     """Report a command that was interrupted while it filled the home; nothing otherwise."""
     if (left := marker_of(home)) is not None:
         yield problem("home", f"a command was interrupted while it filled {home}", f"run it again: {left.again}")

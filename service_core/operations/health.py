@@ -48,7 +48,7 @@ class HealthAnswer:
         )
 
 
-def about(software: str, problems: Iterable[str]) -> tuple[tuple[str, str], ...]:
+def health_metadata(software: str, problems: Iterable[str]) -> tuple[tuple[str, str], ...]:
     """Return the metadata of an answer. problems: single words without details, since silos read them."""
     facts = {
         _TIME: f"{time.time():.3f}",

@@ -50,7 +50,7 @@ class LogFormat(Enum):
     JSON = "json"
 
 
-def chosen(option: LogFormat | None) -> LogFormat | None:
+def chosen_format(option: LogFormat | None) -> LogFormat | None:
     """Return the format set by the option, else by the environment, else None.
 
     Raises ConfigError (E-CFG-02) on an unknown value in the environment.

@@ -131,7 +131,7 @@ def expiries(family: MetricFamily, credentials: Credentials) -> Metric:
     return family.samples(((name,), when.timestamp()) for name, when in ends.items())
 
 
-def common(prefix: str) -> dict[str, MetricFamily]:
+def common_families(prefix: str) -> dict[str, MetricFamily]:
     """Return the metrics of both services, by their names without the prefix."""
     families = (
         MetricFamily(f"{prefix}_build_info", "gauge", "1, with versions as labels", ("version", "protocol", "python")),

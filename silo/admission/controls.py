@@ -39,7 +39,7 @@ from fl_core.types.targets import classes_in
 from fl_core.types.values import State, SurveySums, Tensors
 from privacy.accounting.accountant import Filter
 from privacy.compiled_run import CompiledRun
-from privacy.policy import Policy, check_labels, validates_only
+from privacy.policy import Policy, check_labels, training_refused
 from privacy.policy_terms import BY_HAND
 from privacy.profiles.record import RecordProfile
 from privacy.release_log import InMemoryReleaseLog
@@ -332,7 +332,7 @@ class HospitalControls:
         with self._recording(request, private=False):
             policy = self.policy()
             if manifest.kind.trains and self.home.validation_only:
-                raise validates_only(manifest.rounds, "it joined for validation alone")
+                raise training_refused(manifest.rounds, "it joined for validation alone")
             policy.check_request(manifest)
             if manifest.secagg is not None and policy.secagg.confirmed_peers:
                 identity = SiloIdentity(self.home.path)

@@ -87,7 +87,7 @@ def serve(
         image_cache,
         feature_cache,
     )
-    foreground.serve(settings, as_json, log_format=logs.chosen(log_format), page=show_page)
+    foreground.serve(settings, as_json, log_format=logs.chosen_format(log_format), page=show_page)
 
 
 def _log_of(home: Path | None) -> audit_log.LogOwner:

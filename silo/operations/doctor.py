@@ -57,7 +57,7 @@ class Examination:
             "version": checks.versions,
             "clock": self._clock,
             "disk": lambda: checks.disk(self.home.path),
-            "home": lambda: checks.finished(self.home.path),
+            "home": lambda: checks.interrupted_command(self.home.path),
             "identity": self._identity,
         }
         if SiloIdentity(self.home.path).joined:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from silo.training.trainer import RunRound
 
 _P = "consilium_silo"
-_COMMON = metrics.common(_P)
+_COMMON = metrics.common_families(_P)
 CONNECTED = MetricFamily(f"{_P}_connected", "gauge", "Whether there is a session with the coordinator: 1 or 0")
 ROUND_SECONDS = MetricFamily(
     f"{_P}_round_training_seconds",

@@ -9,7 +9,7 @@ from dataclasses import replace
 from sqlalchemy import Boolean, Column, Double, Index, Integer, LargeBinary, MetaData, String, Table, text
 
 from fl_core.types.enums import TaskKind
-from protos.wire.receipts import shortened
+from protos.wire.receipts import shorten_receipt
 from protos.wire.tasks import TaskKey
 from service_core.storage.generation import FIRST_TABLE, incarnation_table
 from service_core.storage.migration import Step, sql
@@ -292,7 +292,7 @@ def _parts_of_receipts(db: sqlite3.Connection) -> None:
         stated, pem = read_attestation(attested), b""
         entry = replace(OutboxEntry(TaskKey(run_id, round, TaskKind(kind)), *facts), attested=stated)
         if receipt is not None:
-            receipt, pem = shortened(receipt, entry.signed_facts())
+            receipt, pem = shorten_receipt(receipt, entry.signed_facts())
         signer = db.execute(SIGNER, (pem,)).fetchone()[0] if pem else None
         values = json.dumps(stated.signed), bytes.fromhex(stated.sealed) or None, receipt, signer, row
         db.execute("UPDATE tasks SET attested = ?, sealed = ?, receipt = ?, signer = ? WHERE rowid = ?", values)

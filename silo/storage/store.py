@@ -33,7 +33,7 @@ from sqlalchemy.dialects.sqlite import insert as upsert
 from fl_core.types.clinical import ClinicalMetrics
 from fl_core.types.enums import TaskKind
 from privacy.accounting.uncertainty import EvaluationNoise
-from protos.wire.receipts import shortened, whole
+from protos.wire.receipts import restore_receipt, shorten_receipt
 from protos.wire.tasks import TaskKey
 from service_core.storage.object_store import count_objects
 from service_core.storage.sqlite import Database
@@ -298,7 +298,7 @@ class SiloStore:
         with self.database.write() as db:
             if (row := _task(db, key)) is None:
                 return
-            kept, pem = shortened(receipt, _entry(row).signed_facts())
+            kept, pem = shorten_receipt(receipt, _entry(row).signed_facts())
             signer = db.exec_driver_sql(SIGNER, (pem,)).scalar_one() if pem else None
             staged = func.coalesce(tasks.c.staged, self._clock())
             values = {"receipt": kept, "signer": signer, "refused": None, "staged": staged}
@@ -455,7 +455,7 @@ class SiloStore:
             return [
                 row.receipt
                 if row.signer is None
-                else whole(row.receipt, _entry(row).signed_facts(), certificates[row.signer])
+                else restore_receipt(row.receipt, _entry(row).signed_facts(), certificates[row.signer])
                 for row in db.execute(select(tasks).where(tasks.c.receipt.is_not(None)))
             ]
 

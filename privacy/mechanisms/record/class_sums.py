@@ -18,7 +18,7 @@ from privacy.mechanisms.noise.sources import NoiseSource
 from privacy.mechanisms.record.draws import record_keys
 
 ROWS = 64
-"""Examples of a batch of a query, whatever is left of the data: see `filled`."""
+"""Examples of a batch of a query, whatever is left of the data: see `pad_batch`."""
 Subset = Callable[[Tensor], Tensor]
 """Chooses of the examples of one unit."""
 
@@ -84,7 +84,7 @@ class KeyedUnits:
         return KeyedUnits(self.units, self.examples, drawn)
 
 
-def filled(x: Tensor, rows: int) -> Tensor:
+def pad_batch(x: Tensor, rows: int) -> Tensor:
     """Fill a batch (n, ...) with zeros up to a multiple of so many rows.
 
     In another shape kernels add in another order, so one unit more could move the bits of all others.
@@ -204,7 +204,7 @@ def _vectors(query: ClassSums, examples: Examples, device: torch.device | None) 
     rows = []
     with torch.no_grad():
         for x, y in examples.batches(ROWS):
-            vectors = query.vectors(filled(x, ROWS).to(device), filled(y.clamp(min=0), ROWS).to(device))
+            vectors = query.vectors(pad_batch(x, ROWS).to(device), pad_batch(y.clamp(min=0), ROWS).to(device))
             rows.append(vectors[: len(x)].double().cpu())
         if not rows:  # a split without an example: its width alone is needed
             x, y = examples.batch(torch.zeros(0, dtype=torch.long))

@@ -37,7 +37,7 @@ from fl_core.types.values import Examples, MomentSums, Tensors
 from privacy.mechanisms.noise import grid
 from privacy.mechanisms.noise.discrete_gaussian import MAX_SIGMA, MIN_SIGMA
 from privacy.mechanisms.noise.sources import NoiseSource
-from privacy.mechanisms.record.class_sums import ROWS, PrivacyUnits, filled
+from privacy.mechanisms.record.class_sums import ROWS, PrivacyUnits, pad_batch
 
 FINEST = 2.0**-16
 """h where noise leaves room for it. An int64 holds the sum of the products of two thousand million units then."""
@@ -158,7 +158,7 @@ def _products(u: Tensor, second: bool) -> Tensor:
 def _vectors(query: MomentSums, x: Tensor, y: Tensor, device: torch.device | None) -> Tensor:
     """Return the vectors (n, D) in float64, computed in batches of one shape."""
     with torch.no_grad():
-        pairs = zip(torch.split(filled(x, ROWS), ROWS), torch.split(filled(y, ROWS), ROWS), strict=True)
+        pairs = zip(torch.split(pad_batch(x, ROWS), ROWS), torch.split(pad_batch(y, ROWS), ROWS), strict=True)
         vectors = [query.vectors(features.to(device), labels.to(device)).double().cpu() for features, labels in pairs]
     return torch.cat(vectors)[: len(x)]
 

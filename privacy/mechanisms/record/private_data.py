@@ -47,7 +47,7 @@ from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan
 from privacy.mechanisms.noise import grid, sources
 from privacy.mechanisms.noise.sources import NoiseSource
 from privacy.mechanisms.record import survey
-from privacy.mechanisms.record.class_sums import KeyedUnits, PrivacyUnits, class_counts, class_sums, filled
+from privacy.mechanisms.record.class_sums import KeyedUnits, PrivacyUnits, class_counts, class_sums, pad_batch
 from privacy.mechanisms.record.draws import DrawPath, Draws, is_stochastic
 from privacy.mechanisms.record.model_check import validate
 from privacy.mechanisms.record.moments import ReleaseGrid, moment_sums
@@ -153,7 +153,7 @@ class DpSgdLocalData:
 
         def losses(index: Tensor, rows: int = 1) -> Losses:
             x, y = draws.read(index, step)
-            return self._checked(loss(model, filled(x, rows).to(self._device), filled(y, rows).to(self._device)))
+            return self._checked(loss(model, pad_batch(x, rows).to(self._device), pad_batch(y, rows).to(self._device)))
 
         if not micro:
             rows = 1 if draws.unit_by_unit else plan.rows  # a unit that is computed by itself has a shape of its own

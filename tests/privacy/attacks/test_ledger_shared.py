@@ -69,12 +69,12 @@ def test_what_another_service_is_at_stays_open_until_it_is_done_or_gone(tmp_path
         finally:
             other.kill()
     with service(tmp_path / "ledger.db") as other:
-        assert owners.others(tmp_path / "ledger.db")
-        assert not owners.others(tmp_path / "another.db")
+        assert owners.has_others(tmp_path / "ledger.db")
+        assert not owners.has_others(tmp_path / "another.db")
         other.kill()
     assert len(ledger.recover()) == 1
     assert [state for _, state, _ in ledger.entries(SKIN)] == ["SPENT", "SPENT_ON_RECOVERY"]
-    assert not owners.others(tmp_path / "ledger.db")
+    assert not owners.has_others(tmp_path / "ledger.db")
     ledger.verify()
 
 
@@ -123,10 +123,10 @@ def test_a_service_sees_what_another_one_spends(tmp_path: Path, ledger: Ledger) 
 
 def test_an_owner_that_nobody_could_be_is_no_owner(tmp_path: Path, ledger: Ledger) -> None:
     for token in ("", "x", "../../etc/passwd", "0" * 32, "g" * 32):
-        assert not owners.alive(tmp_path / "ledger.db", token)
-    own = owners.own(tmp_path / "ledger.db")
-    assert own == owners.own(tmp_path / "ledger.db")
-    assert not owners.alive(tmp_path / "ledger.db", own)  # what this process left open is for it to count
+        assert not owners.is_alive(tmp_path / "ledger.db", token)
+    own = owners.own_token(tmp_path / "ledger.db")
+    assert own == owners.own_token(tmp_path / "ledger.db")
+    assert not owners.is_alive(tmp_path / "ledger.db", own)  # what this process left open is for it to count
     assert ledger.recover() == []
 
 

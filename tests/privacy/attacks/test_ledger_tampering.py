@@ -115,7 +115,7 @@ def rechained(tmp_path: Path, change: Callable[[LedgerEvent], LedgerEvent], secr
     head = event_chain.START
     for event in events:
         new = change(event)
-        found = event_chain.keyed_hash(event_chain.derived(secret, facts), head.hash, new)
+        found = event_chain.keyed_hash(event_chain.derive_key(secret, facts), head.hash, new)
         db.execute(
             "INSERT INTO event(seq,entry,subject,state,detail,created_at,prev_hash,hash) VALUES(?,?,?,?,?,?,?,?)",
             (*new, head.hash, found),

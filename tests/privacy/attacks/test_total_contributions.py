@@ -22,7 +22,7 @@ from privacy.accounting.release_plan import ReleasePlan, SamplingSchedule
 from privacy.mechanisms.noise import grid
 from privacy.mechanisms.noise.sources import SecureNoise, SeededNoise
 from privacy.mechanisms.record import per_sample_gradients
-from privacy.mechanisms.record.class_sums import KeyedUnits, PrivacyUnits, class_sums, filled, unit_shares
+from privacy.mechanisms.record.class_sums import KeyedUnits, PrivacyUnits, class_sums, pad_batch, unit_shares
 from privacy.mechanisms.record.draws import Draws, is_stochastic, record_keys
 from privacy.mechanisms.record.per_sample_gradients import MODES, PADDING, clipped, per_unit
 from tests.support.federations import Given
@@ -159,9 +159,9 @@ def test_a_model_that_overflows_for_one_record_alone_tells_nothing_of_it(kind: s
     x[:, 0, 0, 0] = 0
     lit = torch.cat((torch.ones(1, 1, 8, 8), x))
     with per_unit(model, mode) as engine:
-        few = engine.clipped_sum(lambda: ce(model, filled(x, 8), filled(y, 8)).per_example, numbers(6), 1.0)
+        few = engine.clipped_sum(lambda: ce(model, pad_batch(x, 8), pad_batch(y, 8)).per_example, numbers(6), 1.0)
         many = engine.clipped_sum(
-            lambda: ce(model, filled(lit, 8), filled(torch.cat((y[:1], y)), 8)).per_example, numbers(7), 1.0
+            lambda: ce(model, pad_batch(lit, 8), pad_batch(torch.cat((y[:1], y)), 8)).per_example, numbers(7), 1.0
         )
     moved = torch.cat([(a - b).flatten() for a, b in zip(few, many, strict=True)])
     assert bool(torch.isfinite(moved).all())
@@ -298,7 +298,9 @@ def test_in_one_shape_a_records_gradient_is_the_same_bit_for_bit_whoever_else_is
             honest, grid_factors = engine, grid.factors
             try:
                 grid.factors = lambda square, clip: grid_factors(square, clip) * (torch.arange(len(square)) == k)
-                return honest.clipped_sum(lambda: ce(model, filled(x, rows), filled(y, rows)).per_example, units, 1.0)
+                return honest.clipped_sum(
+                    lambda: ce(model, pad_batch(x, rows), pad_batch(y, rows)).per_example, units, 1.0
+                )
             finally:
                 grid.factors = grid_factors
 

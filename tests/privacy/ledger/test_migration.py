@@ -104,8 +104,8 @@ def test_another_file_is_refused_with_what_to_do(tmp_path: Path, made: str, mess
 def test_a_later_version_of_the_schema_leaves_the_key_of_the_chain() -> None:
     facts = {"schema_version": "3", "ledger_id": "a", "key": "b", "unkeyed": "0"}
     later = facts | {"schema_version": "4"}
-    assert event_chain.derived(b"secret", facts) == event_chain.derived(b"secret", later)
-    assert event_chain.derived(b"secret", facts) != event_chain.derived(b"secret", facts | {"key": "other"})
+    assert event_chain.derive_key(b"secret", facts) == event_chain.derive_key(b"secret", later)
+    assert event_chain.derive_key(b"secret", facts) != event_chain.derive_key(b"secret", facts | {"key": "other"})
 
 
 def test_a_schema_that_is_laid_out_anew_is_no_change(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fl_core.errors import ConfigError
 from service_core.console import show_reply
 from service_core.operations import checks
 from service_core.operations.checks import FindingLevel
-from service_core.operations.health import HealthAnswer, about
+from service_core.operations.health import HealthAnswer, health_metadata
 from service_core.pki import certificates
 from service_core.pki.identity import Address
 from service_core.version import PROTOCOL, software
@@ -209,7 +209,7 @@ def test_another_build_of_the_same_protocol_is_a_warning_that_names_both():
 
 
 def test_what_is_said_is_what_is_read():
-    answer = HealthAnswer.of(True, about("consilium\n\x1b[31m 1", ("disk", "database")), 0, 0)
+    answer = HealthAnswer.of(True, health_metadata("consilium\n\x1b[31m 1", ("disk", "database")), 0, 0)
     assert (answer.protocol, answer.software, answer.problems) == (PROTOCOL, "consilium[31m 1", ("disk", "database"))
 
 

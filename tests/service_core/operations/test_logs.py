@@ -159,13 +159,13 @@ def test_measurements_of_a_hospital_stay_out_of_its_log(caplog):
 
 def test_the_environment_chooses_and_a_wrong_word_is_refused(monkeypatch):
     monkeypatch.delenv(logs.VARIABLE, raising=False)
-    assert logs.chosen(None) is None
+    assert logs.chosen_format(None) is None
     monkeypatch.setenv(logs.VARIABLE, "json")
-    assert logs.chosen(None) is LogFormat.JSON
-    assert logs.chosen(LogFormat.TEXT) is LogFormat.TEXT
+    assert logs.chosen_format(None) is LogFormat.JSON
+    assert logs.chosen_format(LogFormat.TEXT) is LogFormat.TEXT
     monkeypatch.setenv(logs.VARIABLE, "xml")
     with pytest.raises(ConfigError, match="E-CFG-02"):
-        logs.chosen(None)
+        logs.chosen_format(None)
 
 
 def test_what_a_library_writes_to_standard_error_is_a_line_of_json_too(tmp_path):

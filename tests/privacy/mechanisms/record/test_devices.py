@@ -18,7 +18,7 @@ from fl_core.types.values import ClassSums, Examples
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.mechanisms.noise import grid
 from privacy.mechanisms.noise.sources import SeededNoise
-from privacy.mechanisms.record.class_sums import filled
+from privacy.mechanisms.record.class_sums import pad_batch
 from privacy.mechanisms.record.draws import record_keys
 from privacy.mechanisms.record.per_sample_gradients import MODES, PADDING, per_unit
 from tests.support.data import write_image
@@ -89,7 +89,7 @@ def test_no_record_changes_anothers_share_on_any_device(device: str, mode: str) 
         grid.factors = lambda square, clip: honest(square, clip) * (torch.arange(len(square), device=device) == k)
         try:
             with per_unit(model, mode) as engine:
-                return engine.clipped_sum(lambda: ce(model, filled(x, 16), filled(y, 16)).per_example, units, 1.0)
+                return engine.clipped_sum(lambda: ce(model, pad_batch(x, 16), pad_batch(y, 16)).per_example, units, 1.0)
         finally:
             grid.factors = honest
 
