@@ -272,7 +272,7 @@ def test_a_log_of_0_1_0_is_taken_over_byte_for_byte_and_goes_on(older):
     for _ in range(2):  # once
         with closing(AuditLog(older / FOLDER)) as log:
             log.append(LogEntry("a", "b"))
-            assert log.restored().number == 19
+            assert log.restored().seq == 19
             head = log.kept("silo://test/north")
             assert head is not None
             assert head.number == 9

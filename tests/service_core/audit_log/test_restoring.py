@@ -218,7 +218,7 @@ def test_the_log_and_the_ends_that_are_kept_are_in_a_backup_and_the_restore_is_a
         (last,) = last_lines(tmp_path / "new", 1)
         assert last.entry.what == "restored"
         assert f"--restored {last.number}" in told
-        assert log.restored().number == last.number
+        assert log.restored().seq == last.number
         kept = log.kept(OTHER)
         assert kept is not None
         assert kept.number == 3
