@@ -160,7 +160,7 @@ def serve(
 
     checks.host_and_port(bind)
     Authority.open(home).unlock()
-    logs.set_up(logs.chosen(log_format) or logs.LogFormat.TEXT, home)
+    logs.set_up(logs.chosen_format(log_format) or logs.LogFormat.TEXT, home)
     for package in loading.load_distributions(extension):
         log.info("runs may use the %s %s", package.kind, package)
     with ShutdownSignals(service=True) as signals:

@@ -166,7 +166,7 @@ class _Coordinator:
         database, pki = self.home / FILE, self.home / "pki"
         beside = [database, *(database.with_name(f"{database.name}-{end}") for end in ("wal", "shm"))]
         return listed | {
-            "modes": lambda: checks.closed_to_others(self.home, beside, [pki, pki / "ca.key", *self._pems()]),
+            "modes": lambda: checks.file_modes(self.home, beside, [pki, pki / "ca.key", *self._pems()]),
             "database": lambda: checks.database(database, self._rehearse),
             "certificate": self._certificates,
             "service": self._service,

@@ -47,7 +47,7 @@ def prove(
     return coverage, True
 
 
-def read_proof(file: Path) -> silo_side.Proof:
+def read_proof(file: Path) -> silo_side.CensusProof:
     """Read what a census was opened from; raises SecaggError (E-RUN-48) on bytes that are no such thing."""
     try:
         message = pb.SecaggCensus.FromString(file.read_bytes())
@@ -70,7 +70,7 @@ def read_proof(file: Path) -> silo_side.Proof:
     except (DecodeError, ValueError, LookupError, ProtocolError) as error:
         raise SecaggError("E-RUN-48", f"expected what a census was opened from, found other bytes: {error}") from error
     seeds = {seed.member: seed.seed for seed in message.seeds if seed.block == BLOCK_OF_CLASSES}
-    return silo_side.Proof(seal, {c.index: c.signature for c in message.confirmations}, read, seeds)
+    return silo_side.CensusProof(seal, {c.index: c.signature for c in message.confirmations}, read, seeds)
 
 
 def _upload(update: BundleFile) -> MaskedUpload:

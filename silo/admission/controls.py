@@ -37,7 +37,7 @@ from fl_core.types.enums import Capability
 from fl_core.types.interfaces import DataFactory, LocalData, RoundData
 from fl_core.types.targets import classes_in
 from fl_core.types.values import State, SurveySums, Tensors
-from privacy.accounting.accountant import Filter
+from privacy.accounting.accountant import PrivacyFilter
 from privacy.compiled_run import CompiledRun
 from privacy.policy import Policy, check_labels, training_refused
 from privacy.policy_terms import BY_HAND
@@ -461,7 +461,7 @@ class HospitalControls:
             from privacy.ledger.registration import unit_of
             from privacy.ledger.run_ledger import RunLedger
 
-            limit = Filter.of(policy.privacy.epsilon, policy.privacy.delta)
+            limit = PrivacyFilter.of(policy.privacy.epsilon, policy.privacy.delta)
             ledger = RunLedger(self.ledger, run, dataset, policy.caps(), limit, self.coordinator)
             if isinstance(profile, RecordProfile):
                 ledger.once = profile.survey_release(index, floors.counted) or ""
