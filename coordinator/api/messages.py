@@ -128,10 +128,8 @@ def arrivals(updates: Iterable[Contribution]) -> list[pb.Arrival]:
 
 def declarations(run_id: str, store: CoordinatorStore) -> list[pb.Declaration]:
     """Return what each silo stated with its newest update of a run, without what is sealed for it alone."""
-    listed = []
-    for name, (round, stated) in sorted(store.attestations.newest_of_run(run_id).items()):
-        listed.append(pb.Declaration(silo=name, round=round, stated=stated))
-    return listed
+    newest = sorted(store.attestations.newest_of_run(run_id).items())
+    return [pb.Declaration(silo=name, round=round, stated=stated) for name, (round, stated) in newest]
 
 
 def round_info(

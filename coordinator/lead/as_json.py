@@ -67,6 +67,7 @@ _OWN_FORM = {"kind", "correct", "examples", "personal", "medians", "clinical", "
 
 def round_json(info: pb.RoundInfo) -> Mapping[str, object]:
     """Convert a round. correct, examples: sums as they were released, with noise of standard deviation noise_std."""
+    clinical = accuracy.clinical_of(info)
     return {
         **{f.name: _plain(getattr(info, f.name)) for f in fields(RoundRecord) if f.name not in _OWN_FORM},
         "kind": kind_word(info.kind),
@@ -74,7 +75,7 @@ def round_json(info: pb.RoundInfo) -> Mapping[str, object]:
         "norm_medians": dict(info.medians),
         **accuracy.sums_json(info.correct, info.examples, accuracy.noise_of(info)),
         **measures.as_json(accuracy.result_of(info)),
-        "clinical": clinical_json(info),
+        "clinical": clinical and intervals.facts(clinical),
         **by_hospital_json(info),
         "opened": info.opened_unix,
         "closed": info.closed_unix or None,
@@ -86,11 +87,6 @@ def _plain(value: Any) -> object:  # noqa: ANN401 - of a message
     if isinstance(value, Mapping):
         return dict(value)
     return value if isinstance(value, str | int | float) else list(value)
-
-
-def clinical_json(info: pb.RoundInfo) -> Mapping[str, object] | None:
-    clinical = accuracy.clinical_of(info)
-    return None if clinical is None else intervals.facts(clinical)
 
 
 def by_hospital_json(info: pb.RoundInfo) -> Mapping[str, object]:

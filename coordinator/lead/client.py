@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import TypeVar
 
@@ -190,17 +191,12 @@ class LeadClient:
 
     def events(self, run: str, after: int = 0) -> list[pb.Event]:
         """Return what has happened in a run so far, from an event number on."""
-        events = []
         with self._errors():
             call = self._lead.Watch(pb.WatchRequest(run_id=run, after=after), timeout=_DEADLINE_S)
             try:
-                for event in call:
-                    if is_live(event):  # what is stored has come
-                        break
-                    events.append(event)
+                return list(takewhile(lambda event: not is_live(event), call))  # then all that is stored has come
             finally:
                 call.cancel()
-        return events
 
     def fetch(self, digest: str, path: Path, limit: int) -> None:
         """Write an object to a file; raises ProtocolError (E-WIRE-04) when other bytes arrive, or more than `limit`."""

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from statistics import fmean
 from typing import Protocol
 
 from rich.console import Console, Group
@@ -183,8 +184,5 @@ def _columns(shares: Sequence[float | None], width: int) -> list[float | None]:
     if len(shares) <= width:
         return [share for share in shares for _ in range(width // len(shares))]
     ends = [len(shares) * k // width for k in range(width + 1)]
-    means: list[float | None] = []
-    for begin, end in pairwise(ends):
-        measured = [v for v in shares[begin:end] if v is not None]
-        means.append(sum(measured) / len(measured) if measured else None)
-    return means
+    measured = ([v for v in shares[begin:end] if v is not None] for begin, end in pairwise(ends))
+    return [fmean(values) if values else None for values in measured]

@@ -14,7 +14,7 @@ bound are clipped, counted and reported.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
@@ -94,7 +94,8 @@ class FixedPointFormat:
         bound, scale, exact = self.bound(segment), 2.0 ** self.frac_bits(segment), _numpy(value).astype(np.float64)
         clipped = 0
         if not (exact.min(initial=0.0) >= -bound and exact.max(initial=0.0) <= bound):  # or NaN
-            check_finite(segment, value)
+            if not np.isfinite(exact).all():
+                raise ProtocolError("E-WIRE-05", f"expected finite numbers in {segment!r}, found NaN or infinity")
             outside, top = np.abs(exact) > bound, float(math.floor(bound * scale)) / scale
             exact, clipped = np.where(outside, np.copysign(top, exact), exact), int(np.count_nonzero(outside))
         exact *= scale  # in place, as the next: most of the time goes where new memory is asked for
@@ -132,11 +133,7 @@ class FixedPoint(Guard):
         self.clipped = 0
 
     def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:  # noqa: ARG002
-        return {name: self._encode(name, part) for name, part in bundle.items()}
-
-    def _encode(self, name: str, part: Part) -> Part:
-        total = {key: self._units(self.grid.segment(name, key), value) for key, value in part.total.items()}
-        return Part(total, self._units(self.grid.segment(name, None), part.weight))
+        return self._converted(bundle, self._units)
 
     def _units(self, segment: str, value: Tensor) -> Tensor:
         units, clipped = self.grid.encode(segment, value)
@@ -144,17 +141,14 @@ class FixedPoint(Guard):
         return units
 
     def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
-        return {name: self._decode(name, part) for name, part in total.items()}
+        return self._converted(total, self.grid.decode)
 
-    def _decode(self, name: str, part: Part) -> Part:
-        total = {key: self.grid.decode(self.grid.segment(name, key), value) for key, value in part.total.items()}
-        return Part(total, self.grid.decode(self.grid.segment(name, None), part.weight))
-
-
-def check_finite(segment: str, value: Tensor) -> None:
-    """Raise ProtocolError (E-WIRE-05) on NaN or infinity."""
-    if not np.isfinite(_numpy(value)).all():  # NumPy takes a fifth of torch's time for this
-        raise ProtocolError("E-WIRE-05", f"expected finite numbers in {segment!r}, found NaN or infinity")
+    def _converted(self, bundle: Bundle, convert: Callable[[str, Tensor], Tensor]) -> Bundle:
+        segment, converted = self.grid.segment, {}
+        for name, part in bundle.items():
+            total = {key: convert(segment(name, key), value) for key, value in part.total.items()}
+            converted[name] = Part(total, convert(segment(name, None), part.weight))
+        return converted
 
 
 def check_layout(bundle: Bundle, layout: Layout) -> None:

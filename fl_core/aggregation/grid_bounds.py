@@ -84,17 +84,14 @@ class _Bounds:
     def _weight(self, part: str, spec: PartSpec) -> tuple[float, float]:
         """Return the most that a weight is, and that noise adds to it."""
         if part in (*GLOBAL_PARTS, OWN):
-            each = math.prod(self._check.layout[METRICS].weight_shape) if self._counts_each_label(part) else 1
+            of_labels = part == CLINICAL_PART and self._check.multi_label  # counts an example once for each label
+            each = math.prod(self._check.layout[METRICS].weight_shape) if of_labels else 1
             return each * self._test, NOISE_STDS * self._check.noise.get(part, 0.0)
         rule, size = self._check.rule(part, bool(spec.weight_shape)), self._train
         weight = {Weighing.ONCE: 1.0, Weighing.QUALITY: max(size, math.e), Weighing.EXAMPLES: size}[rule.weight]
         rows = self._check.noisy_rows
         noisy = rows is not None and spec.weight_shape and rule.weight is not Weighing.ONCE
         return weight, NOISE_STDS * rows.count if rows is not None and noisy else 0.0
-
-    def _counts_each_label(self, part: str) -> bool:
-        """Tell whether a part counts an example once for each of its labels, in one number."""
-        return part == CLINICAL_PART and self._check.multi_label
 
     def _value(self, part: str, spec: PartSpec, weight: float) -> float:
         """Return the most that a number of a part's total is."""

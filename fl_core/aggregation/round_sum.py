@@ -211,11 +211,11 @@ class NormClippedSum(RoundSum):
 
         All of them are cut then and none is refused: the bound holds, and the run goes on.
         """
-        moved = set[str]()
-        for block, norms in self._by_block().items():
-            if 2 * sum(self._is_absurd(block, n, references) for n in norms) >= len(norms):
-                moved.add(block)
-        return frozenset(moved)
+        return frozenset(
+            block
+            for block, norms in self._by_block().items()
+            if 2 * sum(self._is_absurd(block, n, references) for n in norms) >= len(norms)
+        )
 
     def _is_absurd(self, block: str, norm: float, references: Mapping[str, float]) -> bool:
         """Tell whether neither the other updates nor the manifest explain a norm."""
@@ -301,12 +301,8 @@ class NormClippedSum(RoundSum):
             sent = row[~row.isnan()].tolist()
             bounds.append(self._options.rows * (lower_median(sent) if len(sent) >= MIN_UPDATES_FOR_MEDIAN else overall))
         bound = torch.tensor(bounds, dtype=torch.float64)
-        factors = {}
-        for name, row in rows.items():
-            factor = torch.where(row > bound, bound / row, 1.0).nan_to_num(1.0)
-            if bool((factor < 1).any()):
-                factors[name] = factor
-        return factors
+        factors = {name: torch.where(row > bound, bound / row, 1.0).nan_to_num(1.0) for name, row in rows.items()}
+        return {name: factor for name, factor in factors.items() if bool((factor < 1).any())}
 
 
 def require_direction(measured: UpdateNorms, name: str, bias: Tensor | None) -> None:

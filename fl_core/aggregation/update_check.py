@@ -365,10 +365,10 @@ def norms(part: str, tensors: Mapping[str, Tensor]) -> dict[str, float]:
 
 def _by_block(name: str, squares: Mapping[str, Tensor]) -> dict[str, float]:
     """Sum squares of values and, apart, those of batch norm's statistics."""
-    found: dict[str, list[float]] = {}
+    of_block: dict[str, list[float]] = {}
     for key, square in squares.items():
-        found.setdefault(f"{name}.buffers" if key.endswith(BUFFERS) else name, []).append(float(square))
-    return {block: math.fsum(values) for block, values in found.items()}
+        of_block.setdefault(f"{name}.buffers" if key.endswith(BUFFERS) else name, []).append(float(square))
+    return {block: math.fsum(values) for block, values in of_block.items()}
 
 
 def _block_squares(value: Tensor, scale: float) -> Iterator[float]:

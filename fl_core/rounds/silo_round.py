@@ -91,14 +91,12 @@ def _finite_or_zero(update: Bundle) -> Bundle:
     trained = [part for name, part in update.items() if name not in METRIC_PARTS]
     if all(tensor_maps.all_finite({**part.total, "": part.weight}) for part in trained):
         return update
-    finite = {}
-    for name, part in update.items():
-        if name in METRIC_PARTS:
-            finite[name] = part
-            continue
-        total = {key: torch.zeros_like(value) for key, value in part.total.items()}
-        finite[name] = Part(total, part.weight.nan_to_num(0.0, 0.0, 0.0))
-    return finite
+    zeros = {
+        name: Part({key: torch.zeros_like(v) for key, v in part.total.items()}, part.weight.nan_to_num(0.0, 0.0, 0.0))
+        for name, part in update.items()
+        if name not in METRIC_PARTS
+    }
+    return {**update, **zeros}
 
 
 @dataclass(frozen=True, slots=True)
