@@ -280,7 +280,7 @@ def test_an_update_that_comes_after_the_seal_is_refused_and_leaves_nothing(four:
         run = four.submit(agreed)
         heard(four, run.id, "sealed")
         (offer,) = (m.offer for m in people["west"].received if m.HasField("offer"))
-        with pytest.raises(grpc.RpcError, match=r"E-RUN-06.*set is fixed"):
+        with pytest.raises(grpc.RpcError, match=r"E-RUN-06.*set was fixed"):
             send(four.transfer("west"), "west", offer, b"an update")
         assert four.server.uploads.all() == []
         assert "west" not in four.server.store.contributions.received(run.id, 0)
@@ -345,7 +345,7 @@ def test_a_set_waits_for_its_lost_update_and_takes_no_other(four: World) -> None
         assert "E-RUN-45" in run.reason
         assert "none here of north" in run.reason
         *_, offer = (m.offer for m in people["north"].received if m.HasField("offer"))  # a slow machine offers again
-        with pytest.raises(grpc.RpcError, match=r"E-RUN-06.*set is fixed"):
+        with pytest.raises(grpc.RpcError, match=r"E-RUN-06.*set was fixed"):
             send(four.transfer("north"), "north", offer, b"another update")
         people["north"].stop()
         people["north"] = MaskedSilo(four, "north", people["north"].memory)
@@ -389,7 +389,7 @@ def test_two_silent_of_three_pause_the_run_which_asks_for_the_same_set_when_it_i
         run = world.ended(run.id)
         assert run.state is RunState.PAUSED
         assert "E-RUN-45" in run.reason
-        assert "found 1; without an answer: north, east" in run.reason
+        assert "found 1; no answer from north, east" in run.reason
         wakes.append("now")
         world.server.runs.resume(run.id)
         assert world.finished(run.id).model_digest == simulated(agreed)
