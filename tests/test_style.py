@@ -108,7 +108,7 @@ def test_files_that_people_rely_on_are_replaced_at_once() -> None:
     calls = r"""\.(?:write_text|write_bytes)\(|\.open\((?:mode=)?["'][wxa]|savefig\((?!buffer|picture|FILE)"""
     in_place = {p.name for p in SOURCES if re.search(calls, p.read_text())}
     logs_and_locks = {"processes.py", "pinned_peers.py"}
-    renamed_or_checked = {"client.py", "export.py", "checkpoints.py", "log.py", "liveness.py", "secagg.py"}
+    renamed_or_checked = {"client.py", "export.py", "checkpoints.py", "log.py", "liveness.py", "census.py"}
     assert in_place <= logs_and_locks | renamed_or_checked
 
 
