@@ -173,7 +173,7 @@ class TaskAccess:
             self._access._ledger.commit(output)
 
 
-class Admission(NamedTuple):
+class AdmissionDecision(NamedTuple):
     """The hospital's yes. access: to a question about data   task: to a question about a task."""
 
     run: CompiledRun
@@ -264,12 +264,12 @@ class HospitalControls:
 
     def _attestation_reminded(self) -> Attestation:
         try:
-            found = Attestation(*json.loads(self.home.attested.read_text()))
-            if not all(type(v) is type(known) for v, known in zip(found, Attestation(), strict=True)):
+            attested = Attestation(*json.loads(self.home.attested.read_text()))
+            if not all(type(v) is type(known) for v, known in zip(attested, Attestation(), strict=True)):
                 raise TypeError("it is no attestation")
         except (OSError, ValueError, TypeError, RecursionError):
             return Attestation()  # the coordinator never reminded this home of anything
-        return found
+        return attested
 
     def record_attestation(self, seen: Attestation) -> None:
         """Take what the coordinator remembers of this hospital's ledger; raises as `check`.
@@ -299,7 +299,7 @@ class HospitalControls:
         if seen.seq or self.home.ledger.exists():
             self.ledger.require(ChainHead(seen.seq, seen.head))
 
-    def admit(self, request: AdmissionRequest) -> Admission:
+    def admit(self, request: AdmissionRequest) -> AdmissionDecision:
         """Admit a question of any kind of run, or raise: the one door to this hospital's data, budget and memory.
 
         A run is checked against the policy, the declared classes, the hospital's decision and the day's room for runs
@@ -316,7 +316,7 @@ class HospitalControls:
         policy, run = self._admitted_run(request)
         memory, a_day = self.store.answers, ReleaseFloors.of(policy, run).a_day
         if (task := request.task) is not None:
-            return Admission(run, task=self._admitted_task(run, task, a_day))
+            return AdmissionDecision(run, task=self._admitted_task(run, task, a_day))
         memory.require_room(request.run_id, a_day)
         access = None
         with self._recording(request, run.private):
@@ -324,7 +324,7 @@ class HospitalControls:
                 access = self._access(run, policy, request.data, request.declared)
             if request.whole is not None:
                 _require_budget(run, request.whole)
-        return Admission(run, access)
+        return AdmissionDecision(run, access)
 
     def _admitted_run(self, request: AdmissionRequest) -> tuple[Policy, CompiledRun]:
         """Return the policy and the run that this hospital takes part in; raises as `admit`."""
@@ -487,8 +487,8 @@ class HospitalControls:
         def approved() -> frozenset[str] | None:
             if policy.runs.approve != BY_HAND:
                 return None
-            found = [RunRequest.from_json(approval.request) for approval in self.store.approvals.approved(digest)]
-            return frozenset(r.survey.digest for r in found if r is not None and r.survey is not None)
+            requests = [RunRequest.from_json(approval.request) for approval in self.store.approvals.approved(digest)]
+            return frozenset(r.survey.digest for r in requests if r is not None and r.survey is not None)
 
         def opened(data: RoundData) -> RememberedSurvey:
             def answers(query: SurveySums) -> Tensors:

@@ -51,7 +51,7 @@ def trains(home: Home) -> bool:
 def digest_of(home: Home) -> str:
     """Return the SHA-256 of the policy file, whatever it says; empty where there is none, or none that can be read."""
     try:
-        found = open_file(home.policy)
+        opened = open_file(home.policy)
     except RefusedError:
         return ""
-    return "" if found is None else hashlib.sha256(found[0]).hexdigest()
+    return "" if opened is None else hashlib.sha256(opened[0]).hexdigest()

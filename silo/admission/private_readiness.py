@@ -34,21 +34,21 @@ def missing_requirements(
     policy: Policy, ledger: Collections | None, declared: Collection[str]
 ) -> list[MissingRequirement]:
     """List what is missing. ledger: None where there is none   declared: classes, where the policy names none."""
-    found = []
+    missing = []
     if not (policy.privacy.labels or declared):
-        found.append(MissingRequirement("classes declared", "policy.toml: [privacy] labels = [...]"))
+        missing.append(MissingRequirement("classes declared", "policy.toml: [privacy] labels = [...]"))
     known = [name for name in ([] if ledger is None else ledger.collections()) if "/" in name]
     if not known:
-        found.append(MissingRequirement("data registered", "silo ledger register --data REF"))
+        missing.append(MissingRequirement("data registered", "silo ledger register --data REF"))
     without = [name for name in known if ledger is not None and ledger.budget(name) is None]
     if not known or without:
         what = f"a budget for {', '.join(without)}" if without else "a budget"
-        found.append(MissingRequirement(what, "silo ledger budget set NAME"))
-    return found
+        missing.append(MissingRequirement(what, "silo ledger budget set NAME"))
+    return missing
 
 
-def with_all(error: RefusedError, found: list[MissingRequirement]) -> RefusedError:
+def with_all(error: RefusedError, missing: list[MissingRequirement]) -> RefusedError:
     """Return a refusal that names everything that is missing, where that is more than the first thing."""
-    if error.code not in NOT_READY or len(found) < 2:
+    if error.code not in NOT_READY or len(missing) < 2:
         return error
-    return RefusedError(error.code, "not ready for private runs, lacks " + "; ".join(f"{w} ({r})" for w, r in found))
+    return RefusedError(error.code, "not ready for private runs, lacks " + "; ".join(f"{w} ({r})" for w, r in missing))

@@ -13,7 +13,7 @@ from fl_core.types.records import FEATURES
 from privacy.accounting.release_plan import TEST
 from privacy.compiled_run import CompiledRun
 from service_core.console import counted
-from silo.reports.leaving import NO_PRIVACY, UpdateContents
+from silo.reports.disclosure import NO_PRIVACY, UpdateContents
 from silo.reports.run_request import RunRequest, SurveyPreview
 from silo.reports.spending import charges_of
 
@@ -62,7 +62,7 @@ def request_of(
     The charges are the most that the run takes: class counts that were released before cost nothing again.
     """
     manifest, profile = run.manifest, run.profile
-    leaves, terms = update_contents(run), profile.terms
+    contents, terms = update_contents(run), profile.terms
     try:
         index = manifest.index(silo)
     except ConfigError:
@@ -79,7 +79,7 @@ def request_of(
         rounds=manifest.rounds,
         hospitals=len(manifest.members),
         lead=manifest.lead,
-        start="" if manifest.start is None else f"{manifest.start}{_beside(manifest)}",
+        start="" if manifest.start is None else f"{manifest.start}{_compared_with(manifest)}",
         extensions=tuple(map(str, manifest.extensions)),
         profile=manifest.privacy.name,
         epsilon=None if terms is None else terms.epsilon,
@@ -88,11 +88,11 @@ def request_of(
         rng="" if terms is None else terms.rng,
         test_data="" if terms is None else terms.test_data,
         prototypes=member is not None and member.prototypes and bool({"prototypes", "moments"} & {*manifest.layout}),
-        parts=leaves.parts,
-        tensors=leaves.tensors,
-        word=leaves.word,
+        parts=contents.parts,
+        tensors=contents.tensors,
+        word=contents.word,
         charges=charges,
-        masked=(leaves.word, leaves.beside) if leaves.beside else (),
+        masked=(contents.word, contents.beside) if contents.beside else (),
         sums_of=run.updates.sums_of,
         others=tuple(m.name for m in manifest.members if m.name != silo and run.updates.sums_of),
         shared=shared,
@@ -102,7 +102,7 @@ def request_of(
     )
 
 
-def _beside(manifest: RunManifest) -> str:
+def _compared_with(manifest: RunManifest) -> str:
     terms = manifest.evaluation
     if not terms.beside:
         return ""

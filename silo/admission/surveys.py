@@ -99,7 +99,7 @@ def remembered_answers(
     """Answer without noise what the hospital's memory allows; records are told apart by the least bins."""
     least = tuple(question.least for question in query.questions)
     records = surveyed((*query.questions, *least), train, test, query.n_classes, progress)
-    found = exact_answers(query, replace(records, shares=records.shares[: len(least)]))
+    answers = exact_answers(query, replace(records, shares=records.shares[: len(least)]))
     countable, start = list[Countable](), len(least)
     for k, (question, place) in enumerate(places(query.questions, query.n_classes)):
         if not query.answers(question):
@@ -114,17 +114,17 @@ def remembered_answers(
                 for own, n in zip(shares, whole, strict=True)
             ]
         numbers = (records.of_patients(records.shares[k]) > 0).sum(0).tolist()
-        free = frozenset(cell for cell, held in zip(cells, found[HELD][place], strict=True) if not held)
+        free = frozenset(cell for cell, held in zip(cells, answers[HELD][place], strict=True) if not held)
         countable.append(
             Countable(question.name, str(question), within, shares, dict(zip(cells, numbers, strict=True)), free)
         )
     told = decide(surveyed_patients(train, test, classes), countable)
     leave = [cell in told.get(question.name, ()) for question in query.questions for cell in question.cells(classes)]
-    return withhold(found, ~torch.tensor(leave))
+    return withhold(answers, ~torch.tensor(leave))
 
 
-def answers_digest(found: Tensors) -> str:
-    return tensor_maps.digest({name: value.double() + 0.0 for name, value in found.items()})
+def answers_digest(answers: Tensors) -> str:
+    return tensor_maps.digest({name: value.double() + 0.0 for name, value in answers.items()})
 
 
 class RememberedSurvey(LocalDataWrapper):
@@ -143,9 +143,9 @@ class RememberedSurvey(LocalDataWrapper):
         """Sum a query; numbers of a survey that are others than the approved ones are all held back."""
         if not isinstance(query, SurveySums):
             return super().sum(query, bound=bound, split=split)
-        found, approved = self._answers(query), self._approved()
-        if approved is None or answers_digest(found) in approved:
-            return found
+        answers, approved = self._answers(query), self._approved()
+        if approved is None or answers_digest(answers) in approved:
+            return answers
         log.warning("a survey is held back: its numbers are others than this hospital approved; ask in a new survey")
         return nothing_told(query)
 
@@ -161,8 +161,14 @@ def survey_preview(run: CompiledRun, dataset: SiloDataset, withheld: DisclosureL
         images, digest = None, ""
         noise = profile.plan(0).survey[0].mechanism.noise * sensitivity(query)
     else:
-        found = remembered_answers(query, dataset.train, dataset.test, classes, decide)
-        images, patients, held, digest, noise = found[IMAGES], found[PATIENTS], found[HELD], answers_digest(found), 0.0
+        answers = remembered_answers(query, dataset.train, dataset.test, classes, decide)
+        images, patients, held, digest, noise = (
+            answers[IMAGES],
+            answers[PATIENTS],
+            answers[HELD],
+            answers_digest(answers),
+            0.0,
+        )
     rows = list[SurveyRow]()
     for question, place in places(query.questions, query.n_classes):
         refused = not query.answers(question)

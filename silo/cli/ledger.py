@@ -21,7 +21,7 @@ from service_core.command_line import command
 from service_core.console import OUT, Facts, Reply, Rows
 from service_core.storage.chain import ChainHead
 from silo.cli.options import DataRootOption, SiloHome, open_store
-from silo.reports.leaving import Unprotected
+from silo.reports.disclosure import Unprotected
 from silo.storage.home import Home
 from silo.storage.tasks import UnprotectedUpdate
 
@@ -59,11 +59,11 @@ def show_ledger(
         return _no_ledger(updates, home.shares_ledger)
     ledger = _ledger(home)
     counts = {name: unprotected(ledger, name, updates) for name in ledger.collections()}
-    found = [collection_json(ledger, name) | {"unprotected": count._asdict()} for name, count in counts.items()]
+    collections = [collection_json(ledger, name) | {"unprotected": count._asdict()} for name, count in counts.items()]
     head = ledger.head()
     return Reply(
-        {"collections": found, "events": head.seq, "head": head.hash},
-        _shown(found, counts, home.shares_ledger, entries),
+        {"collections": collections, "events": head.seq, "head": head.hash},
+        _shown(collections, counts, home.shares_ledger, entries),
     )
 
 
@@ -123,9 +123,9 @@ def register(
 
     ledger = _ledger(home, make=True)
     loaded = datasets.load(loading.load_of_reference(data), data_root=data_root)
-    found = registration.register(ledger, loaded, name or loaded.origin)
+    registered = registration.register(ledger, loaded, name or loaded.origin)
     words = {True: "a new version is registered", False: "was registered before"}
-    return Reply({"collections": found}, [Facts([(name, words[new]) for name, new in found.items()])])
+    return Reply({"collections": registered}, [Facts([(name, words[new]) for name, new in registered.items()])])
 
 
 @budget.command("set")
@@ -195,10 +195,10 @@ def restore(
                 SeenHead(ChainHead(s.seq, s.head), bytes.fromhex(s.sealed), s.restored)
                 for s in HospitalControls(home, store).all_attestations()
             ]
-        found = charge_unknown_spending(
+        charged = charge_unknown_spending(
             Ledger(home.ledger, home.ledger_key, older=True), seen, operator or getpass.getuser()
         )
-    return Reply({"charged": found}, [Facts([(name, f"charged {what}") for name, what in found.items()])])
+    return Reply({"charged": charged}, [Facts([(name, f"charged {what}") for name, what in charged.items()])])
 
 
 @app.command("place")
@@ -287,20 +287,20 @@ _LEGEND = (
 
 
 def _shown(
-    found: Sequence[Json], counts: Mapping[str, Unprotected], shared: bool, entries: bool
+    collections: Sequence[Json], counts: Mapping[str, Unprotected], shared: bool, entries: bool
 ) -> Iterator[str | Rows]:
     """Say what was spent, and of which collections updates left that no spending covers.
 
     shared: other homes may use the ledger.
     """
-    if found:
-        yield _sentence(found)
-        yield _collections(found)
+    if collections:
+        yield _sentence(collections)
+        yield _collections(collections)
         if OUT.is_terminal:
             yield _LEGEND
     else:
         yield "Nothing is registered in this home's ledger: `silo ledger register --data REF` enters data."
-    for c in found:
+    for c in collections:
         if c["epsilon_masks_broken"] > c["epsilon"]:
             yield (
                 f"{c['collection']}: noise was shared out with other hospitals under masks; if these failed, epsilon "
@@ -310,10 +310,10 @@ def _shown(
     if shared:
         yield "Updates without privacy of other homes that use this ledger are not among these: ask there."
     if entries:
-        yield _entries(found)
+        yield _entries(collections)
 
 
-def _collections(found: Sequence[Json]) -> Rows:
+def _collections(collections: Sequence[Json]) -> Rows:
     return Rows(
         "Privacy budgets",
         ("collection", "unit", "budget", "spent (RDP)", "spent (PRV)", "used", "one replaced"),
@@ -327,21 +327,21 @@ def _collections(found: Sequence[Json]) -> Rows:
                 "-" if c["used"] is None else f"{100 * c['used']:.1f} %",
                 f"{c['epsilon_replace_one']['epsilon']:.4f}",
             )
-            for c in found
+            for c in collections
         ],
         headings=True,
     )
 
 
-def _sentence(found: Sequence[Json]) -> str:
+def _sentence(collections: Sequence[Json]) -> str:
     """Say in one sentence what the table says."""
-    limited = [c for c in found if c["budget"] is not None]
+    limited = [c for c in collections if c["budget"] is not None]
     if not limited:
         return (
             "No collection of records has a budget, so no private run may use any: `silo ledger budget set` gives one."
         )
     most = max(limited, key=lambda c: c["used"] or 0.0)
-    others = len(found) - len(limited)
+    others = len(collections) - len(limited)
     return (
         f"Of the budgets of {len(limited)} {'collection' if len(limited) == 1 else 'collections'} at most "
         f"{100 * (most['used'] or 0.0):.1f} % is spent ({most['collection']})"
@@ -353,13 +353,13 @@ def _sentence(found: Sequence[Json]) -> str:
     )
 
 
-def _entries(found: Iterable[Json]) -> Rows:
+def _entries(collections: Iterable[Json]) -> Rows:
     return Rows(
         "Entries",
         ("entry", "state", "for", "noise", "rate", "steps"),
         [
             (e["entry"], e["state"], r["purpose"], f"{r['noise']:.4g}", f"{r['rate']:.4g}", str(r["steps"]))
-            for c in found
+            for c in collections
             for e in c["entries"]
             for r in e["releases"]
         ],

@@ -179,11 +179,11 @@ def health(
     """Look whether this hospital's service lives, and is connected or trying; exit status 1 if not."""
     from silo.operations.liveness import Health
 
-    found = Health.of(home)
-    healthy = found.alive and (found.connected or not connected)
+    health = Health.of(home)
+    healthy = health.alive and (health.connected or not connected)
 
     def words() -> Iterator[str]:
-        found.require(connected)
-        yield f"{'connected' if found.connected else 'trying to connect'} since {local_time(found.since)}"
+        health.require(connected)
+        yield f"{'connected' if health.connected else 'trying to connect'} since {local_time(health.since)}"
 
-    return Reply(asdict(found), words(), status=int(not healthy))
+    return Reply(asdict(health), words(), status=int(not healthy))

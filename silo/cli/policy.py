@@ -96,10 +96,10 @@ def approve(
     from silo.reports.questions import PendingDecision, PolicyAndLedger
 
     with open_store(home.database) as store:
-        found = store.approvals.all() if run is None else [store.approvals.decide(run, not deny)]
-    waiting = any(a.decided is None for a in found)
+        approvals = store.approvals.all() if run is None else [store.approvals.decide(run, not deny)]
+    waiting = any(a.decided is None for a in approvals)
     known = PolicyAndLedger.of(home) if waiting else None
-    asked = {a: PendingDecision.of(a, known) for a in found if known and a.decided is None}
+    asked = {a: PendingDecision.of(a, known) for a in approvals if known and a.decided is None}
     spends = {a: question.all_spends for a, question in asked.items()}
     word = {None: "waits", True: "approved", False: "denied"}
     value = [
@@ -113,19 +113,19 @@ def approve(
             "spends": spends.get(a, ""),
             **({} if a not in asked or (survey := asked[a].survey) is None else {"survey": asdict(survey)}),
         }
-        for a in found
+        for a in approvals
     ]
     none = "No run has asked for a decision. One that has just been started asks within a minute."
-    rows = [(a.run_id, a.name, word[a.decided], local_time(a.asked), a.about, spends.get(a, "-")) for a in found]
+    rows = [(a.run_id, a.name, word[a.decided], local_time(a.asked), a.about, spends.get(a, "-")) for a in approvals]
     head = ("run", "name", "decision", "asked", "what it asks for", "what it would spend")
-    shown: list[str | Rows] = [Rows("Runs", head, rows) if found else none]
+    shown: list[str | Rows] = [Rows("Runs", head, rows) if approvals else none]
     for a, question in asked.items():
         if question.survey is not None:
             shown += _survey(a.run_id, question.survey)
     return Reply({"runs": value}, shown)
 
 
-def _survey(run: str, found: SurveyPreview) -> list[str | Rows]:
+def _survey(run: str, preview: SurveyPreview) -> list[str | Rows]:
     """Show what would leave of a survey, cell by cell."""
     title = f"What would leave of {run}"
-    return [Rows(title, found.head, found.cells(), headings=True, titled=True), found.sentence()]
+    return [Rows(title, preview.head, preview.cells(), headings=True, titled=True), preview.sentence()]

@@ -14,7 +14,7 @@ from service_core.pki.identity import PeerCertificate, colons
 from silo.admission import policy_in_force
 from silo.cli.options import SiloHome, open_store
 from silo.identity.identity import SiloIdentity
-from silo.reports.leaving import UpdateContents, leaving
+from silo.reports.disclosure import UpdateContents, disclosures_of
 from silo.storage.store import JoinedRun, SiloStore, TaskRecord
 from silo.training import evaluation_summary
 
@@ -56,7 +56,7 @@ class PeerStatus(NamedTuple):
 
 
 def status_json(own: PeerCertificate, addresses: Sequence[str], due: bool, peers: PeerStatus, store: SiloStore) -> Json:
-    contact, left, broken = store.contact(), leaving(store), store.run_data.broken()
+    contact, left, broken = store.contact(), disclosures_of(store), store.run_data.broken()
     classes = store.secagg.coverages()
     return {
         "silo": own.identity.name,
@@ -120,7 +120,7 @@ def task_json(task: TaskRecord) -> Json:
 def _shown(
     own: PeerCertificate, addresses: Sequence[str], due: bool, peers: PeerStatus, store: SiloStore
 ) -> Iterator[Facts | Rows | str]:
-    contact, left = store.contact(), leaving(store)
+    contact, left = store.contact(), disclosures_of(store)
     classes = {run.run_id: run.classes for run in left.runs}
     session = "never"
     if contact is not None:
@@ -189,14 +189,14 @@ def _fate(run: JoinedRun) -> str:
 
 
 def _evaluation_row(task: TaskRecord) -> tuple[str, ...]:
-    found = task.evaluation
-    assert found is not None
+    evaluation = task.evaluation
+    assert evaluation is not None
     fate = {True: "included", False: "not included", None: task.refused or "round is open"}[task.included]
     name = str(task.key).removeprefix(task.key.run_id).strip()
     return (
         name,
-        evaluation_summary.overall(found),
-        evaluation_summary.classes(found),
-        evaluation_summary.others(found),
+        evaluation_summary.overall(evaluation),
+        evaluation_summary.classes(evaluation),
+        evaluation_summary.others(evaluation),
         fate,
     )

@@ -139,16 +139,16 @@ class ControlClient:
 
     def _on_failure(self, address: Address, error: UnavailableError) -> None:
         """Say why there is no session; raises the finding when waiting cannot help and there never was one."""
-        found: FederationError = error
+        problem: FederationError = error
         if self._session is None or self._session.ended.is_set():
             if error.code == "E-NET-01" and not (finding := self.diagnose(address)).ok:
-                found = finding.error()
-            if not self._was_connected and not isinstance(found, UnavailableError):
-                raise found from error
+                problem = finding.error()
+            if not self._was_connected and not isinstance(problem, UnavailableError):
+                raise problem from error
             self.connections.replace(next_address=True)
             self.connections.close_replaced()
-            self.store.record_departure(str(found))
-        self.emit(error_event(found))
+            self.store.record_departure(str(problem))
+        self.emit(error_event(problem))
 
     def _run_session(self, stop: CancelToken) -> None:
         """Wait until the session ends or is due for recycling; raises a final refusal."""

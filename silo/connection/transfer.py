@@ -64,9 +64,9 @@ class ReceiptVerifier:
         attested = Attestation.of(receipt.attestation)
         if attested.sealed == entry.attested.sealed:  # a coordinator of 0.1.0 signs that as well
             attested = attested.signed
-        found = {n: getattr(receipt, n) for n in facts} | {"silo": receipt.silo, "attestation": attested}
-        if found != expected:
-            raise ProtocolError("E-WIRE-12", f"expected a receipt for {expected}, found one for {found}")
+        received = {n: getattr(receipt, n) for n in facts} | {"silo": receipt.silo, "attestation": attested}
+        if received != expected:
+            raise ProtocolError("E-WIRE-12", f"expected a receipt for {expected}, found one for {received}")
         return receipt.SerializeToString(deterministic=True)
 
 
@@ -236,9 +236,9 @@ class Transfer:
             partial = self._objects.partial(digest)
             before = partial_size(partial)
             try:
-                found = self._get(digest, partial, size, most, stop, progress)
+                content_digest = self._get(digest, partial, size, most, stop, progress)
                 # Not on the disk for certain: what a power cut damages is found by `holds` and fetched again.
-                return self._objects.commit(partial, digest, found, sync=False)
+                return self._objects.commit(partial, digest, content_digest, sync=False)
             except ProtocolError as error:
                 damage.note(error)
                 raise

@@ -116,9 +116,9 @@ class PinnedPeers:
         with self._locked():
             known = self.load()
             roster = known._roster()
-            found = {} if roster is None else {m.name: m.fingerprint for m in roster.members}
-            if found.get(name) != fingerprint or known.signed is None:
-                there = f"the key {colons(found[name])}" if name in found else f"the members {', '.join(sorted(found))}"
+            keys = {} if roster is None else {m.name: m.fingerprint for m in roster.members}
+            if keys.get(name) != fingerprint or known.signed is None:
+                there = f"the key {colons(keys[name])}" if name in keys else f"the members {', '.join(sorted(keys))}"
                 raise ConfigError(
                     "E-ID-16",
                     f"expected a member {name} with the key {colons(fingerprint)} in the roster, found {there}; "

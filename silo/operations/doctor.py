@@ -53,7 +53,7 @@ class Examination:
     network: bool = True
 
     def checks(self) -> dict[str, Check]:
-        found: dict[str, Check] = {
+        checks_by_name: dict[str, Check] = {
             "version": checks.versions,
             "clock": self._clock,
             "disk": lambda: checks.disk(self.home.path),
@@ -61,19 +61,22 @@ class Examination:
             "identity": self._identity,
         }
         if SiloIdentity(self.home.path).joined:
-            found |= {"modes": self._modes, "database": lambda: checks.database(self.home.database, self._rehearse)}
-        found |= {"network": self._network} if self.network else {}
-        found |= {
+            checks_by_name |= {
+                "modes": self._modes,
+                "database": lambda: checks.database(self.home.database, self._rehearse),
+            }
+        checks_by_name |= {"network": self._network} if self.network else {}
+        checks_by_name |= {
             "policy": self._policy,
             "ledger": self._ledger,
             "private runs": self._private_runs,
             "features": self._features,
         }
         if self.data is not None:
-            found["data"] = self._data
+            checks_by_name["data"] = self._data
         if self.device is not None:
-            found["device"] = self._device
-        return found
+            checks_by_name["device"] = self._device
+        return checks_by_name
 
     # ---- this home ---------------------------------------------------------------------------------------------
 
@@ -162,11 +165,11 @@ class Examination:
         file = self.home.ledger
         seen = self._attested()
         if not file.exists():
-            found = f"there is none in {file}"
+            missing = f"there is none in {file}"
             if seen.seq:
-                yield checks.problem("ledger", f"{found}, and others have seen {seen.seq} events", "put it back")
+                yield checks.problem("ledger", f"{missing}, and others have seen {seen.seq} events", "put it back")
             else:
-                yield checks.ok("ledger", f"{found}; private runs need one: silo ledger register")
+                yield checks.ok("ledger", f"{missing}; private runs need one: silo ledger register")
             return
         with self._ledger_copy() as ledger:
             count = ledger.verify(ChainHead(seen.seq, seen.head))
@@ -178,12 +181,12 @@ class Examination:
         from silo.admission.private_readiness import missing_requirements
 
         with self._ledger_copy() if self.home.ledger.exists() else nullcontext() as ledger:
-            found = missing_requirements(Policy.read(self.home.policy), ledger, self.classes or ())
-        for what, remedy in found:
+            missing = missing_requirements(Policy.read(self.home.policy), ledger, self.classes or ())
+        for what, remedy in missing:
             if what == "classes declared":
                 remedy += ", or silo serve --holds A,B,..."
             yield checks.warning("private runs", f"lacks {what}", remedy)
-        if not found:
+        if not missing:
             yield checks.ok("private runs", "data registered, budgets set, classes declared")
 
     def _features(self) -> Iterator[Finding]:
@@ -205,17 +208,17 @@ class Examination:
 
     def _attested(self) -> Attestation:
         """Return the furthest end of the ledger that others have seen, by this home's own notes."""
-        found = [Attestation()]
+        attestations = [Attestation()]
         with suppress(OSError, ValueError, TypeError):  # the coordinator never reminded this home of anything
-            found.append(Attestation(*json.loads(self.home.attested.read_text())))
+            attestations.append(Attestation(*json.loads(self.home.attested.read_text())))
         if self.home.database.exists():
             with (
                 suppress(sqlite3.Error, ValueError, TypeError),  # the check of the database tells
                 closing(open_untouched(self.home.database)) as db,
             ):
                 rows = db.execute("SELECT attested FROM tasks WHERE attested <> ''").fetchall()
-                found += [Attestation(*json.loads(row[0])) for row in rows]
-        return max(found, key=ledger_position)
+                attestations += [Attestation(*json.loads(row[0])) for row in rows]
+        return max(attestations, key=ledger_position)
 
     # ---- the way to the coordinator ----------------------------------------------------------------------------
 
@@ -250,17 +253,17 @@ class Examination:
         from fl_core.extensions import loading
 
         assert self.data is not None
-        found = datasets.check(
+        examined = datasets.check(
             loading.load_of_reference(self.data),
             datasets.DataRequest(self.classes),
             data_root=self.data_root,
             deep=True,
         )
-        counts = ", ".join(f"{sum(n)} {split.value}" for split, n in found.counts.items())
-        for wrong in found.problems:
+        counts = ", ".join(f"{sum(n)} {split.value}" for split, n in examined.counts.items())
+        for wrong in examined.problems:
             yield checks.problem("data", f"{wrong.code}: {wrong.count} times: {wrong.what}", wrong.remedy)
-        if not found.problems:
-            yield checks.ok("data", f"{found.origin}: {counts}; every image was decoded")
+        if not examined.problems:
+            yield checks.ok("data", f"{examined.origin}: {counts}; every image was decoded")
 
     def _device(self) -> Iterator[Finding]:
         import torch

@@ -72,10 +72,10 @@ class Health:
         try:
             raw = json.loads((home.path / FILE).read_text())
             age = clock() - float(raw["beat"])
-            found = cls(True, raw["connected"] is True, float(raw["since"]), str(raw["why"])[:20])
+            health = cls(True, raw["connected"] is True, float(raw["since"]), str(raw["why"])[:20])
         except (OSError, ValueError, KeyError, TypeError):
             return cls(alive=False, why="it has not begun to work")
-        return found if 0 <= age < _SILENCE_S else cls(alive=False, why="it runs and does nothing")
+        return health if 0 <= age < _SILENCE_S else cls(alive=False, why="it runs and does nothing")
 
     def require(self, connected: bool) -> None:
         """Raise UnavailableError (E-NET-01) unless the service lives, and has a session if that is asked for."""

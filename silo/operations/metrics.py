@@ -121,8 +121,8 @@ class SiloMetrics:
         )
 
         def state() -> Iterable[Metric]:
-            found = tuple(problems())
-            return [_COMMON["ready"].one(float(not found)), CONNECTED.one(float("disconnected" not in found))]
+            current = tuple(problems())
+            return [_COMMON["ready"].one(float(not current)), CONNECTED.one(float("disconnected" not in current))]
 
         parts: dict[str, Callable[[], Iterable[Metric]]] = {
             "build": lambda: [metrics.build(build, software())],
@@ -146,8 +146,8 @@ class SiloMetrics:
 
 def _spending(ledger: Ledger | None) -> Iterable[Metric]:
     names, left_out = metrics.bounded([] if ledger is None else ledger.collections())
-    found = [ledger.status(name, prv=False) for name in names] if ledger is not None else []
-    yield SPENT.samples(((s.collection,), s.spent_rdp) for s in found)
-    yield BUDGET.samples(((s.collection,), s.epsilon) for s in found if s.epsilon is not None)
-    yield USED.samples(((s.collection,), s.used) for s in found if s.used is not None)
+    statuses = [ledger.status(name, prv=False) for name in names] if ledger is not None else []
+    yield SPENT.samples(((s.collection,), s.spent_rdp) for s in statuses)
+    yield BUDGET.samples(((s.collection,), s.epsilon) for s in statuses if s.epsilon is not None)
+    yield USED.samples(((s.collection,), s.used) for s in statuses if s.used is not None)
     yield LEFT_OUT.samples([(("collection",), left_out)])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fl_core.errors import ConfigError, FederationError, RefusedError
 from silo.admission.policy_in_force import in_force
 from silo.identity.identity import SiloIdentity
-from silo.reports.leaving import UpdateContents
+from silo.reports.disclosure import UpdateContents
 from silo.reports.run_request import RequestLine, RunRequest, SurveyPreview
 from silo.reports.spending import SpendingPreview, preview
 from silo.storage.approvals import Approval
@@ -97,8 +97,8 @@ class PendingDecision:
         return cls(approval, request, comparisons, previews, spends, digest)
 
     @property
-    def leaves(self) -> UpdateContents | None:
-        return None if self.request is None else self.request.leaves
+    def contents(self) -> UpdateContents | None:
+        return None if self.request is None else self.request.contents
 
     @property
     def survey(self) -> SurveyPreview | None:
@@ -133,12 +133,12 @@ def _spends(request: RunRequest | None, known: PolicyAndLedger) -> tuple[tuple[S
     if known.ledger is None:
         return None, "There is no ledger yet, so the run would be refused: silo ledger register"
     try:
-        found = preview(known.ledger, known.policy, request, known.fingerprint)
+        previews = preview(known.ledger, known.policy, request, known.fingerprint)
     except ConfigError as error:
         return None, f"What it would spend cannot be computed: {error}"
-    if found is None:
+    if previews is None:
         return None, (
             "What it would spend is not known, because the ledger does not have the data that is served, or has "
             "several: silo ledger register"
         )
-    return found, "At most, for all its rounds together:"
+    return previews, "At most, for all its rounds together:"

@@ -17,7 +17,7 @@ from privacy.accounting.shared_noise import SharedFigures
 from privacy.policy import Policy
 from privacy.policy_terms import ACCURACY, NOTHING
 from service_core.console import counted
-from silo.reports.leaving import FLOAT_BYTES, UpdateContents
+from silo.reports.disclosure import FLOAT_BYTES, UpdateContents
 
 
 class RequestLine(NamedTuple):
@@ -81,13 +81,13 @@ class SurveyPreview:
 
     def cells(self) -> list[tuple[str, str, str, str, str]]:
         """Return the rows as text, as `head` names them."""
-        found = []
+        rows = []
         for row in self.rows:
             there = row.becomes == LEAVES
             images = f"{row.images:.10g}" if there and not self.noise else "-"
             patients = f"{row.patients:.10g}" if there else "-"
-            found.append((row.question, row.cell, images, patients, row.becomes))
-        return found
+            rows.append((row.question, row.cell, images, patients, row.becomes))
+        return rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,18 +147,18 @@ class RunRequest:
             return None
         raw: dict[str, Any] = json.loads(text)
         charges = raw.pop("charges")
-        found = structure(cls, raw, "request")
+        request = structure(cls, raw, "request")
         if charges is None:
-            return found
+            return request
         kept = {str(k): tuple((float(z), float(q), int(n)) for z, q, n in rows) for k, rows in charges.items()}
-        return cls(**{**{name: getattr(found, name) for name in cls.__slots__}, "charges": kept})
+        return cls(**{**{name: getattr(request, name) for name in cls.__slots__}, "charges": kept})
 
     @property
     def private(self) -> bool:
         return self.epsilon is not None
 
     @property
-    def leaves(self) -> UpdateContents:
+    def contents(self) -> UpdateContents:
         return UpdateContents(self.parts, self.tensors, *(self.masked or (self.word, 0)))
 
     def mechanisms(self) -> dict[str, list[Mechanism]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from privacy.accounting.accountant import Mechanism, PrivacyFilter
-from silo.reports.leaving import NO_UPDATES, Unprotected
+from silo.reports.disclosure import NO_UPDATES, Unprotected
 from silo.reports.run_request import RunRequest
 from silo.storage.tasks import UnprotectedUpdate
 
@@ -124,15 +124,19 @@ def unprotected(ledger: Ledger, name: str, updates: Iterable[UnprotectedUpdate])
     Guarantees: none is left out. Data that the ledger does not know count for every collection, and what an earlier
     version made counts unless its run was charged for such records.
     """
-    charged, found = ledger.charged_runs(), list[tuple[str, bool]]()
+    charged, unprotected_updates = ledger.charged_runs(), list[tuple[str, bool]]()
     for update in updates:
         splits = update.splits
         if splits is None:
             splits = tuple(s for s in SPLITS if not any(c.endswith(f"/{s}") for c in charged.get(update.run_id, ())))
         told = {ledger.collection_of(version_of(update.fingerprint, split)) for split in splits}
         if told and (name == WHOLE or told & {name, None}):
-            found.append((update.run_id, name == WHOLE or name in told))
-    return Unprotected(len(found), len({run for run, _ in found}), sum(not known for _, known in found))
+            unprotected_updates.append((update.run_id, name == WHOLE or name in told))
+    return Unprotected(
+        len(unprotected_updates),
+        len({run for run, _ in unprotected_updates}),
+        sum(not known for _, known in unprotected_updates),
+    )
 
 
 def preview(
@@ -142,7 +146,7 @@ def preview(
 
     fingerprint: of the data that is served, where it is known.
     """
-    known, found = ledger.collections(), []
+    known, previews = ledger.collections(), []
     for split, asked in request.mechanisms().items():
         if not asked:
             continue
@@ -154,8 +158,8 @@ def preview(
         history = ledger.history(name)
         fits = ledger.budget(name) is not None and all(limit.admits(history, asked) for limit in limits)
         before, after = spending(ledger, policy, name), spending(ledger, policy, name, asked)
-        found.append(SpendingPreview(before, after, fits))
-    return tuple(found)
+        previews.append(SpendingPreview(before, after, fits))
+    return tuple(previews)
 
 
 def _collection(ledger: Ledger, known: Sequence[str], split: str, fingerprint: str) -> str | None:

@@ -129,17 +129,17 @@ def install_signed(text: str, home: Home, authority: str | None, clock: Clock = 
     if not answer.certificate_pem:
         raise ConfigError("E-ID-31", "expected an admission with a certificate, found a list of members alone")
     identity = SiloIdentity(home.path, clock)
-    found = certificate_fingerprint(answer.ca_pem)
+    fingerprint = certificate_fingerprint(answer.ca_pem)
     if authority is not None:
-        _require_authority(_read_fingerprint(authority), found)
+        _require_authority(_read_fingerprint(authority), fingerprint)
     elif not identity.joined:
         raise RefusedError(
             "E-ID-10",
             f"expected the fingerprint that the lead reads out (--authority), found none: the answer is of "
-            f"{colons(found)}",
+            f"{colons(fingerprint)}",
         )
     if identity.joined:
-        _require_authority(identity.ca_fingerprint(), found)
+        _require_authority(identity.ca_fingerprint(), fingerprint)
     home.make()
     renewed = identity.joined
     peer = identity.install(answer.certificate_pem, answer.ca_pem, answer.roster)
@@ -161,12 +161,12 @@ def _read_fingerprint(text: str) -> str:
     return digest
 
 
-def _require_authority(wanted: str, found: str) -> None:
-    if wanted != found:
+def _require_authority(wanted: str, fingerprint: str) -> None:
+    if wanted != fingerprint:
         raise RefusedError(
             "E-ID-10",
-            f"expected the authority {colons(wanted)}, found {colons(found)}: the invitation or the answer is another "
-            "consortium's, or somebody changed it on its way. Nothing was sent; ask the lead by telephone",
+            f"expected the authority {colons(wanted)}, found {colons(fingerprint)}: the invitation or the "
+            "answer is another consortium's, or was changed on its way. Nothing was sent; ask the lead by telephone",
         )
 
 

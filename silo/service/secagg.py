@@ -225,11 +225,11 @@ class SecaggMember:
                 tuple((p.index, p.salt, p.package) for p in message.packages),
             )
             row, cohort = self.store.secagg.row(key), _cohort(known.terms, key)
-            found = silo_side.answer(known.terms.run, known.keys, opening, row, cohort=cohort)
-            self._tell_once((key, found.seal_hash), "opened", f"{key}: the shares that open its set were given", key)
-            shares = [pb.SecaggShare(block=b, dealer=u, slot=v, share=share) for b, u, v, share in found.shares]
+            opened = silo_side.answer(known.terms.run, known.keys, opening, row, cohort=cohort)
+            self._tell_once((key, opened.seal_hash), "opened", f"{key}: the shares that open its set were given", key)
+            shares = [pb.SecaggShare(block=b, dealer=u, slot=v, share=share) for b, u, v, share in opened.shares]
             answer = pb.SecaggShares(
-                run_id=key.run_id, round=key.round, kind=key.wire_kind, seal_hash=found.seal_hash, shares=shares
+                run_id=key.run_id, round=key.round, kind=key.wire_kind, seal_hash=opened.seal_hash, shares=shares
             )
             self.send(pb.SiloMessage(secagg_shares=answer))
 
@@ -316,12 +316,14 @@ def _cohort(terms: MaskedRun, key: TaskKey) -> Sequence[int]:
 def _entries(file: Path, members: Sequence[str]) -> list[MemberKeys]:
     """Read everybody's keys, one entry for each member in the manifest's order; raises SecaggError (E-ID-33)."""
     try:
-        found = list(pb.SecaggKeys.FromString(file.read_bytes()).entries)
+        entries = list(pb.SecaggKeys.FromString(file.read_bytes()).entries)
     except DecodeError:
-        found = []
-    if len(found) != len(members):
-        raise SecaggError("E-ID-33", f"expected the keys of {len(members)} members, found {len(found)} in their object")
+        entries = []
+    if len(entries) != len(members):
+        raise SecaggError(
+            "E-ID-33", f"expected the keys of {len(members)} members, found {len(entries)} in their object"
+        )
     return [
         MemberKeys(name, e.agree, e.sign, e.certificate_pem, e.signature)
-        for name, e in zip(members, found, strict=True)
+        for name, e in zip(members, entries, strict=True)
     ]

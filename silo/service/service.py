@@ -274,12 +274,12 @@ class Service:
 
     def problems(self) -> tuple[str, ...]:
         """Say in words what keeps this hospital from taking part now."""
-        found = {
+        problems = {
             "stopped": not self.lives(),
             "leaving": self._leaving.is_set(),
             "disconnected": not self._client.connected,
         }
-        return tuple(word for word, holds in found.items() if holds)
+        return tuple(word for word, holds in problems.items() if holds)
 
     def wait(self, seconds: float) -> bool:
         return self._ended.wait(seconds)

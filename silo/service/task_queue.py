@@ -99,8 +99,8 @@ class TaskQueue:
                 self._emit(event("restored", text, key))
                 self._forget_later(key)
             elif self._store.closed(key):
-                found = ProtocolError("E-RUN-33", f"expected a task of an open round, found {key}, closed here before")
-                self._answer(key, found)
+                error = ProtocolError("E-RUN-33", f"expected a task of an open round, found {key}, closed here before")
+                self._answer(key, error)
                 return
             attempt, known = self._refused.get((key, offer.base_digest, offer.incarnation), (0, None))
             if known is not None and offer.attempt <= attempt:
@@ -136,14 +136,14 @@ class TaskQueue:
                 self._lock.notify_all()
                 return
             news, self._too_often = not self._too_often, True
-        found = RefusedError(
+        refusal = RefusedError(
             "E-WIRE-17",
             f"expected at most {PREFLIGHTS_PER_MIN} preflights a minute and {PREFLIGHTS_AT_ONCE} at once, found more: "
             "ask again in a minute",
         )
         if news:
-            self._emit(event("refused", f"{task.key}: {found}", task.key, {"code": found.code}))
-        self._send(task.answer(found.code, found.message))
+            self._emit(event("refused", f"{task.key}: {refusal}", task.key, {"code": refusal.code}))
+        self._send(task.answer(refusal.code, refusal.message))
 
     def round_closed(self, closed: pb.RoundClosed) -> None:
         key = TaskKey.of(closed)
@@ -365,9 +365,9 @@ class TaskQueue:
         self._emit(event("ended", f"run {ended.run_id} {ended.state}{why}", facts=facts))
 
 
-def _drop_oldest(found: dict[Any, Any]) -> None:
-    while len(found) > _MAX_TASKS:
-        del found[next(iter(found))]
+def _drop_oldest(entries: dict[Any, Any]) -> None:
+    while len(entries) > _MAX_TASKS:
+        del entries[next(iter(entries))]
 
 
 _PUBLIC_CODES = ("E-RUN", "E-WIRE", "E-PRIV", "E-ID", "E-TLS", "E-NET", "E-POLICY-20")

@@ -63,12 +63,12 @@ class ResponseTiming:
     _due: dict[Hashable, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for what, found, least, most in (
+        for what, value, least, most in (
             ("seconds of --answer-after", self.after, 0.0, MAX_S),
             ("seconds of --pulse-floor", self.pulse_floor, 0.01, PULSE_CEILING_S),
         ):
-            if not least <= found <= most:
-                raise ConfigError("E-CFG-02", f"expected {what} from {least:g} to {most:g}, found {found:g}")
+            if not least <= value <= most:
+                raise ConfigError("E-CFG-02", f"expected {what} from {least:g} to {most:g}, found {value:g}")
         self._born = self.clock()
 
     def begin(self, task: Hashable, private: bool) -> None:
@@ -288,7 +288,7 @@ class TaskRunner:
         self.emit(event("training", begun, key, {"name": name}))
         self._tell_repeated_charge(access)
         self.queue.set_activity(task, pb.TRAINING)
-        state, own = self._kept_state(task, prepared), self._beside(task, prepared)
+        state, own = self._kept_state(task, prepared), self._comparison_model(task, prepared)
         progress = self._progress(task, pb.TRAINING, quiet=private)
         self.timing.begin((key, offer.base_digest), private)
         try:
@@ -390,10 +390,10 @@ class TaskRunner:
             self.queue.tell(task, error)
             return None
 
-    def _beside(self, task: QueuedTask, prepared: PreparedRun) -> nn.Module | None:
-        """Make the model that an evaluation measures beside its own: another run's last, or this hospital's there.
+    def _comparison_model(self, task: QueuedTask, prepared: PreparedRun) -> nn.Module | None:
+        """Return the model that an evaluation compares with: the last of another run, or this hospital's own of it.
 
-        None, which the hospital is told, where it trained none alone in that run, or keeps it no longer.
+        None, with an event, where this hospital trained no model of its own in that run or no longer has it.
         Raises ProtocolError (E-WIRE-06) on another model than the manifest says, E-WIRE-05 on NaN.
         """
         manifest, key = prepared.run.manifest, task.key

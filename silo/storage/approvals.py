@@ -88,19 +88,23 @@ class Approvals:
             rows = [Approval(**row._mapping) for row in db.execute(_IN_ORDER)]
             waiting = [row for row in rows if row.decided is None]
             names = [row for row in rows if run in (row.run_id, row.name, row.manifest_digest)]
-            found = waiting if run == LATEST else names
-            if run == LATEST and not found:
+            matches = waiting if run == LATEST else names
+            if run == LATEST and not matches:
                 raise ConfigError(
                     "E-RUN-10", "expected a run that waits for this hospital, found none: see silo approve"
                 )
-            if not found or len({row.run_id for row in found}) > 1 or sum(row.decided is None for row in found) > 1:
+            if (
+                not matches
+                or len({row.run_id for row in matches}) > 1
+                or sum(row.decided is None for row in matches) > 1
+            ):
                 known = ", ".join(row.run_id for row in waiting) or "none"
                 raise ConfigError(
                     "E-RUN-10",
                     f"expected one of the runs that wait ({known}), found {run!r}, which is none or several: give a "
                     "run's id, or its manifest's digest (silo approve --json)",
                 )
-            chosen = next((row for row in found if row.decided is None), found[-1])
+            chosen = next((row for row in matches if row.decided is None), matches[-1])
             this = _is(chosen.run_id, chosen.manifest_digest)
             db.execute(update(approvals).where(this).values(decided=approved))
             return replace(chosen, decided=approved)
@@ -117,8 +121,8 @@ class Approvals:
     def all(self) -> list[Approval]:
         """List those that wait, the first to ask on top, and then the others; clocks that jump change no order."""
         with self._database.read() as db:
-            found = [Approval(**row._mapping) for row in db.execute(_IN_ORDER)]
-        return sorted(found, key=lambda row: row.decided is not None)
+            stored = [Approval(**row._mapping) for row in db.execute(_IN_ORDER)]
+        return sorted(stored, key=lambda row: row.decided is not None)
 
 
 def forget_undecided(run_id: str) -> Delete:

@@ -94,8 +94,8 @@ class _Status(NamedTuple):
 
     @classmethod
     def of(cls, fd: int) -> _Status:
-        found = os.fstat(fd)
-        return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        status = os.fstat(fd)
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class FeatureCache:
@@ -137,7 +137,7 @@ class FeatureCache:
         """Delete all files; but: except those of this reference's data. Rows that are in use stay readable."""
         self.close()
         if self.folder.is_dir():
-            self._delete(lambda found: found.origin != but)
+            self._delete(lambda kept: kept.origin != but)
 
     def close(self) -> None:
         for fd, _, _ in self._open.values():
@@ -146,17 +146,17 @@ class FeatureCache:
 
     def files(self) -> list[KeptFile]:
         """List what is kept, each file held against its digest."""
-        found, secret = list[KeptFile](), self._read_secret()
+        kept_files, secret = list[KeptFile](), self._read_secret()
         for path in self._paths():
             with suppress(FileNotFoundError), path.open("rb") as file:
                 fd = file.fileno()
                 size, footer = os.fstat(fd).st_size, _footer(fd)
                 if footer is None:
-                    found.append(KeptFile(path, size, 0, 0, False))
+                    kept_files.append(KeptFile(path, size, 0, 0, False))
                     continue
                 sound = footer.key.name == path.stem and secret is not None and _is_sound(fd, secret)
-                found.append(KeptFile(path, size, footer.n, len(footer.left_out), sound))
-        return found
+                kept_files.append(KeptFile(path, size, footer.n, len(footer.left_out), sound))
+        return kept_files
 
     # ---- files -----------------------------------------------------------------------------------------------------
 
@@ -167,16 +167,16 @@ class FeatureCache:
         return sorted(self.folder.glob(f"*{_SUFFIX}")) if self.folder.is_dir() else []
 
     def _secret(self) -> bytes:
-        found = self._read_secret()
-        if found is None:
-            found = secrets.token_bytes(32)
-            private_files.write_private(self.folder / _SECRET, found)
-        return found
+        secret = self._read_secret()
+        if secret is None:
+            secret = secrets.token_bytes(32)
+            private_files.write_private(self.folder / _SECRET, secret)
+        return secret
 
     def _read_secret(self) -> bytes | None:
         with suppress(OSError):
-            found = (self.folder / _SECRET).read_bytes()
-            return found if len(found) == 32 else None
+            secret = (self.folder / _SECRET).read_bytes()
+            return secret if len(secret) == 32 else None
         return None
 
     def _kept_open(self, key: FeatureKey) -> KeptFeatures | None:
@@ -302,11 +302,11 @@ def _footer(fd: int) -> _Footer | None:
         return None
     try:
         raw = json.loads(os.pread(fd, length, at - length))
-        found = _Footer(FeatureKey(**raw["key"]), raw["n"], raw["width"], tuple(raw["left_out"]))
-        whole = (found.n - len(found.left_out)) * found.width * 4 == at - length
+        footer = _Footer(FeatureKey(**raw["key"]), raw["n"], raw["width"], tuple(raw["left_out"]))
+        whole = (footer.n - len(footer.left_out)) * footer.width * 4 == at - length
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return found if whole else None
+    return footer if whole else None
 
 
 def _is_sound(fd: int, secret: bytes) -> bool:

@@ -100,20 +100,20 @@ class Home:
     def _ledger_location(self) -> dict[str, str]:
         path = self.path / "ledger.json"
         try:
-            found = json.loads(path.read_text())
-            if not isinstance(found, dict) or not all(isinstance(v, str) and v for v in found.values()):
+            place = json.loads(path.read_text())
+            if not isinstance(place, dict) or not all(isinstance(v, str) and v for v in place.values()):
                 raise TypeError("it is no table of paths")
         except FileNotFoundError:
             if not path.is_symlink():
                 return {}
-            found = None
+            place = None
         except (OSError, ValueError, TypeError, RecursionError):
-            found = None
-        if found is None or not set(found) <= {"ledger", "key"}:  # a second ledger would be a second budget
+            place = None
+        if place is None or not set(place) <= {"ledger", "key"}:  # a second ledger would be a second budget
             raise StateError(
                 "E-BUDGET-11", f"expected the ledger's place in {path}, found something else: silo ledger place PATH"
             )
-        return {str(k): str(v) for k, v in found.items()}
+        return {str(k): str(v) for k, v in place.items()}
 
     @property
     def attested(self) -> Path:
@@ -154,14 +154,14 @@ class Home:
         """Read where the coordinator is; raises StateError (E-STATE-44) before `silo join`."""
         path = self.path / "addresses.json"
         try:
-            found = tuple(Address.parse(text) for text in json.loads(path.read_text()))
+            addresses = tuple(Address.parse(text) for text in json.loads(path.read_text()))
         except (OSError, ValueError, TypeError, RecursionError, ConfigError):
-            found = ()
-        if not found:
+            addresses = ()
+        if not addresses:
             raise StateError(
                 "E-STATE-44", f"expected the coordinator's address in {path}, found none; run `silo join TOKEN`"
             )
-        return found
+        return addresses
 
     def note_served(self, served: Served) -> None:
         private_files.write_private(self.path / SERVED, json.dumps(served._asdict()).encode())
@@ -169,10 +169,10 @@ class Home:
     def served(self) -> Served | None:
         """Return what the last service here served; None before the first, or where that cannot be read."""
         try:
-            found = Served(**json.loads((self.path / SERVED).read_text()))
+            served = Served(**json.loads((self.path / SERVED).read_text()))
         except (OSError, ValueError, TypeError, RecursionError):
             return None
-        return found if all(isinstance(value, str) for value in found) else None
+        return served if all(isinstance(value, str) for value in served) else None
 
     def begin_instance(self) -> ProcessInstance:
         """Name the service that starts now, and the last one here, whose place it takes at the coordinator.

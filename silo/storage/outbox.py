@@ -126,24 +126,24 @@ class Outbox:
 
         Raises StateError (E-STATE-24) when it is of a round below `at_least`, or damaged.
         """
-        found = self.store.committed(run_id, before)
-        last = -1 if found is None else found[1]
+        committed = self.store.committed(run_id, before)
+        last = -1 if committed is None else committed[1]
         if last < at_least:
-            raise _lost(run_id, at_least, "none" if found is None else f"that of round {last + 1}")
-        if found is None:
+            raise _lost(run_id, at_least, "none" if committed is None else f"that of round {last + 1}")
+        if committed is None:
             return None
-        if not self.objects.holds(found[0]):
+        if not self.objects.holds(committed[0]):
             raise _lost(run_id, last, "that its file is damaged or missing")
-        return codec.read_state(self.objects.path(found[0]))
+        return codec.read_state(self.objects.path(committed[0]))
 
     def sweep(self) -> int:
         """Delete the files that nothing refers to any more; call only where nothing is being written."""
         return self.objects.sweep(self.store.referenced())
 
 
-def _lost(run_id: str, round: int, found: str) -> StateError:
+def _lost(run_id: str, round: int, present: str) -> StateError:
     return StateError(
         "E-STATE-24",
-        f"expected what this hospital keeps of {run_id} since round {round + 1}, found {found}: restore its home "
+        f"expected what this hospital keeps of {run_id} since round {round + 1}, found {present}: restore its home "
         "from a backup of that time; a run with lost_state=restart goes on from the beginning here",
     )

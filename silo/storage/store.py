@@ -277,11 +277,11 @@ class SiloStore:
 
     def count_kills(self) -> list[tuple[TaskKey, int]]:
         """Count what was under way when the service before this one ended; return these tasks and their kills."""
-        found = trainings.c.under_way
+        interrupted = trainings.c.under_way
         with self.database.write() as db:
-            killed = db.execute(select(trainings).where(found)).all()
+            killed = db.execute(select(trainings).where(interrupted)).all()
             if killed:
-                db.execute(update(trainings).where(found).values(under_way=False, kills=trainings.c.kills + 1))
+                db.execute(update(trainings).where(interrupted).values(under_way=False, kills=trainings.c.kills + 1))
         return [(_key(row), row.kills + 1) for row in killed]
 
     def kills(self, run_id: str, attempt: int = 0) -> int:

@@ -73,8 +73,8 @@ NO_ATTESTATION = Attestation()
 
 def read_attestation(text: str, sealed: bytes | None = None) -> Attestation:
     """Read an attestation as a row has it."""
-    found = Attestation(*json.loads(text)) if text else NO_ATTESTATION
-    return found if sealed is None else found._replace(sealed=sealed.hex())
+    attestation = Attestation(*json.loads(text)) if text else NO_ATTESTATION
+    return attestation if sealed is None else attestation._replace(sealed=sealed.hex())
 
 
 class UnprotectedUpdate(NamedTuple):

@@ -155,8 +155,8 @@ class DataSource:
         """Return how many training and test examples there are, rounded up; 0 where a size was typed instead."""
         if self.typed:
             return 0.0, 0.0
-        found = self.load()
-        return float(round_to_two_digits(len(found.train))), float(round_to_two_digits(len(found.test)))
+        loaded = self.load()
+        return float(round_to_two_digits(len(loaded.train))), float(round_to_two_digits(len(loaded.test)))
 
     @property
     def nominal_size(self) -> float:
@@ -217,8 +217,8 @@ class _Status(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> _Status:
-        found = path.stat()
-        return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
+        status = path.stat()
+        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
 
 
 class _Known(NamedTuple):

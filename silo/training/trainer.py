@@ -393,32 +393,32 @@ class Trainer:
         if self._unreadable is None or self._unreadable[0] is not prepared:
             self._unreadable = prepared, self._find_unreadable(prepared, kept, progress, broken)
         broken.add(self._unreadable[1])
-        found = list[Examples]()
+        usable = list[Examples]()
         for (split, examples), features in zip(splits, kept, strict=True):
             names = _names(prepared, split)
             gone = [i for i, name in enumerate(names) if name in broken.names]
             if features is not None:
                 views = prepared.run.views(split is Split.TRAIN)
-                found.append(_of_features(examples, features, gone, views))
+                usable.append(_of_features(examples, features, gone, views))
                 continue
             some = without(examples, gone)
             if prepared.run.private and isinstance(some, ImageExamples):
                 there = [name for name in names if name not in broken.names]
                 some = EmptyWhereBroken(some, partial(_notice, broken, there))
-            found.append(some)
-        return found
+            usable.append(some)
+        return usable
 
     def _find_unreadable(
         self, prepared: PreparedRun, kept: Sequence[KeptFeatures | None], progress: Progress, broken: BrokenRecords
     ) -> frozenset[str]:
         """Name what cannot be read of the examples that the run still has; with features, of those that have none."""
-        found = set[str]()
+        unreadable_names = set[str]()
         for (split, examples), features in zip(_splits(prepared), kept, strict=True):
             names = _names(prepared, split)
             among = range(len(names)) if features is None else features.left_out if names else ()
             there = [i for i in among if names[i] not in broken.names]
-            found |= {names[i] for i in unreadable(examples, there, progress)}
-        return frozenset(found)
+            unreadable_names |= {names[i] for i in unreadable(examples, there, progress)}
+        return frozenset(unreadable_names)
 
     def _features_of(self, prepared: PreparedRun, split: Split, examples: Examples, progress: Progress) -> KeptFeatures:
         """Return the features of a split, as kept or made here."""
@@ -462,9 +462,11 @@ class Trainer:
     @staticmethod
     def _check_broadcast(prepared: PreparedRun, msg: State) -> None:
         """Refuse a message of another form before any example is read: else what fails would depend on the records."""
-        found = tensor_maps.signature(prepared.model_of(msg))
-        if found != prepared.broadcast:
-            different = sorted(g for g in {*found, *prepared.broadcast} if found.get(g) != prepared.broadcast.get(g))
+        received = tensor_maps.signature(prepared.model_of(msg))
+        if received != prepared.broadcast:
+            different = sorted(
+                g for g in {*received, *prepared.broadcast} if received.get(g) != prepared.broadcast.get(g)
+            )
             raise ProtocolError(
                 "E-WIRE-06",
                 f"expected of the coordinator what the server of {prepared.run.method.name} sends, found other names, "
@@ -477,11 +479,11 @@ class Trainer:
         start = prepared.run.manifest.start
         if start is None or key.round:
             return
-        found = {group: tensor_maps.digest(values) for group, values in prepared.model_of(msg).items()}
-        if found != start.broadcast or found.get("w") != start.model:
+        digests = {group: tensor_maps.digest(values) for group, values in prepared.model_of(msg).items()}
+        if digests != start.broadcast or digests.get("w") != start.model:
             raise ProtocolError(
                 "E-RUN-33",
-                f"expected to start from {start}, found the model {found.get('w', 'none')[:16]} or other tensors "
+                f"expected to start from {start}, found the model {digests.get('w', 'none')[:16]} or other tensors "
                 "beside it than the manifest names: ask the lead",
             )
 
@@ -534,8 +536,8 @@ def _other_schema(manifest: RunManifest, dataset: SiloDataset) -> DataError:
             "on one schema, or serve the data that the run is about",
         )
     if run.multi_label != own.multi_label:
-        found = f"expected {run.kind} for run {manifest.name!r}, found {own.kind} in this hospital's schema"
-        return SchemaError("E-DATA-05", f"{found}: agree on one, or serve the data that the run is about")
+        mismatch = f"expected {run.kind} for run {manifest.name!r}, found {own.kind} in this hospital's schema"
+        return SchemaError("E-DATA-05", f"{mismatch}: agree on one, or serve the data that the run is about")
     return DataError(
         "E-DATA-05",
         f"expected examples of shape {run.shape} and classes {run.classes} for run {manifest.name!r}, found "

@@ -26,7 +26,7 @@ from service_core.pki.identity import colons, identity_of
 from silo.identity.identity import SiloIdentity
 from silo.operations.doctor import Examination
 from silo.operations.liveness import Health
-from silo.reports.leaving import leaving
+from silo.reports.disclosure import disclosures_of
 from silo.reports.questions import PendingDecision, PolicyAndLedger
 from silo.reports.spending import Spending, spending
 from silo.storage.approvals import Approval
@@ -100,7 +100,7 @@ class HospitalPage:
         mine, pins = own.load(), own.pins()
         known = self._known()
         waiting, more = self._decisions.waiting(known)
-        left, health, contact = leaving(self.store), Health.of(self.home), self.store.contact()
+        left, health, contact = disclosures_of(self.store), Health.of(self.home), self.store.contact()
         served = self.home.served()
         return {
             "headline": left.verdict,

@@ -24,7 +24,7 @@ from fl_core.errors import RefusedError
 from fl_core.rounds.silo_round import SiloRound, run_silo_round
 from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.enums import TaskKind
-from silo.reports.leaving import leaving
+from silo.reports.disclosure import disclosures_of
 from tests.support import until
 from tests.support.coordinator import Site, World, enrolled, hospitals, online
 
@@ -280,4 +280,4 @@ def test_hospitals_call_no_class_untaught_of_a_run_that_goes_on_from_another(thr
         assert len(kept[parent.id].untaught) == 4
         assert kept[run.id].hospitals == coverage(run).hospitals
         assert (kept[run.id].partial, kept[run.id].untaught) == (True, ())
-        assert not any("at no hospital" in line for line in leaving(site.service.store).runs[0].classes)
+        assert not any("at no hospital" in line for line in disclosures_of(site.service.store).runs[0].classes)

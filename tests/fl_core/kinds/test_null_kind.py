@@ -25,7 +25,7 @@ from fl_core.kinds import RunKind, kind_of, kinds
 from fl_core.kinds.one_answer import OneAnswer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.enums import TaskKind
-from silo.reports.leaving import leaving
+from silo.reports.disclosure import disclosures_of
 from tests.support import until
 from tests.support.coordinator import Site, enrolled, hospitals, online
 from tests.support.headcount import headcounts
@@ -98,10 +98,10 @@ def test_a_new_kind_runs_through_real_services_and_both_sides_say_what_it_is(tmp
         assert sums["off"] == sums["on"] == {"records": float(TRAINED), "hospitals": 3.0}
         service = sites["north"].service
         assert service is not None
-        for left in leaving(service.store).runs:
-            assert left.leaves is not None
-            assert left.leaves.words()[-1] == "2 numbers: how many training images are here"
-            assert not left.leaves.measures
+        for left in disclosures_of(service.store).runs:
+            assert left.contents is not None
+            assert left.contents.descriptions()[-1] == "2 numbers: how many training images are here"
+            assert not left.contents.measures
 
 
 def test_a_kind_in_which_everybody_answers_once_says_what_an_answer_is() -> None:

@@ -22,7 +22,7 @@ from fl_core.types.secagg import Secagg
 from privacy.compiled_run import CompiledRun
 from privacy.mechanisms.record.private_data import DpSgdLocalData
 from protos.consilium.v1 import federation_pb2 as pb
-from silo.admission.controls import Admission, AdmissionRequest, HospitalControls
+from silo.admission.controls import AdmissionDecision, AdmissionRequest, HospitalControls
 from silo.storage.schema import answers, survey_people, surveys
 from tests.silo.admission.test_controls import of_kind
 from tests.support import until
@@ -66,7 +66,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Close the door to every task; runs and their data are admitted."""
     admit = HospitalControls.admit
 
-    def refuse(self: HospitalControls, request: AdmissionRequest) -> Admission:
+    def refuse(self: HospitalControls, request: AdmissionRequest) -> AdmissionDecision:
         if request.task is not None:
             raise RefusedError("E-POLICY-07", "the door is closed")
         return admit(self, request)

@@ -15,7 +15,7 @@ from fl_core.training.evaluation import METRICS
 from privacy.secagg.coordinator_side import SealedRound
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import BundleFile, pack_state
-from silo.reports.leaving import leaving
+from silo.reports.disclosure import disclosures_of
 from silo.reports.questions import PendingDecision, PolicyAndLedger
 from silo.storage.home import Home
 from tests.support import until
@@ -301,7 +301,7 @@ def test_a_run_without_masks_says_to_the_hospital_who_reads_its_update(make):
     hospital.offer()
     hospital.sent()
     assert any(read in n.text for n in hospital.notices if n.event == "training")
-    (left,) = leaving(hospital.service.store).runs
+    (left,) = disclosures_of(hospital.service.store).runs
     assert left.privacy == f"no privacy: {read}"
 
 

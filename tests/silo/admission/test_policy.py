@@ -21,7 +21,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import BundleFile
 from silo.admission.policy_in_force import in_force
 from silo.admission.run_request import privacy_of, warn_of_few
-from silo.reports.leaving import leaving
+from silo.reports.disclosure import disclosures_of
 from silo.reports.spending import unprotected
 from silo.storage.home import Home
 from silo.training import evaluation_summary
@@ -174,7 +174,7 @@ def test_the_policy_keeps_small_classes_out_of_exact_sums(make, tmp_path, caplog
     (raw,) = hospital.transfer.uploads.values()
     (tmp_path / "bundle").write_bytes(bytes(raw))
     bundle = BundleFile(tmp_path / "bundle")
-    assert leaving(hospital.service.store).verdict == "No image has left this hospital"
+    assert disclosures_of(hospital.service.store).verdict == "No image has left this hospital"
     assert bool(bundle["moments"].total["a"].any()) is not left_out
     assert bool(bundle["classes"].total["b"].any()) is not left_out
     assert "second moments" not in caplog.text  # 507 records, 64 features
@@ -300,7 +300,7 @@ def test_a_hospital_lists_whose_records_an_update_tells_of_without_privacy(make,
     splits = {split for update in told for split in update}
     assert unprotected(ledger, TRAIN, service.store.unprotected()).updates == ("train" in splits)
     assert unprotected(ledger, TEST, service.store.unprotected()).updates == ("test" in splits)
-    (record,) = leaving(service.store).runs
+    (record,) = disclosures_of(service.store).runs
     assert record.privacy == privacy_of(CompiledRun.of(run))
     assert record.protected is ("train" not in splits)
 

@@ -22,7 +22,7 @@ from privacy.policy_terms import PRIVATE_PROFILES
 from privacy.profiles import PROFILES
 from protos.wire.codec import pack_bundle
 from silo.admission.run_request import privacy_of, request_of, update_contents
-from silo.reports.leaving import UpdateContents
+from silo.reports.disclosure import UpdateContents
 from silo.reports.questions import PendingDecision, PolicyAndLedger
 from silo.reports.run_request import RunRequest
 from silo.reports.spending import preview, spending, unprotected, version_of
@@ -51,7 +51,7 @@ def test_no_update_is_larger_than_what_is_said_to_leave_nor_much_smaller(method)
     size = len(pack_bundle(bundle))
     assert size <= found.most_bytes
     assert precision.itemsize * found.numbers <= size
-    assert all(word for word in found.words())
+    assert all(word for word in found.descriptions())
     assert UpdateContents.from_json(found.to_json()) == found
 
 
@@ -59,8 +59,8 @@ def test_no_update_is_larger_than_what_is_said_to_leave_nor_much_smaller(method)
 def test_a_method_that_sends_class_counts_is_said_to_send_them(mode) -> None:
     schema = datasets.schema_of("digits")
     layout = derive_layout(build_method("fedgen", {"mode": mode}), build_model("digits_cnn", {}, schema, 3), schema)
-    words = update_contents(CompiledRun(replace(manifest(), layout=layout))).words()
-    assert sum("how many training images here are of each class" in word for word in words) == 1
+    words = update_contents(CompiledRun(replace(manifest(), layout=layout))).descriptions()
+    assert sum("training images of each class" in word for word in words) == 1
     assert not [word for word in words if "the part" in word]
 
 
@@ -98,10 +98,8 @@ def test_what_of_an_evaluation_leaves_is_said_beside_the_word_of_the_policy() ->
     assert "confusion matrix" in said["clinical", "accuracy"][0]
     assert said["clinical", "accuracy"][1].startswith("only correct answers per class leave; ")
     assert said["clinical", "nothing"][1] == "nothing leaves"
-    assert (
-        sum("how sure it was" in words for words in update_contents(CompiledRun(replace(run, layout=every))).words())
-        == 1
-    )
+    described = update_contents(CompiledRun(replace(run, layout=every))).descriptions()
+    assert sum("score histograms" in text for text in described) == 1
 
 
 @pytest.mark.parametrize(("budget", "before"), [(8.0, 0), (8.0, 40), (3.0, 40), (0.5, 0), (2.0, 0)])
@@ -271,8 +269,7 @@ def test_a_guarantee_speaks_of_private_runs_and_counts_the_updates_that_left_wit
     updates = [UnprotectedUpdate(run, mine, splits) for run, splits in (("a", BOTH), ("a", BOTH), ("b", ("test",)))]
     of = {name: spending(ledger, None, name, updates=updates) for name in (TRAIN, TEST, "hospital")}
     assert (
-        of[TRAIN].warning
-        == "2 updates of these records left without noise, in 1 run: no bound holds for what they tell."
+        of[TRAIN].warning == "2 updates of these records left without noise, in 1 run: no privacy bound holds for them."
     )
     assert (of[TEST].unprotected.updates, of[TEST].unprotected.runs) == (3, 2)
     assert of["hospital"].warning.startswith("3 updates of this hospital's records left without noise, in 2 runs")
@@ -303,7 +300,10 @@ def test_updates_of_data_that_the_ledger_does_not_know_count_for_every_collectio
     for name in (TRAIN, TEST):
         found = unprotected(ledger, name, updates)
         assert (found.updates, found.unregistered) == (2, 2)
-        assert "2 are of data that the ledger does not know, which may be the same records" in found.sentence()
+        assert (
+            "2 of them used data that is not registered in the ledger and may contain the same records"
+            in found.sentence()
+        )
     ledger.register(TRAIN, "record", version_of("e" * 64, "train"), 9, ["content new"])
     half = [UnprotectedUpdate("a", "e" * 64, ("test",))]  # whose registration was refused after its training records
     assert unprotected(ledger, TEST, half).updates == 1

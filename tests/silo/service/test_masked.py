@@ -767,7 +767,7 @@ def test_the_question_for_approval_says_under_masks_and_whose_keys_were_confirme
         (asked,) = hospital.service.store.approvals.all()
         assert "under masks" in asked.about
         question = PendingDecision.of(asked, PolicyAndLedger.of(home))
-        assert question.leaves.words()[0] == "all of it under masks: only sums over several hospitals are read"
+        assert question.contents.descriptions()[0].startswith("all of it is masked")
         rows = {c.what: (c.asked, c.policy) for c in question.comparisons}
         told, allowed = rows["Secure aggregation"]
         assert told.endswith(

@@ -16,7 +16,7 @@ from privacy.compiled_run import CompiledRun
 from privacy.profiles.record import release_plan
 from privacy.release_log import InMemoryReleaseLog
 from protos.consilium.v1 import federation_pb2 as pb
-from silo.reports.leaving import leaving
+from silo.reports.disclosure import disclosures_of
 from silo.storage.store import SiloStore
 from tests.support import until
 from tests.support.hospital import Watched, first, rounds_equal
@@ -56,7 +56,7 @@ def test_rounds_are_charged_as_planned_equal_the_simulation_and_are_read_here_wi
     assert {e.split("/")[2] for e, _, _ in ledger.entries(TRAIN)} == {"train, seeded noise"}
     # What it reads of the model on its own images has no noise; the update, above, and the charge know nothing of it.
     store = SiloStore(tmp_path / "home0/silo.db")
-    assert leaving(store).verdict == "No image has left this hospital"
+    assert disclosures_of(store).verdict == "No image has left this hospital"
     (record,) = store.history()
     test, received = (
         shares[1].test,

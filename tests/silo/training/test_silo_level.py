@@ -28,7 +28,7 @@ from privacy.profiles.silo import silo_releases
 from privacy.release_log import InMemoryReleaseLog
 from protos.wire.codec import BundleFile
 from silo.admission.run_request import describe_request
-from silo.reports.leaving import leaving
+from silo.reports.disclosure import disclosures_of
 from silo.storage.home import Home
 from tests.support import some, until
 from tests.support.hospital import Watched, rounds_equal
@@ -86,7 +86,7 @@ def test_rounds_are_charged_as_planned_and_equal_the_simulation_bit_for_bit(make
     assert 8 < epsilon_rdp(ledger.history(TRAIN), 1e-5) < ROOM
     assert len({detail for _, _, state, detail, _ in ledger.events() if state == "SPENT"}) == 3
     (opened,) = list(hospital.transfer.opened.values())[-1:]
-    assert leaving(hospital.service.store).verdict == "No image has left this hospital"
+    assert disclosures_of(hospital.service.store).verdict == "No image has left this hospital"
     assert opened.attestation.ledger_seq > 10
     assert opened.attestation.policy_digest
 

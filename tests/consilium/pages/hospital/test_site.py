@@ -94,7 +94,7 @@ def test_the_page_shows_what_left_what_was_spent_who_is_there_and_what_waits(hom
     assert "No image has left this hospital" in text
     assert "3 updates left, 466 kB in all" in text
     assert "None is larger than the sums over records that its run lists." in text
-    assert "38,379 numbers: by how much training changed each number of the model" in text
+    assert "38,379 numbers: changes of the model's parameters" in text
     assert re.search(r"Epsilon \d\.\d\d of 8 is spent for each record", text)
     assert "center3 ◐ held back" in text
     assert "1 held back: a key that you have not consented to" in text
@@ -113,7 +113,7 @@ def test_the_page_says_beside_the_spending_how_many_updates_left_without_privacy
     shown = show(home)
     text = shown.text()
     assert "is spent for each record in private runs: whatever others learn from these runs alone" in text
-    assert "▲ 4 updates of these records left without noise, in 1 run: no bound holds for what they tell." in text
+    assert "▲ 4 updates of these records left without noise, in 1 run: no privacy bound holds for them." in text
     assert "4 updates of this hospital's records left without noise" in text
     assert "▲ no privacy" in text
     assert "epsilon 8 at delta 1e-05 for each record" in text
@@ -133,7 +133,7 @@ def test_the_commands_say_how_many_updates_left_without_privacy(home, capsys) ->
         for said in ("epsilon 8 at delta 1e-05 for each record", "no privacy")
     ]
     assert silo(["status", *place]) == 0
-    assert "4 updates left without noise, in 1 run: no bound holds for what they tell." in capsys.readouterr().out
+    assert "4 updates left without noise, in 1 run: no privacy bound holds for them." in capsys.readouterr().out
     assert silo(["ledger", "show", "--json", *place]) == 0
     shown = json.loads(capsys.readouterr().out)["collections"]
     assert {c["collection"]: c["unprotected"]["updates"] for c in shown} == {TEST: 4, TRAIN: 4, "hospital": 4}
@@ -324,7 +324,7 @@ def test_the_version_follows_what_is_shown_and_nothing_else(home) -> None:
     [
         (155_244, True, "No image has left this hospital"),
         (400_000, True, "An update that left this hospital was larger than its numbers"),
-        (155_244, False, "Updates have left this hospital, and of some only the size is known"),
+        (155_244, False, "Updates have left this hospital; of some, only the size is known"),
     ],
 )
 def test_the_headline_says_what_is_known_of_every_update(tmp_path, show, size, noted, headline) -> None:

@@ -1,4 +1,4 @@
-"""What has left this hospital: which runs, what numbers, how many bytes; and whether an image can be among it."""
+"""What left this hospital: for which runs, which numbers, how many bytes; and whether it can contain an image."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from service_core.console import counted
 from silo.storage.store import JoinedRun, SiloStore
 from silo.storage.tasks import UnprotectedUpdate
 
-WORDS: Mapping[str, str] = {
-    "delta": "by how much training changed each number of the model",
-    "metrics": "how often the model was right on test images here, by class",
-    "clinical": "which class the model took test images of each class for, and how sure it was",
-    "personal": "how often this hospital's own model, which stays here, was right on test images here",
-    "personal_public": "how often this hospital's own model, which stays here, was right on public test images",
-    "personal_ga": "how often this hospital's own model was right on images of other hospitals' classes",
-    "by_hospital": "whether what is measured here may be shown under this hospital's name",
-    "own": "how often the model that is measured beside was right on the same test images",
-    "paired": "by how much the areas under the curves of both models differ here",
-    "prototypes": "one average of what the model sees, for each class",
-    "class_gradients": "one average direction of change, for each class",
-    "census": "how many hospitals took part",
-    "control": "a correction as large as the model",
-    "buffers": "averages that the model keeps",
-    "steps": "how many steps training took",
-    "heads": "the last layer of the model, and how many training images here are of each class",
-    "labels": "how many training images here are of each class",
-    "hyper": "by how much training changed what makes a head from shares of classes",
-    "generator": "by how much training changed what makes up features of each class",
-    "fine": "how the model's answers divide into finer classes",
+PART_DESCRIPTIONS: Mapping[str, str] = {
+    "delta": "changes of the model's parameters",
+    "metrics": "correct predictions on this hospital's test images, by class",
+    "clinical": "confusion matrix and score histograms on this hospital's test images",
+    "personal": "correct predictions of this hospital's own model, which stays here, on its test images",
+    "personal_public": "correct predictions of this hospital's own model, which stays here, on public test images",
+    "personal_ga": "correct predictions of this hospital's own model on classes of other hospitals",
+    "by_hospital": "whether this hospital's results may be shown under its name",
+    "own": "correct predictions of the comparison model on the same test images",
+    "paired": "differences between the areas under the ROC curves of both models",
+    "prototypes": "mean features of each class (prototypes)",
+    "class_gradients": "mean gradient of each class",
+    "census": "number of hospitals that took part",
+    "control": "control variates, as many as the model's parameters",
+    "buffers": "running statistics of the model (buffers)",
+    "steps": "number of training steps",
+    "heads": "parameters of the last layer, and training images of each class",
+    "labels": "training images of each class",
+    "hyper": "changes of the parameters of the network that makes heads from class shares",
+    "generator": "changes of the parameters of the feature generator",
+    "fine": "statistics of the subclusters of each class",
 }
-"""Parts of updates in plain words; those of a kind of run by its `RunKind.parts`, others as they are named."""
+"""Parts of updates in plain words; a kind of run describes its own in `RunKind.parts`."""
 MEASURED = ("metrics", "clinical")
 """Parts that every run has, and that are zeros where nothing is measured."""
 NO_PRIVACY = "no privacy"
@@ -46,10 +46,10 @@ _BYTES_PER_TENSOR, _FRAME_BYTES = 512, 4096
 
 @dataclass(frozen=True, slots=True)
 class UpdateContents:
-    """What an update of a run may hold, by its manifest: numbers of each part, and tensors in all.
+    """What an update of a run contains, by its manifest: numbers of each part, and tensors in all.
 
-    word: bytes of a number, at most: under a mask, or 8 of sums that stay exact; what earlier versions noted has 4
-    beside: bytes of what opens sums of masked updates, in each; 0 where updates leave in clear.
+    word: largest size of a number in bytes (4 in what earlier versions noted)   beside: bytes in each masked update
+    that help to open the sum; 0 without masks.
     """
 
     parts: Mapping[str, int]
@@ -81,18 +81,18 @@ class UpdateContents:
     def most_bytes(self) -> int:
         return self.word * self.numbers + self.beside + _BYTES_PER_TENSOR * self.tensors + _FRAME_BYTES
 
-    def words(self) -> list[str]:
-        words = {**WORDS, **{part: text for kind in kinds.kinds() for part, text in kind.parts.items()}}
-        covered = (
+    def descriptions(self) -> list[str]:
+        described = {**PART_DESCRIPTIONS, **{part: text for kind in kinds.kinds() for part, text in kind.parts.items()}}
+        masked = (
             []
             if not self.beside
             else [
-                "all of it under masks: only sums over several hospitals are read",
-                "of a class that this hospital alone has, these sums are its own, without its name",
+                "all of it is masked: the coordinator reads only sums over several hospitals",
+                "for a class that only this hospital has, the sum is its own contribution, without its name",
             ]
         )
-        return covered + [
-            f"{count:,} {'number' if count == 1 else 'numbers'}: {words.get(name, f'the part {name}')}"
+        return masked + [
+            f"{count:,} {'number' if count == 1 else 'numbers'}: {described.get(name, f'the part {name}')}"
             for name, count in sorted(self.parts.items(), key=lambda item: -item[1])
             if count and (self.measures or name not in MEASURED)
         ]
@@ -104,10 +104,10 @@ class UpdateContents:
 
 
 class Unprotected(NamedTuple):
-    """How many updates left without noise that bounds what they tell, under masks or not, and of how many runs.
+    """How many updates left without differential privacy, masked or not, and of how many runs.
 
-    unregistered: of data that the ledger does not know, which may be any records   unknown: not in `updates`, since an
-    earlier version made them.
+    unregistered: of data that is not registered in the ledger   unknown: made by versions that did not note privacy;
+    not in `updates`.
     """
 
     updates: int = 0
@@ -122,18 +122,18 @@ class Unprotected(NamedTuple):
         return cls(len(runs), len(set(runs)), unknown=len(updates) - len(runs))
 
     def sentence(self, whose: str = "") -> str:
-        """Say it to whoever answers for the records; empty where there are none. whose: " of these records"."""
+        """Say it to the data protection officer; empty where there are none. whose: " of these records"."""
         text = ""
         if self.updates:
             text = (
-                f"{counted(self.updates, 'update')}{whose} left without noise, in {counted(self.runs, 'run')}: no "
-                f"bound holds for what {'it tells' if self.updates == 1 else 'they tell'}."
+                f"{counted(self.updates, 'update')}{whose} left without noise, in {counted(self.runs, 'run')}: "
+                f"no privacy bound holds for {'it' if self.updates == 1 else 'them'}."
             )
         if self.unregistered:
-            of = "It is" if self.updates == 1 else f"Of these, {self.unregistered} are"
-            text += f" {of} of data that the ledger does not know, which may be the same records."
+            which = "It used" if self.updates == 1 else f"{self.unregistered} of them used"
+            text += f" {which} data that is not registered in the ledger and may contain the same records."
         if self.unknown:
-            text += f" Of {counted(self.unknown, 'earlier update')} no version noted whether they had privacy."
+            text += f" Whether {counted(self.unknown, 'earlier update')} had privacy was not noted."
         return text.strip()
 
 
@@ -157,7 +157,7 @@ class RunDisclosure:
     largest: int
     last: float | None
     waiting: int
-    leaves: UpdateContents | None
+    contents: UpdateContents | None
     privacy: str = ""
     classes: tuple[str, ...] = ()
 
@@ -170,7 +170,7 @@ class RunDisclosure:
         """Tell whether no update is larger than the numbers that its run's manifest lists; None where not noted."""
         if not self.updates:
             return True
-        return None if self.leaves is None else self.largest <= self.leaves.most_bytes
+        return None if self.contents is None else self.largest <= self.contents.most_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,15 +206,15 @@ class DisclosureSummary:
         """
         if not self.updates:
             return "Nothing has left this hospital"
-        found = {run.fits for run in self.runs}
-        if False in found:
+        fits = {run.fits for run in self.runs}
+        if False in fits:
             return "An update that left this hospital was larger than its numbers"
-        if None in found:
-            return "Updates have left this hospital, and of some only the size is known"
+        if None in fits:
+            return "Updates have left this hospital; of some, only the size is known"
         return "No image has left this hospital"
 
 
-def leaving(store: SiloStore) -> DisclosureSummary:
+def disclosures_of(store: SiloStore) -> DisclosureSummary:
     """Add up the updates of the silo's database. One that the coordinator refused has left as well."""
     unprotected = Unprotected.of_home(store.unprotected())
     lines = {run_id: tuple(coverage.lines()) for run_id, coverage in store.secagg.coverages().items()}
@@ -235,7 +235,7 @@ def _of_run(run: JoinedRun, classes: tuple[str, ...]) -> RunDisclosure:
         largest=max((t.size for t in sent), default=0),
         last=max((t.staged for t in sent if t.staged is not None), default=None),
         waiting=len(waiting),
-        leaves=UpdateContents.from_json(run.leaves),
+        contents=UpdateContents.from_json(run.leaves),
         privacy=run.privacy,
         classes=classes,
     )
