@@ -19,8 +19,19 @@ def make(tmp_path):
 
     yield hospital
     for one in made:
-        one.stop()
-        one.host.stop()
+        one.end()
+
+
+@pytest.fixture
+def started(make):
+    """Make a hospital whose service is at work."""
+
+    def started(*given, **settings):
+        hospital = make(*given, **settings)
+        hospital.start()
+        return hospital
+
+    return started
 
 
 @pytest.fixture

@@ -495,6 +495,21 @@ class Hospital:
         self.control.last.send(offer=offer)
         return offer
 
+    def train(self) -> pb.Offer:
+        """Let it do the first round, until its receipt is there."""
+        offer = self.offer()
+        self.sent()
+        return offer
+
+    def settle(self) -> None:
+        """Close the first round, and wait until it has kept or dropped what it had staged."""
+        self.close()
+        self.settled()
+
+    def end(self) -> None:
+        self.stop()
+        self.host.stop()
+
     def close(self, round: int = 0, included: bool = True, kind=pb.TRAIN) -> None:
         closed = pb.RoundClosed(run_id=self.run_id, round=round, kind=kind, included=included)
         self.control.last.send(round_closed=closed)

@@ -36,8 +36,7 @@ def serving(tmp_path: Path):
 
     yield start
     for hospital in made:
-        hospital.stop()
-        hospital.host.stop()
+        hospital.end()
 
 
 @pytest.fixture

@@ -185,5 +185,4 @@ def test_a_held_update_keeps_no_service_from_ending_and_is_kept(serving) -> None
 
 def test_a_plain_run_is_not_held(serving) -> None:
     hospital, _ = held(serving, manifest())
-    hospital.offer()
-    hospital.sent()
+    hospital.train()

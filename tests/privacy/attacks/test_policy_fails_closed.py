@@ -256,8 +256,7 @@ def test_no_record_is_read_under_a_policy_that_others_can_write(tmp_path, monkey
     try:
         refused = hospital.refused()
     finally:
-        hospital.stop()
-        hospital.host.stop()
+        hospital.end()
     assert refused.code == "E-POLICY-10"
     assert str(tmp_path) not in refused.reason
     assert watched.read == 0

@@ -154,8 +154,7 @@ def test_steps_are_for_the_hospitals_own_screen_alone(serving, run) -> None:
         return run_silo_round(runtime, msg, state, data, context, kind)
 
     hospital = serving(run(), steps)
-    hospital.offer()
-    hospital.sent()
+    hospital.train()
     assert [pulse for pulse, _ in seen] == [pb.Pulse(activity=pb.TRAINING, run_id="run-1", round=0)] * 3
     if run is private:
         assert [(own.done, own.total) for _, own in seen] == [(1, 3), (2, 3), (3, 3)]
@@ -277,8 +276,7 @@ def test_two_hospitals_of_other_records_send_the_same_number_of_bytes(tmp_path) 
         try:
             hospital.sent()
         finally:
-            hospital.stop()
-            hospital.host.stop()
+            hospital.end()
         (raw,) = hospital.transfer.uploads.values()
         (opened,) = hospital.transfer.opened.values()
         sizes.add((len(raw), opened.size))

@@ -118,8 +118,7 @@ def test_a_message_of_another_form_is_refused_before_a_record_is_read(tmp_path: 
         hospital.offer(state=msg)
         assert hospital.refused().code == "E-WIRE-06"
     finally:
-        hospital.stop()
-        hospital.host.stop()
+        hospital.end()
     assert not worked
     assert [ledger.entries(name) for name in (TRAIN, TEST)] == [[], []]
 

@@ -134,8 +134,7 @@ def test_a_task_that_the_door_refuses_reads_nothing_spends_nothing_and_keeps_not
         if ledger is not None:
             assert [*ledger.entries(TRAIN), *ledger.entries(TEST)] == []
     finally:
-        hospital.stop()
-        hospital.host.stop()
+        hospital.end()
 
 
 @pytest.mark.integration
@@ -150,14 +149,14 @@ def test_the_same_task_reaches_records_where_the_door_is_open(
         if ledger is not None:
             assert [*ledger.entries(TRAIN), *ledger.entries(TEST)]
     finally:
-        hospital.stop()
-        hospital.host.stop()
+        hospital.end()
 
 
 @pytest.mark.integration
-def test_classes_are_not_counted_before_round_1_where_the_door_refuses(make, reached: list[str], closed: None) -> None:
-    hospital = make(manifest())
-    hospital.start()
+def test_classes_are_not_counted_before_round_1_where_the_door_refuses(
+    started, reached: list[str], closed: None
+) -> None:
+    hospital = started(manifest())
     session = hospital.control.last
     session.send(preflight=pb.Preflight(run_id=hospital.run_id, manifest_digest=hospital.digest))
     until(lambda: session.got("preflight"))

@@ -44,8 +44,7 @@ def hospital(tmp_path):
     made.start()
     made.exchange()
     yield made
-    made.stop()
-    made.host.stop()
+    made.end()
 
 
 def sealed(hospital, offer, absent=(), own=True):
@@ -161,9 +160,8 @@ def test_the_same_model_is_opened_again_for_the_same_set_and_another_model_for_a
     "refused with E-RUN-33 before any record is read: an evaluation is about one model for ever",
 )
 @pytest.mark.parametrize("closes", [False, True])
-def test_an_evaluation_is_about_one_model_for_ever(make, monkeypatch, closes):
-    hospital = make(evaluation())
-    hospital.start()
+def test_an_evaluation_is_about_one_model_for_ever(started, monkeypatch, closes):
+    hospital = started(evaluation())
     hospital.offer(0, pb.EVALUATE)
     hospital.sent()
     if closes:
@@ -192,10 +190,9 @@ def test_an_evaluation_under_masks_is_about_one_model(hospital):
     assert len(hospital.transfer.uploads) == 1
 
 
-def test_a_round_that_is_trained_is_measured_in_its_training_and_has_no_evaluation_beside(make):
+def test_a_round_that_is_trained_is_measured_in_its_training_and_has_no_evaluation_beside(started):
     """The evaluation of a run is the one after its last round; others would measure models of no round."""
-    hospital = make(manifest(rounds=3))
-    hospital.start()
+    hospital = started(manifest(rounds=3))
     for round in (0, 2):
         hospital.offer(round, pb.EVALUATE, moved(hospital))
         until(lambda round=round: len([a for a in hospital.answers() if not a.accepted]) == 1 + round // 2)
@@ -208,9 +205,8 @@ def test_a_round_that_is_trained_is_measured_in_its_training_and_has_no_evaluati
     "offers a round of training again with another model, whose answers on test images leave with each update",
     "refused with E-RUN-33: a round has one model, another one only for a coordinator that was restored",
 )
-def test_a_round_of_training_is_about_one_model_unless_the_coordinator_was_restored(make):
-    hospital = make()
-    hospital.start()
+def test_a_round_of_training_is_about_one_model_unless_the_coordinator_was_restored(started):
+    hospital = started()
     hospital.offer(incarnation="a")
     hospital.sent()
     hospital.offer(state=moved(hospital), incarnation="a")
@@ -225,9 +221,8 @@ def test_a_round_of_training_is_about_one_model_unless_the_coordinator_was_resto
     "asks for evaluation after evaluation, each of another model",
     "the policy bounds the runs of a day that measure models here (E-POLICY-19), also for a clock that is set back",
 )
-def test_runs_of_a_day_that_measure_models_are_bounded_by_the_policy(make):
-    hospital = make(evaluation())
-    hospital.start()
+def test_runs_of_a_day_that_measure_models_are_bounded_by_the_policy(started):
+    hospital = started(evaluation())
     hospital.folder.joinpath("policy.toml").write_text("[evaluation]\nruns_a_day = 3\n")
     for number in range(3):
         hospital.run_id = f"run-{number}"
@@ -254,10 +249,9 @@ def test_runs_of_a_day_that_measure_models_are_bounded_by_the_policy(make):
 # ---- what leaves of small classes, and what is said of it ------------------------------------------------------------
 
 
-def test_of_classes_below_the_policys_floor_nothing_leaves_and_log_question_and_page_name_them(make, caplog):
+def test_of_classes_below_the_policys_floor_nothing_leaves_and_log_question_and_page_name_them(started, caplog):
     """The hospital has 18 test images of class 6 and 36 of three others; its own figures keep them all."""
-    hospital = make(evaluation())
-    hospital.start()
+    hospital = started(evaluation())
     policy = hospital.folder / "policy.toml"
     policy.write_text("[runs]\napprove = 'by hand'\n[evaluation]\nmin_examples = 20\n")
     hospital.control.last.send(preflight=pb.Preflight(run_id="run-1", manifest_digest=hospital.digest))
@@ -286,9 +280,8 @@ def test_of_classes_below_the_policys_floor_nothing_leaves_and_log_question_and_
     page.close()
 
 
-def test_a_run_without_masks_says_to_the_hospital_who_reads_its_update(make):
-    hospital = make()
-    hospital.start()
+def test_a_run_without_masks_says_to_the_hospital_who_reads_its_update(started):
+    hospital = started()
     hospital.folder.joinpath("policy.toml").write_text("[runs]\napprove = 'by hand'\n")
     hospital.control.last.send(preflight=pb.Preflight(run_id="run-1", manifest_digest=hospital.digest))
     until(lambda: "approval" in hospital.events())
@@ -298,8 +291,7 @@ def test_a_run_without_masks_says_to_the_hospital_who_reads_its_update(make):
     rows = {c.what: c.asked for c in PendingDecision.of(asked, PolicyAndLedger.of(Home(hospital.folder))).comparisons}
     assert rows["Secure aggregation"] == f"none: {read}"
     hospital.service.store.approvals.decide("run-1", True)
-    hospital.offer()
-    hospital.sent()
+    hospital.train()
     assert any(read in n.text for n in hospital.notices if n.event == "training")
     (left,) = disclosures_of(hospital.service.store).runs
     assert left.privacy == f"no privacy: {read}"

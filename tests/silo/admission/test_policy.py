@@ -51,10 +51,9 @@ from tests.support.privacy import DATA, SEEDED_POLICY, TEST, TRAIN, budgeted, pr
         ("[budget.'center1/train']\nepsilon = 0.1\ndelta = 1e-5\n[privacy]\nrng = 'test'\n", "E-BUDGET-01"),
     ],
 )
-def test_the_policy_wins_over_the_run_and_fails_closed(make, tmp_path, monkeypatch, policy, code):
+def test_the_policy_wins_over_the_run_and_fails_closed(started, tmp_path, monkeypatch, policy, code):
     ledger = budgeted(tmp_path / "home0", policy=policy)
-    hospital = make(private())
-    hospital.start()
+    hospital = started(private())
     watched = Watched(monkeypatch)
     hospital.offer()
     refused = hospital.refused()
@@ -70,11 +69,10 @@ def test_the_policy_wins_over_the_run_and_fails_closed(make, tmp_path, monkeypat
     "policy",
     ["", "min_noise_alone = 0\n[prototypes]\nsubmit = false\n", "min_noise_alone = 0\n[prototypes]\nmin_count = 3\n"],
 )
-def test_a_hospital_refuses_to_share_noise_that_it_would_not_bear_or_not_add(make, tmp_path, monkeypatch, policy):
+def test_a_hospital_refuses_to_share_noise_that_it_would_not_bear_or_not_add(started, tmp_path, monkeypatch, policy):
     ledger = budgeted(tmp_path / "home0", policy=f"{SEEDED_POLICY}{policy}")
     run = private("analytic", {"release": "noisy"}, placement="distributed")
-    hospital = make(replace(run, secagg=Secagg(1)))
-    hospital.start()
+    hospital = started(replace(run, secagg=Secagg(1)))
     watched = Watched(monkeypatch)
     hospital.offer()
     assert hospital.refused().code == "E-POLICY-05"
@@ -83,10 +81,9 @@ def test_a_hospital_refuses_to_share_noise_that_it_would_not_bear_or_not_add(mak
     assert [state for _, _, state, _, _ in ledger.events() if state == "REFUSED"]
 
 
-def test_a_plain_run_is_refused_where_privacy_is_required(make, tmp_path):
+def test_a_plain_run_is_refused_where_privacy_is_required(started, tmp_path):
     budgeted(tmp_path / "home0", policy="[privacy]\nrequire = 'dp_record'\n")
-    hospital = make(manifest())
-    hospital.start()
+    hospital = started(manifest())
     hospital.offer()
     assert hospital.refused().code == "E-POLICY-05"
 
@@ -165,11 +162,10 @@ def test_withheld_classes_are_zeros_and_the_others_are_as_before(make, tmp_path)
     ("policy", "left_out"),
     [("", False), ("[prototypes]\nmin_examples = 10000\n", True), ("[prototypes]\nsubmit = false\n", True)],
 )
-def test_the_policy_keeps_small_classes_out_of_exact_sums(make, tmp_path, caplog, policy, left_out):
+def test_the_policy_keeps_small_classes_out_of_exact_sums(started, tmp_path, caplog, policy, left_out):
     (tmp_path / "home0").mkdir(mode=0o700)
     (tmp_path / "home0/policy.toml").write_text(policy)
-    hospital = make(manifest(method=NamedOptions("analytic", {"head": "ridge"})), folder=tmp_path / "home0")
-    hospital.start()
+    hospital = started(manifest(method=NamedOptions("analytic", {"head": "ridge"})), folder=tmp_path / "home0")
     first(hospital)
     (raw,) = hospital.transfer.uploads.values()
     (tmp_path / "bundle").write_bytes(bytes(raw))
@@ -180,13 +176,12 @@ def test_the_policy_keeps_small_classes_out_of_exact_sums(make, tmp_path, caplog
     assert "second moments" not in caplog.text  # 507 records, 64 features
 
 
-def test_a_hospital_is_warned_where_exact_sums_show_what_its_records_span(make, caplog):
+def test_a_hospital_is_warned_where_exact_sums_show_what_its_records_span(started, caplog):
     choice = NamedOptions("random_features", {"width": 600})
     run = manifest(method=NamedOptions("analytic", {}), model=choice)
     network = build_model(choice.name, choice.options, run.schema, 0)
     run = replace(run, layout=derive_layout(build_method("analytic", {}), network, run.schema))
-    hospital = make(run)
-    hospital.start()
+    hospital = started(run)
     first(hospital)
     assert caplog.text.count("second moments of 600 numbers leave without noise") == 1
     assert "507" not in "".join(caplog.messages)
@@ -201,9 +196,8 @@ def test_a_warning_of_exact_sums_says_who_reads_them(caplog):
         assert "507" not in "".join(caplog.messages)
 
 
-def test_the_declared_size_is_rounded_and_never_the_true_one(make, tmp_path):
-    hospital = make()
-    hospital.start()
+def test_the_declared_size_is_rounded_and_never_the_true_one(started, tmp_path):
+    hospital = started()
     assert len(datasets.load(DATA).train) == 507
     assert hospital.control.last.hello.data.nominal_size == 510
     assert not Ledger(tmp_path / "unused.db").collections()
@@ -211,10 +205,9 @@ def test_the_declared_size_is_rounded_and_never_the_true_one(make, tmp_path):
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("policy", "sent"), [("submit = true", 1), ("submit = false", 0)])
-def test_a_hospitals_own_opt_out_is_neither_released_nor_charged(make, tmp_path, policy, sent):
+def test_a_hospitals_own_opt_out_is_neither_released_nor_charged(started, tmp_path, policy, sent):
     ledger = budgeted(tmp_path / "home0", policy=f"{SEEDED_POLICY}[prototypes]\n{policy}\nmin_count = 10000\n")
-    hospital = make(private("fedproc"))
-    hospital.start()
+    hospital = started(private("fedproc"))
     first(hospital)
     purposes = [p.purpose for _, _, planned in ledger.entries(TRAIN) for p in planned]
     assert purposes.count("prototypes") == sent
@@ -225,10 +218,9 @@ def test_a_hospitals_own_opt_out_is_neither_released_nor_charged(make, tmp_path,
     assert (weight == 0).all()  # submitted or not: no class has so many records
 
 
-def test_a_hidden_class_that_the_run_does_not_know_closes_the_hospital(make, tmp_path):
+def test_a_hidden_class_that_the_run_does_not_know_closes_the_hospital(started, tmp_path):
     budgeted(tmp_path / "home0", policy=f"{SEEDED_POLICY}[prototypes]\nhidden = ['sevn']\n")
-    hospital = make(private())
-    hospital.start()
+    hospital = started(private())
     hospital.offer()
     assert hospital.refused().code == "E-POLICY-09"
 
@@ -237,13 +229,12 @@ def test_a_hidden_class_that_the_run_does_not_know_closes_the_hospital(make, tmp
     ("send", "there"),
     [("clinical", {"metrics", "clinical"}), ("accuracy", {"metrics"}), ("nothing", set())],
 )
-def test_the_policy_says_what_of_an_evaluation_leaves_and_the_hospital_sees_all(make, tmp_path, send, there):
+def test_the_policy_says_what_of_an_evaluation_leaves_and_the_hospital_sees_all(make, started, tmp_path, send, there):
     """What is withheld has weight 0: the update keeps its layout, and the model trains on."""
     Home(tmp_path / "home0").make().policy.write_text(f"[evaluation]\nsend = '{send}'\n")
     run = manifest(evaluation=EvaluationTerms("clinical"))
     layout = derive_layout(FedAvg(), build_model("digits_cnn", {}, run.schema, 3), run.schema, metrics="clinical")
-    hospital = make(replace(run, layout=layout))
-    hospital.start()
+    hospital = started(replace(run, layout=layout))
     first(hospital)
     (tmp_path / "update").write_bytes(upload(hospital))
     sent = BundleFile(tmp_path / "update")
@@ -273,10 +264,9 @@ def test_an_empty_policy_file_means_what_no_file_means(tmp_path) -> None:
     assert caught.value.code == "E-POLICY-13"
 
 
-def test_a_policy_with_another_word_for_evaluations_closes_the_hospital(make, tmp_path):
+def test_a_policy_with_another_word_for_evaluations_closes_the_hospital(make, started, tmp_path):
     Home(tmp_path / "home0").make().policy.write_text("[evaluation]\nsend = 'some'\n")
-    hospital = make(manifest())
-    hospital.start()
+    hospital = started(manifest())
     hospital.offer()
     assert hospital.refused().code == "E-POLICY-01"
 

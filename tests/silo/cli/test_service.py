@@ -171,8 +171,7 @@ def test_status_and_fingerprint_of_a_silo_that_has_worked(capsys, tmp_path):
     hospital = Hospital(tmp_path / "home")
     try:
         hospital.start()
-        hospital.offer()
-        hospital.sent()
+        hospital.train()
         found = answer(capsys, "status", "--home", str(tmp_path / "home"))  # while the service runs
         assert found["silo"] == "center1"
         assert found["session"]["until"] is None
@@ -181,11 +180,9 @@ def test_status_and_fingerprint_of_a_silo_that_has_worked(capsys, tmp_path):
             | {"bytes": found["outbox"][0]["bytes"]}
         ]
         (waited,) = found["outbox"]
-        hospital.close()
-        hospital.settled()
+        hospital.settle()
     finally:
-        hospital.stop()
-        hospital.host.stop()
+        hospital.end()
     found = answer(capsys, "status", "--home", str(tmp_path / "home"))
     (one,) = found["runs"]
     (evaluation,) = one["evaluations"]
@@ -256,14 +253,12 @@ def test_a_run_that_failed_is_told_in_words(capsys, tmp_path):
     hospital = Hospital(tmp_path / "home")
     try:
         hospital.start()
-        hospital.offer()
-        hospital.sent()
+        hospital.train()
         ended = pb.RunEnded(run_id="run-1", state="failed", reason="E-RUN-31: center2 cannot go on")
         hospital.control.last.send(run_ended=ended)
         until(lambda: "ended" in hospital.events())
     finally:
-        hospital.stop()
-        hospital.host.stop()
+        hospital.end()
     assert run(["status", "--home", str(tmp_path / "home")]) == 0
     shown = capsys.readouterr().out
     assert "small (run-1): could not be finished: E-RUN-31: center2 cannot go on" in shown

@@ -40,9 +40,8 @@ def at(hospital) -> LoopbackAddress:
     return hospital.service.metrics_at
 
 
-def test_the_numbers_of_a_round_are_those_of_what_happened(make) -> None:
-    hospital = make(metrics=HERE)
-    hospital.start()
+def test_the_numbers_of_a_round_are_those_of_what_happened(started) -> None:
+    hospital = started(metrics=HERE)
     before = until_scraped(at(hospital), lambda found: found[name("connected")] == 1)
     assert before[name("ready")] == 1
     assert before[name("round_training_seconds_count{kind=train}")] == 0
@@ -60,9 +59,8 @@ def test_the_numbers_of_a_round_are_those_of_what_happened(make) -> None:
     assert (get(at(hospital), "/healthz")[0], get(at(hospital), "/readyz")[0]) == (200, 200)
 
 
-def test_a_task_that_is_refused_and_a_session_that_is_lost_are_counted(make) -> None:
-    hospital = make(metrics=HERE)
-    hospital.start()
+def test_a_task_that_is_refused_and_a_session_that_is_lost_are_counted(started) -> None:
+    hospital = started(metrics=HERE)
     hospital.offer(manifest_digest=hospital.transfer.offer(b"no manifest"))
     refused = hospital.refused()
     found = until_scraped(at(hospital), lambda found: found.labels(name("refusals_total")))
@@ -76,9 +74,8 @@ def test_a_task_that_is_refused_and_a_session_that_is_lost_are_counted(make) -> 
     assert get(at(hospital), "/healthz")[0] == 200
 
 
-def test_a_code_that_the_coordinator_makes_up_is_no_series_of_its_own(make) -> None:
-    hospital = make(metrics=HERE)
-    hospital.start()
+def test_a_code_that_the_coordinator_makes_up_is_no_series_of_its_own(started) -> None:
+    hospital = started(metrics=HERE)
     for k in range(3):
         hospital.control.last.send(refusal=pb.Refusal(code=f"E-NET-{70 + k}", reason="made up"))
     hospital.control.last.end()
@@ -117,9 +114,8 @@ def test_budgets_are_told_only_to_a_hospital_that_asks_for_them(make, tmp_path: 
     assert shown == (listed | parts) - quiet_ones
 
 
-def test_no_ledger_is_made_by_looking_for_one(make) -> None:
-    hospital = make(metrics=HERE, metrics_budgets=True)
-    hospital.start()
+def test_no_ledger_is_made_by_looking_for_one(started) -> None:
+    hospital = started(metrics=HERE, metrics_budgets=True)
     found = Scrape.of(at(hospital))
     assert found[name("lookup_success{part=ledger}")] == 1
     assert not found.labels(name("privacy_spent_epsilon"))

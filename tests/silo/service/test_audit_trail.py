@@ -108,9 +108,8 @@ def test_an_end_that_the_coordinator_did_not_sign_is_not_kept(make, monkeypatch,
     "writes control characters and long texts into its messages",
     "none reaches the hospital's audit log",
 )
-def test_what_a_coordinator_writes_stays_out_of_the_lines(make):
-    hospital = make()
-    hospital.start()
+def test_what_a_coordinator_writes_stays_out_of_the_lines(started):
+    hospital = started()
     evil = '\x1b[2J"}\n{"number":1}' + "x" * 10_000
     hospital.control.last.send(run_ended=pb.RunEnded(run_id=evil[:100], state=evil, reason=evil))
     hospital.control.last.send(preflight=pb.Preflight(run_id="run-1", manifest_digest=evil))

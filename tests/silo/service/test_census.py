@@ -136,8 +136,7 @@ def _message(seal: object) -> pb.SecaggSeal:
 def counted(tmp_path: Path) -> Iterator[Counted]:
     made = Counted(tmp_path / "home0")
     yield made
-    made.stop()
-    made.host.stop()
+    made.end()
 
 
 def test_t59_with_the_proof_of_the_census_the_hospital_trains(counted: Counted) -> None:

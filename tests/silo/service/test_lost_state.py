@@ -23,8 +23,7 @@ def trained(make, run):
     hospital.start()
     asked(hospital, 0)
     hospital.sent()
-    hospital.close()
-    hospital.settled()
+    hospital.settle()
     hospital.stop()
     return hospital
 
@@ -122,9 +121,8 @@ def test_a_closed_round_is_asked_for_again_by_a_restored_coordinator_alone(make,
 
 
 @pytest.mark.parametrize("said", [2**32 - 1, 7])
-def test_a_coordinator_that_claims_rounds_that_never_were_gets_a_refusal(make, said):
-    hospital = make(SCAFFOLD)
-    hospital.start()
+def test_a_coordinator_that_claims_rounds_that_never_were_gets_a_refusal(started, said):
+    hospital = started(SCAFFOLD)
     asked(hospital, 0, included_before=said)
     assert hospital.refused().code == "E-STATE-24"
     assert isinstance(hospital.answers()[0], pb.Answer)

@@ -61,8 +61,7 @@ def hospital(tmp_path):
     made = MaskedHospital(tmp_path / "home0")
     made.start()
     yield made
-    made.stop()
-    made.host.stop()
+    made.end()
 
 
 def sealed(hospital, offer, own=True):
@@ -199,8 +198,7 @@ def test_other_keys_in_the_middle_of_a_run_are_refused(hospital):
     entries = hospital.entries()
     hospital.exchange()
     hospital.train()
-    hospital.close()
-    hospital.settled()
+    hospital.settle()
     hospital.colleagues[0].own = OwnKeys.new()
     entries[0] = hospital.colleagues[0].entry(hospital.run)
     hospital.ask(1, secagg_keys_digest=hospital.publish(entries))
@@ -288,8 +286,7 @@ def waiting(tmp_path_factory):
     made.exchange()
     offer = made.train()
     yield made, offer, sealed(made, offer)[0]
-    made.stop()
-    made.host.stop()
+    made.end()
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -411,8 +408,7 @@ def test_t35_t51_nothing_of_a_closed_round_is_confirmed_or_opened(hospital):
     again = open_message(state.opening(OWN))
     hospital.control.last.send(secagg_open=again)
     assert hospital.shares(2) == hospital.shares(1)
-    hospital.close()
-    hospital.settled()
+    hospital.settle()
     hospital.control.last.send(secagg_open=again)
     assert hospital.refusal().code == "E-RUN-50"
     hospital.send_seal(state.seal)
@@ -509,8 +505,7 @@ def test_a_hospital_that_sent_nothing_helps_to_open_a_sum_of_the_others(tmp_path
         assert hospital.transfer.uploads == {}
     finally:
         slow.free.set()
-        hospital.stop()
-        hospital.host.stop()
+        hospital.end()
 
 
 @pytest.mark.parametrize(("policy", "code"), [("[secagg]\nmin_sum = 4\n", "E-POLICY-17"), ("[secagg", "E-POLICY-01")])
@@ -596,8 +591,7 @@ def test_keys_of_a_closed_round_and_of_an_ended_run_are_nowhere_in_the_home(hosp
     store = hospital.service.store
     before = store.secagg.known("run-1").keys
     assert all(secret in home_bytes(hospital) for secret in (*before.chains, before.sign))
-    hospital.close()
-    hospital.settled()
+    hospital.settle()
     until(lambda: store.secagg.known("run-1").keys.position == 2)
     left = home_bytes(hospital)
     assert not any(chain in left for chain in before.chains)
@@ -636,8 +630,7 @@ def test_t63_where_masks_are_required_nothing_leaves_without_them(tmp_path, monk
         assert watched.read == 0
         assert hospital.transfer.uploads == {}
     finally:
-        hospital.stop()
-        hospital.host.stop()
+        hospital.end()
 
 
 @pytest.mark.parametrize("holds", [(), ("3", "7")])
@@ -648,8 +641,7 @@ def test_t63_without_the_policy_sizes_and_classes_are_declared_as_before(tmp_pat
         data = hospital.control.last.hello.data
         assert (data.nominal_size, tuple(data.holds)) == (510, holds)
     finally:
-        hospital.stop()
-        hospital.host.stop()
+        hospital.end()
 
 
 def test_t63_a_masked_run_of_fewer_than_three_members_is_refused(tmp_path):
@@ -665,8 +657,7 @@ def test_t63_a_masked_run_of_fewer_than_three_members_is_refused(tmp_path):
         assert not hospital.refused().accepted
         assert hospital.transfer.uploads == {}
     finally:
-        hospital.stop()
-        hospital.host.stop()
+        hospital.end()
 
 
 @pytest.mark.parametrize(
@@ -693,8 +684,7 @@ def test_the_policy_says_what_of_secure_aggregation_a_run_must_have(tmp_path, po
         assert (answer.ready, answer.code) == (not code, code)
         assert answer.HasField("secagg_entry") is not bool(code)
     finally:
-        hospital.stop()
-        hospital.host.stop()
+        hospital.end()
 
 
 def test_t53_an_invented_member_is_held_back_and_a_run_with_it_is_refused_where_the_policy_says_so(tmp_path):
@@ -730,8 +720,7 @@ def test_t53_an_invented_member_is_held_back_and_a_run_with_it_is_refused_where_
         hospital.ask(attempt=1)
         hospital.sent()
     finally:
-        hospital.stop()
-        hospital.host.stop()
+        hospital.end()
 
 
 def test_t53_without_the_policy_an_invented_member_is_accepted_and_the_hospital_is_told_how_many_it_confirmed(
@@ -752,8 +741,7 @@ def test_t53_without_the_policy_an_invented_member_is_accepted_and_the_hospital_
         assert told["runs"][0]["privacy"].startswith("no privacy: updates leave under masks, only sums over at least 3")
         assert told["left"]["verdict"] == "No image has left this hospital"
     finally:
-        hospital.stop()
-        hospital.host.stop()
+        hospital.end()
 
 
 def test_the_question_for_approval_says_under_masks_and_whose_keys_were_confirmed(tmp_path):
@@ -775,8 +763,7 @@ def test_the_question_for_approval_says_under_masks_and_whose_keys_were_confirme
         )
         assert allowed == "also without it, sums over at least 3"
     finally:
-        hospital.stop()
-        hospital.host.stop()
+        hospital.end()
 
 
 def test_t46_a_private_masked_round_is_charged_once_though_the_service_ends_in_its_upload(tmp_path):
@@ -805,8 +792,7 @@ def test_t46_a_private_masked_round_is_charged_once_though_the_service_ends_in_i
         state, _ = sealed(hospital, offer)
         assert opened(hospital, state).inside == (0, 1, 2)
     finally:
-        hospital.stop()
-        hospital.host.stop()
+        hospital.end()
 
 
 # ---- a busy hospital, and homes that are put back --------------------------------------------------------------------
@@ -833,8 +819,7 @@ def test_t64_a_hospital_that_trains_for_another_run_confirms_and_opens_within_tw
         assert hospital.service.pulse().activity == pb.TRAINING
     finally:
         slow.free.set()
-        hospital.stop()
-        hospital.host.stop()
+        hospital.end()
 
 
 def test_a_backup_has_no_keys_and_a_home_that_is_put_back_is_absent_for_the_rest_of_the_run(hospital, tmp_path, capsys):
@@ -853,8 +838,7 @@ def test_a_backup_has_no_keys_and_a_home_that_is_put_back_is_absent_for_the_rest
     hospital.start()
     answer = hospital.preflight()
     assert (answer.ready, answer.code) == (False, "E-RUN-50")
-    hospital.close()
-    hospital.settled()
+    hospital.settle()
     hospital.ask(1)
     assert hospital.refused().code == "E-RUN-50"
 

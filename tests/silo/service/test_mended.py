@@ -131,11 +131,10 @@ def images_run(names):
 
 
 @pytest.mark.fault("a hospital", "changes its data while a run is under way", "refused there, and the lead is told")
-def test_data_that_change_during_a_run_are_refused_until_they_are_as_they_were(make, tmp_path):
+def test_data_that_change_during_a_run_are_refused_until_they_are_as_they_were(started, tmp_path):
     images, names = tmp_path / "images", ("nevus", "melanoma")
     pictures(images, names)
-    hospital = make(images_run(names), data=f"folder:{images}")
-    hospital.start()
+    hospital = started(images_run(names), data=f"folder:{images}")
     hospital.offer(0)
     hospital.sent(1)
     hospital.close(0)
@@ -156,12 +155,11 @@ def test_data_that_change_during_a_run_are_refused_until_they_are_as_they_were(m
 
 @pytest.mark.fault("a hospital", "replaces an image, and size and date stay", "refused there, and the lead is told")
 def test_an_image_that_is_replaced_with_its_size_and_date_kept_is_refused_and_one_that_is_touched_is_not(
-    make, tmp_path
+    started, tmp_path
 ):
     images, names = tmp_path / "images", ("nevus", "melanoma")
     pictures(images, names, "bmp")
-    hospital = make(images_run(names), data=f"folder:{images}")
-    hospital.start()
+    hospital = started(images_run(names), data=f"folder:{images}")
     hospital.offer(0)
     hospital.sent(1)
     hospital.close(0)

@@ -42,9 +42,8 @@ def measured_alone():
     ],
     ids=["privacy", "software", "stranger", "label space", "layout", "cohort", "parts", "round"],
 )
-def test_a_manifest_that_does_not_fit_is_refused(make, change, code):
-    hospital = make(manifest(**change()))
-    hospital.start()
+def test_a_manifest_that_does_not_fit_is_refused(started, change, code):
+    hospital = started(manifest(**change()))
     offer = hospital.offer()
     assert hospital.refused().code == code
     count = len(hospital.answers())
@@ -54,7 +53,7 @@ def test_a_manifest_that_does_not_fit_is_refused(make, change, code):
     assert hospital.transfer.calls.count("Open") == 0
 
 
-def test_a_refusal_over_the_hospitals_images_names_no_file_of_it(make, tmp_path):
+def test_a_refusal_over_the_hospitals_images_names_no_file_of_it(started, tmp_path):
     """Names of files and folders may be names of patients; they stay in the hospital's own log."""
     images = tmp_path / "ward7" / "images"
     for name in ("nevus", "melanoma"):
@@ -71,8 +70,7 @@ def test_a_refusal_over_the_hospitals_images_names_no_file_of_it(make, tmp_path)
         "model": NamedOptions("simple_cnn", {}),
         "image_size": 32,
     }
-    hospital = make(manifest(**facts), data=f"folder:{images}")
-    hospital.start()
+    hospital = started(manifest(**facts), data=f"folder:{images}")
     for file in images.rglob("*.png"):
         file.write_bytes(file.read_bytes()[:60])  # sound when the service starts, damaged when it trains
     assert any("decoded images are kept in" in notice.text for notice in hospital.notices)
@@ -84,9 +82,8 @@ def test_a_refusal_over_the_hospitals_images_names_no_file_of_it(make, tmp_path)
     assert any("smith-john" in notice.text for notice in hospital.notices)
 
 
-def test_a_hospital_whose_data_give_no_training_step_says_so_with_the_reason(make):
-    hospital = make(manifest(train=TrainConfig(epochs=1, batch_size=100_000, drop_last=True)))
-    hospital.start()
+def test_a_hospital_whose_data_give_no_training_step_says_so_with_the_reason(started):
+    hospital = started(manifest(train=TrainConfig(epochs=1, batch_size=100_000, drop_last=True)))
     hospital.offer()
     refused = hospital.refused()
     assert refused.code == "E-RUN-52"
@@ -94,19 +91,17 @@ def test_a_hospital_whose_data_give_no_training_step_says_so_with_the_reason(mak
     assert hospital.transfer.calls.count("Open") == 0
 
 
-def test_another_shape_is_refused(make):
+def test_another_shape_is_refused(started):
     run = manifest()
-    hospital = make(run)
-    hospital.start()
+    hospital = started(run)
     other = replace(run, model=NamedOptions("simple_cnn"), schema=Schema((3, 32, 32), run.schema.classes))
     hospital.digest = hospital.transfer.offer(other.to_json().encode())
     hospital.offer()
     assert hospital.refused().code == "E-DATA-05"
 
 
-def test_an_unknown_privacy_profile_is_refused_before_any_data_is_touched(make, monkeypatch):
-    hospital = make(manifest(privacy=NamedOptions("magic", {})))
-    hospital.start()
+def test_an_unknown_privacy_profile_is_refused_before_any_data_is_touched(started, monkeypatch):
+    hospital = started(manifest(privacy=NamedOptions("magic", {})))
     touched = []
     monkeypatch.setattr(datasets, "load", lambda *a, **k: touched.append(a))
     hospital.offer()
@@ -114,9 +109,8 @@ def test_an_unknown_privacy_profile_is_refused_before_any_data_is_touched(make, 
     assert touched == []
 
 
-def test_a_run_that_comes_back_under_another_manifest_is_refused(make):
-    hospital = make()
-    hospital.start()
+def test_a_run_that_comes_back_under_another_manifest_is_refused(started):
+    hospital = started()
     hospital.offer(0)
     hospital.sent()
     hospital.close(0)
@@ -126,9 +120,8 @@ def test_a_run_that_comes_back_under_another_manifest_is_refused(make):
     assert hospital.refused().code == "E-RUN-33"
 
 
-def test_a_manifest_in_another_form_is_refused(make):
-    hospital = make()
-    hospital.start()
+def test_a_manifest_in_another_form_is_refused(started):
+    hospital = started()
     hospital.digest = hospital.transfer.offer(b" " + manifest().to_json().encode())
     hospital.offer()
     assert hospital.refused().code == "E-WIRE-04"
@@ -152,10 +145,9 @@ def test_an_update_that_the_coordinator_refuses_waits_for_the_close_and_is_never
     assert (service.store.committed("run-1") is None) is included  # its own state stays where no other was included
 
 
-def test_a_task_that_fails_is_reported_and_the_next_one_works(make, slow, caplog):
+def test_a_task_that_fails_is_reported_and_the_next_one_works(started, slow, caplog):
     slow.held, slow.fail = False, RuntimeError("no room for /data/smith_john.png")
-    hospital = make(run_round=slow)
-    hospital.start()
+    hospital = started(run_round=slow)
     hospital.offer(0)
     answer = hospital.refused()
     assert (answer.code, "the hospital's own log" in answer.reason) == ("E-RUN-31", True)

@@ -12,9 +12,8 @@ from tests.support import until
 from tests.support.hospital import TRAINED
 
 
-def test_an_offer_repeated_is_not_trained_twice(make, slow):
-    hospital = make(run_round=slow)
-    hospital.start()
+def test_an_offer_repeated_is_not_trained_twice(started, slow):
+    hospital = started(run_round=slow)
     offer = hospital.offer()
     assert slow.started.wait(20)
     hospital.control.last.send(offer=offer)
@@ -39,19 +38,16 @@ def test_a_restart_sends_what_is_in_the_outbox_without_training(make, slow):
     hospital.transfer.refusal = None
     hospital.start()
     assert [(s.run_id, s.round) for s in hospital.control.last.hello.staged] == [("run-1", 0)]
-    hospital.offer()
-    hospital.sent()
+    hospital.train()
     assert slow.begun == [0]
 
 
 @pytest.mark.parametrize("mirrored", [True, False])
 @pytest.mark.parametrize("included", [True, False])
-def test_a_close_for_a_staged_round_after_a_restart(make, included, mirrored, monkeypatch):
+def test_a_close_for_a_staged_round_after_a_restart(started, included, mirrored, monkeypatch):
     monkeypatch.setattr(FedAvg, "server_tracks_state", mirrored)
-    hospital = make()
-    hospital.start()
-    hospital.offer()
-    hospital.sent()
+    hospital = started()
+    hospital.train()
     hospital.stop()
     service = hospital.start()
     assert len(hospital.control.last.hello.staged) == 1
@@ -63,11 +59,9 @@ def test_a_close_for_a_staged_round_after_a_restart(make, included, mirrored, mo
     hospital.settled(2)
 
 
-def test_an_offer_for_a_closed_round_is_refused(make):
-    hospital = make()
-    hospital.start()
-    hospital.offer()
-    hospital.sent()
+def test_an_offer_for_a_closed_round_is_refused(started):
+    hospital = started()
+    hospital.train()
     hospital.close(included=False)
     hospital.settled()
     hospital.offer()
@@ -86,9 +80,8 @@ def test_a_close_while_training_ends_it_and_discards(make, slow):
     assert hospital.transfer.calls.count("Open") == 0
 
 
-def test_a_later_round_supersedes_an_earlier_one(make, slow):
-    hospital = make(run_round=slow)
-    hospital.start()
+def test_a_later_round_supersedes_an_earlier_one(started, slow):
+    hospital = started(run_round=slow)
     hospital.offer(0)
     assert slow.started.wait(20)
     hospital.offer(1)
@@ -126,9 +119,8 @@ def test_a_run_that_ends_takes_its_task_with_it(make, slow, state):
     until(lambda: service.pulse().activity == pb.IDLE)
 
 
-def test_a_receipt_that_was_lost_is_fetched_after_the_close(make):
-    hospital = make()
-    hospital.start()
+def test_a_receipt_that_was_lost_is_fetched_after_the_close(started):
+    hospital = started()
     hospital.transfer.lose_receipt = 1000
     real_open = hospital.transfer.Open
     hospital.transfer.Open = lambda request, context: (
@@ -160,10 +152,9 @@ def killed(hospital, attempt=0) -> None:
 
 
 @pytest.mark.fault("a hospital", "is killed twice in the middle of one task", "refuses the run until it is resumed")
-def test_a_task_that_killed_the_service_twice_is_refused_until_the_run_is_resumed(make, slow):
+def test_a_task_that_killed_the_service_twice_is_refused_until_the_run_is_resumed(make, started, slow):
     slow.held = False
-    hospital = make(run_round=slow)
-    hospital.start()
+    hospital = started(run_round=slow)
     hospital.stop()
     killed(hospital)
     hospital.start()
@@ -208,5 +199,4 @@ def test_a_service_that_is_told_to_stop_in_the_middle_of_a_task_hands_it_back_an
     hospital.start()
     assert "killed" not in hospital.events()
     slow.free.set()
-    hospital.offer()
-    hospital.sent()
+    hospital.train()

@@ -31,12 +31,10 @@ from tests.support.hospital import TRAINED, upload
 def test_a_round_from_offer_to_settled(make):
     hospital = make()
     service = hospital.start()
-    hospital.offer()
-    hospital.sent()
+    hospital.train()
     assert [a.accepted for a in hospital.answers()] == [True]
     assert service.store.entry(TRAINED).receipt
-    hospital.close()
-    hospital.settled()
+    hospital.settle()
     assert service.store.outbox() == []
     assert service.store.committed("run-1")[1] == 0
     (run,) = service.store.history()
@@ -49,13 +47,12 @@ def test_a_round_from_offer_to_settled(make):
     ("method", "options", "opt_out"),
     [("fedavg", {}, False), ("fedprox", {}, False), ("fedmr", {}, False), ("fedmr", {}, True)],
 )
-def test_equals_local_port_bit_for_bit(make, method, options, opt_out):
+def test_equals_local_port_bit_for_bit(started, method, options, opt_out):
     from fl_core.methods import METHODS
 
     assert method in METHODS
     run = manifest(method=NamedOptions(method, options))
-    hospital = make(run, prototypes=not opt_out)
-    hospital.start()
+    hospital = started(run, prototypes=not opt_out)
     shares = [datasets.load(f"digits/p3c4/{k}") for k in range(3)]
     if opt_out:
         run = replace(run, members=tuple(RunMember(n, n != "center1") for n in MEMBERS))
@@ -105,13 +102,11 @@ def test_a_stop_while_sending_lets_the_upload_finish(make):
     assert service.store.entry(TRAINED).receipt
 
 
-def test_threads_of_the_machine_are_as_before_a_task(make):
+def test_threads_of_the_machine_are_as_before_a_task(started):
     torch.set_num_threads(2)
     try:
-        hospital = make(manifest(threads=1))
-        hospital.start()
-        hospital.offer()
-        hospital.sent()
+        hospital = started(manifest(threads=1))
+        hospital.train()
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
@@ -159,9 +154,8 @@ def test_a_refusal_of_the_session_ends_the_service(make):
     assert service.error.code == "E-ID-12"
 
 
-def test_what_is_said_at_the_start_is_honest_about_privacy(make):
-    hospital = make()
-    hospital.start()
+def test_what_is_said_at_the_start_is_honest_about_privacy(started):
+    hospital = started()
     (said,) = [n for n in hospital.notices if n.event == "privacy"]
     assert "under masks" in said.text
     assert "without noise" in said.text

@@ -57,11 +57,9 @@ def test_a_damaged_row_is_said_as_such(tmp_path, damage):
 def test_a_damaged_base_or_manifest_is_fetched_again(make, what):
     hospital = make()
     service = hospital.start()
-    hospital.offer()
-    hospital.sent()
+    hospital.train()
     digest = getattr(service.store.entry(TRAINED), what)
-    hospital.close()
-    hospital.settled()
+    hospital.settle()
     hospital.stop()
     flip(hospital.folder / "objects" / digest)
     hospital.start()
@@ -74,8 +72,7 @@ def test_a_damaged_base_or_manifest_is_fetched_again(make, what):
 def test_a_damaged_update_is_made_again(make):
     hospital = make()
     service = hospital.start()
-    hospital.offer()
-    hospital.sent()
+    hospital.train()
     made = service.store.entry(TRAINED).object_digest
     hospital.stop()
     hospital.transfer.forget()
@@ -96,8 +93,7 @@ def test_a_damaged_update_is_made_again(make):
 def test_a_damaged_update_that_the_coordinator_has_is_not_made_again(make):
     hospital = make()
     service = hospital.start()
-    hospital.offer()
-    hospital.sent()
+    hospital.train()
     made = service.store.entry(TRAINED).object_digest
     hospital.stop()
     lose_receipt_and_update(hospital, made)
@@ -106,8 +102,7 @@ def test_a_damaged_update_that_the_coordinator_has_is_not_made_again(make):
     until(lambda: "taken" in hospital.events())
     assert hospital.events().count("training") == 1
     assert [entry.receipt is not None for entry in service.store.outbox()] == [True]
-    hospital.close()
-    hospital.settled()
+    hospital.settle()
     assert service.store.committed("run-1") is not None
 
 

@@ -19,8 +19,7 @@ TRAINED = TaskKey("run-1", 0, TaskKind.TRAIN)
 def hospital(tmp_path):
     made = Hospital(tmp_path / "home")
     yield made
-    made.stop()
-    made.host.stop()
+    made.end()
 
 
 class Disk:

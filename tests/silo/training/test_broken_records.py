@@ -277,11 +277,10 @@ def test_a_private_run_goes_on_with_the_charges_of_a_whole_one(tmp_path, images)
     assert charges(inside) == charges(whole_run)
 
 
-def test_the_hospital_is_told_and_the_coordinator_is_not(make, tmp_path, images):
+def test_the_hospital_is_told_and_the_coordinator_is_not(started, tmp_path, images):
     path = trained_on(images)[0]
     cut(path)
-    hospital = make(images_run(), data=f"folder:{images}")
-    hospital.start()
+    hospital = started(images_run(), data=f"folder:{images}")
     hospital.offer(0)
     hospital.sent(1)
     (said,) = [notice for notice in hospital.notices if notice.event == "broken"]

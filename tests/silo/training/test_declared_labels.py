@@ -76,8 +76,7 @@ def asked(folder: Path, data: str, policy: str = "", **settings: object) -> Iter
         hospital.start()
         yield hospital
     finally:
-        hospital.stop()
-        hospital.host.stop()
+        hospital.end()
 
 
 def answers(hospital: Hospital, run: RunManifest) -> list[bytes]:

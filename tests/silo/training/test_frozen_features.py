@@ -55,12 +55,11 @@ def shares() -> list[SiloShare]:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("made", [manifest, private, viewed])
-def test_rounds_equal_the_simulation_bit_for_bit(make, tmp_path, made):
+def test_rounds_equal_the_simulation_bit_for_bit(started, tmp_path, made):
     if made is private:
         ledger = budgeted(tmp_path / "home0")
     run = frozen(made())
-    hospital = make(run)
-    hospital.start()
+    hospital = started(run)
     compiled = CompiledRun.of(run)
     doors = [compiled.profile.data_factory(k, InMemoryReleaseLog()) for k in range(3)]
     port = local_ports(compiled, with_features(compiled, shares()), doors)[1]
@@ -170,13 +169,12 @@ def test_memory_for_a_batch_of_images_in_the_body_is_asked_for_before_round_1(be
         prepared.require_memory()
 
 
-def test_features_go_when_the_data_change_and_when_others_are_served(bench, make, tmp_path, monkeypatch):
+def test_features_go_when_the_data_change_and_when_others_are_served(bench, started, tmp_path, monkeypatch):
     bench.round()
     monkeypatch.setattr(bench.data, "refresh", lambda: True)
     bench.prepared()
     assert bench.features.files() == []
-    hospital = make(frozen(manifest()))
-    hospital.start()
+    hospital = started(frozen(manifest()))
     hospital.stop()
     cache = FeatureCache(Home(hospital.folder).features, 1 << 20)
     for origin in ("digits/p3c4/1", "digits/p3c4/2"):
@@ -190,15 +188,14 @@ def test_whoever_decides_about_a_run_reads_that_the_body_is_frozen():
     assert asked.model == "digits_cnn with a frozen body"
 
 
-def test_what_goes_wrong_with_images_of_a_private_run_is_hidden_and_not_charged(make, tmp_path, monkeypatch):
+def test_what_goes_wrong_with_images_of_a_private_run_is_hidden_and_not_charged(started, tmp_path, monkeypatch):
     ledger = budgeted(tmp_path / "home0")
 
     def broken(*_: object) -> Sequence[Block]:
         raise DataError("E-DATA-04", "expected 17 more readable images")
 
     monkeypatch.setattr(trainer.Trainer, "_blocks", broken)
-    hospital = make(frozen(private()))
-    hospital.start()
+    hospital = started(frozen(private()))
     hospital.offer(state=CompiledRun.of(hospital.manifest).initial_state())
     refused = hospital.refused()
     assert refused.code == "E-RUN-31"

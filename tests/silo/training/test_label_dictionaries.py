@@ -46,8 +46,7 @@ def serving(folder: Path, run: RunManifest, policy: str = "") -> Iterator[Hospit
         hospital.start()
         yield hospital
     finally:
-        hospital.stop()
-        hospital.host.stop()
+        hospital.end()
 
 
 def test_the_digest_is_told_and_no_name_of_the_table(tmp_path: Path) -> None:
@@ -56,8 +55,7 @@ def test_the_digest_is_told_and_no_name_of_the_table(tmp_path: Path) -> None:
         told = hospital.control.last.hello.data
         assert (told.labels_digest, told.coarse_labels) == (digest, True)
         assert b"naevus" not in told.SerializeToString()
-        hospital.offer()
-        hospital.sent()
+        hospital.train()
 
 
 def test_a_policy_that_requires_masks_keeps_the_digest_too(tmp_path: Path) -> None:

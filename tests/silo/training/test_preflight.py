@@ -48,10 +48,11 @@ def answered(hospital, times: int = 1) -> pb.PreflightAnswer:
     return answers(hospital)[-1]
 
 
-def test_it_is_ready_without_a_charge_or_an_example_read_and_the_answer_names_the_manifest(make, tmp_path, monkeypatch):
+def test_it_is_ready_without_a_charge_or_an_example_read_and_the_answer_names_the_manifest(
+    started, tmp_path, monkeypatch
+):
     ledger = budgeted(tmp_path / "home0")
-    hospital = make(private())
-    hospital.start()
+    hospital = started(private())
     watched, before = Watched(monkeypatch), len(ledger.events())
     ask(hospital)
     found = answered(hospital)
@@ -66,7 +67,7 @@ def test_it_is_ready_without_a_charge_or_an_example_read_and_the_answer_names_th
 
 
 @pytest.mark.parametrize("least", ["", "min_count = 100", "min_examples = 100"])
-def test_a_plain_runs_answer_names_the_classes_trained_except_what_the_question_excepts(make, tmp_path, least):
+def test_a_plain_runs_answer_names_the_classes_trained_except_what_the_question_excepts(started, tmp_path, least):
     """min_examples is of exact sums alone, which this method has none of."""
     run = manifest()
     counts = torch.bincount(datasets.load(DATA).train.labels, minlength=len(run.schema.classes))
@@ -74,8 +75,7 @@ def test_a_plain_runs_answer_names_the_classes_trained_except_what_the_question_
     (tmp_path / "home0").mkdir(mode=0o700)
     policy = f"[prototypes]\nhidden = ['{run.schema.classes[hidden]}']\n{least}\n"
     (tmp_path / "home0/policy.toml").write_text(policy)
-    hospital = make(run)
-    hospital.start()
+    hospital = started(run)
     ask(hospital)
     enough = 100 if "min_count" in least else 1
     assert list(answered(hospital).trains) == [c for c, n in enumerate(counts.tolist()) if n >= enough and c != hidden]
@@ -96,10 +96,9 @@ def test_the_question_of_a_masked_run_says_that_classes_are_counted_and_that_of_
         assert "before round 1" not in describe_request(CompiledRun.of(run))
 
 
-def test_a_task_of_another_manifest_is_refused_after_the_preflight(make, tmp_path):
+def test_a_task_of_another_manifest_is_refused_after_the_preflight(started, tmp_path):
     ledger = budgeted(tmp_path / "home0")
-    hospital = make(private())
-    hospital.start()
+    hospital = started(private())
     ask(hospital)
     assert answered(hospital).ready
     other = replace(hospital.manifest, rounds=9)
@@ -111,10 +110,9 @@ def test_a_task_of_another_manifest_is_refused_after_the_preflight(make, tmp_pat
     assert ledger.entries(TRAIN) == []
 
 
-def test_a_manifest_that_was_refused_binds_the_run_to_nothing(make, tmp_path):
+def test_a_manifest_that_was_refused_binds_the_run_to_nothing(started, tmp_path):
     budgeted(tmp_path / "home0", epsilon=0.5)
-    hospital = make(private())
-    hospital.start()
+    hospital = started(private())
     ask(hospital)
     assert answered(hospital).code == "E-BUDGET-01"
     smaller = private(epsilon=0.4)
@@ -124,12 +122,11 @@ def test_a_manifest_that_was_refused_binds_the_run_to_nothing(make, tmp_path):
 
 
 @pytest.mark.parametrize("level", ["records", "hospital"])
-def test_the_whole_run_must_fit_the_budget_that_a_round_fits(make, tmp_path, level):
+def test_the_whole_run_must_fit_the_budget_that_a_round_fits(started, tmp_path, level):
     """Of the hospital, of training records, of test records: whichever is short, at either level."""
     run = private() if level == "records" else hospital_level()
     ledger = budgeted(tmp_path / "home0", 200.0, 200.0)
-    hospital = make(run)
-    hospital.start()
+    hospital = started(run)
     collections = [TRAIN, TEST] + ([HOSPITAL] if level == "hospital" else [])
     times = 0
     for collection in collections:
@@ -177,20 +174,18 @@ def test_class_counts_that_were_released_before_are_not_asked_for_again():
         ({"name": "of nobody", "members": ()}, "E-PRIV-20"),
     ],
 )
-def test_software_policy_layout_and_roster_are_looked_at(make, tmp_path, changed, code):
+def test_software_policy_layout_and_roster_are_looked_at(started, tmp_path, changed, code):
     ledger = budgeted(tmp_path / "home0")
-    hospital = make(replace(private(), **changed))
-    hospital.start()
+    hospital = started(replace(private(), **changed))
     ask(hospital)
     found = answered(hospital)
     assert (found.ready, found.code) == (False, code)
     assert ledger.entries(TRAIN) == ledger.entries(TEST) == []
 
 
-def test_a_manifest_that_names_a_file_of_this_machine_is_refused_unread(make, tmp_path, monkeypatch):
+def test_a_manifest_that_names_a_file_of_this_machine_is_refused_unread(started, tmp_path, monkeypatch):
     ledger = budgeted(tmp_path / "home0")
-    hospital = make(private())
-    hospital.start()
+    hospital = started(private())
     monkeypatch.setattr("fl_core.models.efficientnet.image_shape", lambda *_, **__: None)  # digits are too small for it
     secret = tmp_path / "doe.pth"
     torch.save({"features.0.0.weight": torch.zeros(3)}, secret)
@@ -203,10 +198,9 @@ def test_a_manifest_that_names_a_file_of_this_machine_is_refused_unread(make, tm
     assert ledger.entries(TRAIN) == []
 
 
-def test_too_little_memory_names_the_physical_batch_and_too_little_disk_the_need(make, tmp_path, monkeypatch):
+def test_too_little_memory_names_the_physical_batch_and_too_little_disk_the_need(started, tmp_path, monkeypatch):
     budgeted(tmp_path / "home0")
-    hospital = make(private())
-    hospital.start()
+    hospital = started(private())
     built = build_model("digits_cnn", {}, hospital.manifest.schema, 3)
     for free in (5 << 20, 6 << 20):  # the model alone fits
         monkeypatch.setattr(memory, "free_memory", lambda _, free=free: free)
@@ -230,9 +224,10 @@ def test_too_little_memory_names_the_physical_batch_and_too_little_disk_the_need
 @pytest.mark.fault(
     "a hospital", "has too little memory for a run without privacy", "says so before round 1, and what fits"
 )
-def test_a_run_without_privacy_is_refused_with_its_need_and_the_part_of_a_batch_that_fits(make, tmp_path, monkeypatch):
-    hospital = make(manifest(train=TrainConfig(epochs=1, batch_size=8192)))
-    hospital.start()
+def test_a_run_without_privacy_is_refused_with_its_need_and_the_part_of_a_batch_that_fits(
+    started, tmp_path, monkeypatch
+):
+    hospital = started(manifest(train=TrainConfig(epochs=1, batch_size=8192)))
     monkeypatch.setattr(memory, "free_memory", lambda _: 32 << 20)
     ask(hospital)
     found = answered(hospital)
@@ -253,19 +248,17 @@ def test_a_run_without_privacy_is_refused_with_its_need_and_the_part_of_a_batch_
     assert answered(hospital, 3).code == "E-RUN-38"
 
 
-def test_a_task_that_no_preflight_came_before_is_refused_before_it_trains(make, tmp_path, monkeypatch):
-    hospital = make(manifest(train=TrainConfig(epochs=1, batch_size=8192)))
-    hospital.start()
+def test_a_task_that_no_preflight_came_before_is_refused_before_it_trains(started, tmp_path, monkeypatch):
+    hospital = started(manifest(train=TrainConfig(epochs=1, batch_size=8192)))
     monkeypatch.setattr(memory, "free_memory", lambda _: 32 << 20)
     hospital.offer()
     assert hospital.refused().code == "E-RUN-38"
     assert "training" not in hospital.events()
 
 
-def test_a_question_that_names_no_run_is_left_out_and_the_service_goes_on(make, tmp_path):
+def test_a_question_that_names_no_run_is_left_out_and_the_service_goes_on(started, tmp_path):
     budgeted(tmp_path / "home0")
-    hospital = make(private())
-    hospital.start()
+    hospital = started(private())
     ask(hospital, run_id="../../etc")
     until(lambda: "trouble" in hospital.events(), seconds=20)
     ask(hospital, manifest_digest="no digest")

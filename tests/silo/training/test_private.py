@@ -31,12 +31,11 @@ pytestmark = pytest.mark.integration
     ids=["fedavg", "fedgela", "analytic"],
 )
 def test_rounds_are_charged_as_planned_equal_the_simulation_and_are_read_here_without_noise(
-    make, tmp_path, method, options
+    started, tmp_path, method, options
 ):
     ledger = budgeted(tmp_path / "home0")
     run = private(method, options)
-    hospital = make(run)
-    hospital.start()
+    hospital = started(run)
     shares = [SiloShare(d.train, d.test) for d in (datasets.load(f"digits/p3c4/{k}") for k in range(3))]
     book = InMemoryReleaseLog()
     doors = [CompiledRun.of(run).profile.data_factory(k, book if k == 1 else InMemoryReleaseLog()) for k in range(3)]
@@ -71,10 +70,9 @@ def test_rounds_are_charged_as_planned_equal_the_simulation_and_are_read_here_wi
         assert list(found.correct) == torch.bincount(test.labels[right], minlength=10).tolist()
 
 
-def test_over_budget_is_refused_before_an_example_is_read_and_told_by_its_code_alone(make, tmp_path, monkeypatch):
+def test_over_budget_is_refused_before_an_example_is_read_and_told_by_its_code_alone(started, tmp_path, monkeypatch):
     ledger = budgeted(tmp_path / "home0", epsilon=0.5)
-    hospital = make(private())
-    hospital.start()
+    hospital = started(private())
     watched = Watched(monkeypatch)
     hospital.offer()
     refused = hospital.refused()
@@ -90,19 +88,18 @@ def test_over_budget_is_refused_before_an_example_is_read_and_told_by_its_code_a
 
 
 @pytest.mark.parametrize("unregistered", [True, False])
-def test_data_without_a_registration_or_a_budget_is_not_used(make, tmp_path, unregistered):
+def test_data_without_a_registration_or_a_budget_is_not_used(started, tmp_path, unregistered):
     if unregistered:
         (tmp_path / "home0").mkdir(mode=0o700)
         (tmp_path / "home0/policy.toml").write_text(SEEDED_POLICY)
     else:
         budgeted(tmp_path / "home0")
-    hospital = make(private(), data="digits/p3c4/1" if unregistered else "digits/p3c4/0")
-    hospital.start()
+    hospital = started(private(), data="digits/p3c4/1" if unregistered else "digits/p3c4/0")
     hospital.offer()
     assert hospital.refused().code == "E-BUDGET-04"
 
 
-def test_resending_is_free_a_failed_task_stays_charged_and_a_new_try_is_a_new_attempt(make, tmp_path):
+def test_resending_is_free_a_failed_task_stays_charged_and_a_new_try_is_a_new_attempt(started, tmp_path):
     folder = tmp_path / "home0"
     ledger = budgeted(folder)
     failing = [True]
@@ -113,8 +110,7 @@ def test_resending_is_free_a_failed_task_stays_charged_and_a_new_try_is_a_new_at
             raise OSError("the disk is full")
         return found
 
-    hospital = make(private(), do)
-    hospital.start()
+    hospital = started(private(), do)
     hospital.offer()
     assert hospital.refused().code == "E-RUN-31"
     once = ledger.history(TRAIN)
@@ -124,8 +120,7 @@ def test_resending_is_free_a_failed_task_stays_charged_and_a_new_try_is_a_new_at
     assert "recovered" in hospital.events()
     assert ledger.history(TRAIN) == once
     assert [state for _, state, _ in ledger.entries(TRAIN)] == ["SPENT_ON_RECOVERY"]
-    hospital.offer()
-    hospital.sent()
+    hospital.train()
     twice = ledger.history(TRAIN)
     assert twice[0].steps == 2 * once[0].steps
     assert [e.split("/")[3] for e, _, _ in ledger.entries(TRAIN)] == ["0", "1"]
@@ -139,7 +134,7 @@ def test_resending_is_free_a_failed_task_stays_charged_and_a_new_try_is_a_new_at
 
 
 @pytest.mark.parametrize("reserve", [0, 1])
-def test_a_hospital_that_ends_between_charge_and_upload_has_paid_for_its_one_release_once(make, tmp_path, reserve):
+def test_a_hospital_that_ends_between_charge_and_upload_has_paid_for_its_one_release_once(started, tmp_path, reserve):
     """Before the update is safe the charge stands, and a new try needs a reserve; afterwards it is sent again."""
     ledger = budgeted(tmp_path / "home0")
     failing = [True]
@@ -150,8 +145,7 @@ def test_a_hospital_that_ends_between_charge_and_upload_has_paid_for_its_one_rel
             raise OSError("the disk is full")
         return found
 
-    hospital = make(private("analytic", {"release": "noisy"}, reserve_rounds=reserve), do)
-    hospital.start()
+    hospital = started(private("analytic", {"release": "noisy"}, reserve_rounds=reserve), do)
     msg = build_method("analytic", {"release": "noisy"}).broadcast(hospital.server)
     hospital.offer(state=msg)
     assert hospital.refused().code == "E-RUN-31"
@@ -179,13 +173,11 @@ def test_a_hospital_that_ends_between_charge_and_upload_has_paid_for_its_one_rel
     assert ledger.history(TRAIN) == twice
 
 
-def test_class_counts_are_released_once_and_survive_a_restart(make, tmp_path):
+def test_class_counts_are_released_once_and_survive_a_restart(started, tmp_path):
     ledger = budgeted(tmp_path / "home0", epsilon=20.0)
-    hospital = make(private("fedgela"))
-    hospital.start()
+    hospital = started(private("fedgela"))
     first(hospital)
-    hospital.close()
-    hospital.settled()
+    hospital.settle()
     hospital.stop()
     hospital.run_id = "run-2"
     hospital.start()
@@ -195,12 +187,11 @@ def test_class_counts_are_released_once_and_survive_a_restart(make, tmp_path):
     assert purposes.count("training") == 2
 
 
-def test_an_older_ledger_is_found_at_the_start_and_by_what_the_coordinator_remembers(make, tmp_path):
+def test_an_older_ledger_is_found_at_the_start_and_by_what_the_coordinator_remembers(started, tmp_path):
     folder = tmp_path / "home0"
     budgeted(folder)
     backup = (folder / "ledger.db").read_bytes()
-    hospital = make(private())
-    hospital.start()
+    hospital = started(private())
     first(hospital)
     attested = next(iter(hospital.transfer.opened.values())).attestation
     assert attested.ledger_seq > 3
@@ -218,12 +209,11 @@ def test_an_older_ledger_is_found_at_the_start_and_by_what_the_coordinator_remem
     assert ended.code == "E-BUDGET-08"
 
 
-def test_what_a_coordinator_makes_up_about_the_ledger_is_not_believed(make, tmp_path):
+def test_what_a_coordinator_makes_up_about_the_ledger_is_not_believed(started, tmp_path):
     """It would burn the budget of whoever restores a ledger that lacks nothing."""
     folder = tmp_path / "home0"
     ledger = budgeted(folder)
-    hospital = make(private())
-    hospital.start()
+    hospital = started(private())
     first(hospital)
     honest = pb.Attestation()
     sent = next(iter(hospital.transfer.opened.values()))

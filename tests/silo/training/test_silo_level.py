@@ -149,8 +149,7 @@ def test_a_task_that_failed_stays_charged_and_its_repetition_is_charged_again(ma
     hospital.stop()
     hospital.start()
     assert {state for _, state, _ in ledger.entries(HOSPITAL)} == {"SPENT_ON_RECOVERY"}
-    hospital.offer()
-    hospital.sent()
+    hospital.train()
     assert [e.split("/")[3] for e, _, _ in ledger.entries(HOSPITAL)] == ["0", "1"]
     assert aggregated(ledger.history(HOSPITAL))[0].steps == 2
 
@@ -163,8 +162,7 @@ def test_runs_of_records_and_of_hospitals_share_the_records_budget(make, tmp_pat
         hospital = make(run)
         hospital.run_id = f"run-{k}"
         hospital.start()
-        hospital.offer()
-        hospital.sent()
+        hospital.train()
         hospital.stop()
     assert [m.rate < 1 for m in ledger.history(TRAIN)] == [False, True]
     assert len(ledger.entries(HOSPITAL)) == 1
@@ -209,8 +207,7 @@ def test_a_hospital_may_require_the_profile_that_hides_it(make, tmp_path):
     ledger_of(tmp_path, policy="[privacy]\nrng = 'test'\nrequire = 'dp_silo_small'\n")
     hospital = make()
     hospital.start()
-    hospital.offer()
-    hospital.sent()
+    hospital.train()
 
 
 def test_an_approval_says_whom_epsilon_is_for():

@@ -31,11 +31,12 @@ def another(state):
 
 @pytest.mark.fault("a coordinator", "starts a run from another model than it named", "refused with E-RUN-33, uncharged")
 @pytest.mark.parametrize("changed", [{}, {"broadcast": {}}, {"model": "0" * 64}])
-def test_a_run_that_starts_from_another_model_than_its_manifest_names_is_refused(make, tmp_path, monkeypatch, changed):
+def test_a_run_that_starts_from_another_model_than_its_manifest_names_is_refused(
+    make, started, tmp_path, monkeypatch, changed
+):
     ledger = budgeted(tmp_path / "home0")
     before = make(private()).server
-    hospital = make(going_on(private(), before, **changed), folder=tmp_path / "home0")
-    hospital.start()
+    hospital = started(going_on(private(), before, **changed), folder=tmp_path / "home0")
     watched = Watched(monkeypatch)
     hospital.offer(state={"w": before["w"]} if changed else another(before))
     assert hospital.refused().code == "E-RUN-33"
@@ -43,10 +44,9 @@ def test_a_run_that_starts_from_another_model_than_its_manifest_names_is_refused
     assert ledger.history(TRAIN) == []
 
 
-def test_a_run_that_starts_from_the_model_that_its_manifest_names_is_trained(make):
+def test_a_run_that_starts_from_the_model_that_its_manifest_names_is_trained(make, started):
     given = another(make(manifest()).server)
-    hospital = make(going_on(manifest(), given))
-    hospital.start()
+    hospital = started(going_on(manifest(), given))
     hospital.offer(state=given)
     hospital.sent()
     hospital.close(0)

@@ -34,11 +34,9 @@ def test_a_hospital_whose_schema_is_the_runs_trains(tmp_path: Path) -> None:
     hospital = serving(tmp_path / "home", datasets.load(f"table:{table}").schema, table)
     try:
         assert (hospital.control.last.hello.data.name, list(hospital.control.last.hello.data.classes)) == ("table", [])
-        hospital.offer()
-        hospital.sent()
+        hospital.train()
     finally:
-        hospital.stop()
-        hospital.host.stop()
+        hospital.end()
 
 
 def test_a_hospital_with_another_schema_says_what_differs_and_no_number_of_its_records(tmp_path: Path) -> None:
@@ -55,8 +53,7 @@ def test_a_hospital_with_another_schema_says_what_differs_and_no_number_of_its_r
         for own in (str(tmp_path), "patients", "60", "48"):
             assert own not in refused.reason
     finally:
-        hospital.stop()
-        hospital.host.stop()
+        hospital.end()
 
 
 @pytest.mark.parametrize("changed", [False, True])
@@ -93,13 +90,11 @@ def test_a_hospital_that_looks_for_fewer_labels_trains_on_those(tmp_path: Path) 
     run = datasets.load(f"table:{of_labels(tmp_path / 'run', LABELS)}").schema
     hospital = serving(tmp_path / "home", run, of_labels(tmp_path / "data", LABELS[:2]))
     try:
-        hospital.offer()
-        hospital.sent()
+        hospital.train()
         (task,) = hospital.service.store.history()[0].tasks
         assert [bool(n) for n in task.evaluation.examples] == [True, True, False]
     finally:
-        hospital.stop()
-        hospital.host.stop()
+        hospital.end()
 
 
 def test_a_table_of_classes_is_no_table_of_labels_and_the_lead_hears_so(tmp_path: Path) -> None:
@@ -115,5 +110,4 @@ def test_a_table_of_classes_is_no_table_of_labels_and_the_lead_hears_so(tmp_path
         assert refused.code == "E-DATA-05"
         assert "expected labels, of which a record may have several" in refused.reason
     finally:
-        hospital.stop()
-        hospital.host.stop()
+        hospital.end()

@@ -188,8 +188,7 @@ class Heard:
             else:
                 hospital.refused()
         finally:
-            hospital.stop()
-            hospital.host.stop()
+            hospital.end()
         self.hellos = [s.hello for s in hospital.control.sessions]
         self.answers = hospital.answers()
         self.opened = list(hospital.transfer.opened.values())

@@ -120,8 +120,7 @@ def test_a_service_waits_for_the_button_trains_and_the_page_says_what_left_and_w
         assert ledger.history(TRAIN) == []
         button(page, "Approve", "run-1").click()
         hospital.sent()
-        hospital.close()
-        hospital.settled()
+        hospital.settle()
         page.get_by_text("No image has left this hospital").wait_for()
         page.locator("#spent").get_by_text("is spent for each record in").first.wait_for()
         status = ledger.status(TRAIN)
