@@ -103,13 +103,20 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One thing of a paper that no table of benchmarks/paper printed yet: a figure, a table's file, or why not."""
+    """A table or figure of a paper. why: what of it is not made, or differs, and why; empty where all is stored."""
 
     paper: str
     item: str
     figures: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
+    comparisons: tuple[str, ...] = ()
     why: str = ""
+
+    @property
+    def state(self) -> str:
+        if not (self.figures or self.tables or self.comparisons):
+            return "not made"
+        return "partly" if self.why else "stored"
 
 
 def load(file: Path = FILE) -> tuple[dict[str, Figure], list[Item]]:
@@ -121,7 +128,7 @@ def load(file: Path = FILE) -> tuple[dict[str, Figure], list[Item]]:
         for name in item.figures:
             if name not in figures:
                 raise ConfigError("E-CFG-01", f"{file.name}: there is no figure {name!r}: {suggest(name, figures)}")
-        if not (item.figures or item.tables or item.why):
+        if item.state == "not made" and not item.why:
             raise ConfigError("E-CFG-02", f"{file.name}: expected figures, tables or why of {item.item!r}, found none")
     return figures, items
 
@@ -237,13 +244,16 @@ def section(found: Found) -> str:
 def listed(items: Sequence[Item]) -> str:
     """Write the list of all items as a table."""
     return "\n".join(
-        rows_of_table(["paper", "what", "where, or why not"], [[i.paper, i.item, _where(i)] for i in items])
+        rows_of_table(
+            ["paper", "what", "state", "where, or why not"], [[i.paper, i.item, i.state, _where(i)] for i in items]
+        )
     )
 
 
 def _where(item: Item) -> str:
     made = [f"[{name}](#{name})" for name in item.figures]
     made += [f"`table={name} scale=small`" for name in item.tables]
+    made += [f"[{name}](../benchmarks/comparison/results/{name}.md)" for name in item.comparisons]
     return "; ".join(filter(None, (", ".join(made), item.why)))
 
 
