@@ -181,9 +181,11 @@ Alter = Callable[[TaskKey, Bundle], Bundle]
 
 
 class ScriptedSilo:
-    """A silo that follows docs/protocol.md with the least code: session, outbox, uploads, and a script for exceptions.
+    """A silo that follows docs/protocol.md with the least code, for what a real service does not do.
 
-    alter: changes a bundle before it is packed. refuse: says why an offer is refused, or ""; code: of the refusal.
+    It outlives a coordinator whose power is cut in the middle of a write, sends an update that comes too late, and says
+    what a test says about masks. Whole runs with real services: `federation.py`.
+    alter: changes a bundle before it is packed. refuse: says why an offer is refused, or "".
     """
 
     def __init__(
@@ -195,11 +197,10 @@ class ScriptedSilo:
         *,
         alter: Alter | None = None,
         refuse: Callable[[pb.Offer], str] = lambda offer: "",
-        code: str = "E-RUN-14",
     ) -> None:
         self.world, self.name, self.share = world, name, share
         self.memory = memory or Memory()
-        self._alter, self._refuse, self._code = alter, refuse, code
+        self._alter, self._refuse = alter, refuse
         self._stop = threading.Event()
         self._offers: queue.Queue[pb.Offer | None] = queue.Queue()
         self.received: list[pb.CoordinatorMessage] = []
@@ -282,7 +283,7 @@ class ScriptedSilo:
             why = self._refuse(offer)
             ref = {"run_id": offer.run_id, "round": offer.round, "kind": offer.kind}
             out.put(
-                pb.SiloMessage(answer=pb.Answer(**ref, accepted=not why, code=self._code if why else "", reason=why))
+                pb.SiloMessage(answer=pb.Answer(**ref, accepted=not why, code="E-RUN-14" if why else "", reason=why))
             )
             if not why:
                 self._offers.put(offer)
