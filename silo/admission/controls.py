@@ -565,7 +565,7 @@ def _check_dictionary(run: CompiledRun, index: int, dataset: SiloDataset) -> Non
         raise SchemaError(error.code, error.message) from error
     if run.method.exact:
         log.warning(
-            "%s: method %s sums records by class, and leaves those of coarse labels out",
+            "%s: method %s sums records by class and skips those with coarse labels",
             run.manifest.name,
             run.method.name,
         )

@@ -123,7 +123,7 @@ class SurveyHistory:
         self._digest = _digest(self._salt, b"version", *sorted(key.whole[0] for key in keys))
         units = self._linked(keys, patients.grouped)
         if any(key.name[0] in self._older for key in keys):
-            log.warning("a survey is held back: an earlier version of this software surveyed these data")
+            log.warning("survey withheld: an earlier version of this software surveyed these data")
             return told
         for k, person in enumerate(units):
             person.now = person.now or {name: {} for name in self._asked}
@@ -135,9 +135,7 @@ class SurveyHistory:
         if "" not in before and (
             not self._free(everybody, least) or any(self._too_few(question, set(), least) for question in earlier)
         ):
-            log.warning(
-                "a survey is held back: fewer than %d people are others than in data that were surveyed before", least
-            )
+            log.warning("survey withheld: the data differ by fewer than %d people from data surveyed before", least)
             return told
         for question in questions:
             answer = before.get(question.name)
@@ -149,7 +147,7 @@ class SurveyHistory:
                 told[question.name] = cells
             if cells < question.free:
                 log.warning(
-                    "%s: numbers are held back that would tell of fewer than %d people beside earlier answers",
+                    "%s: cells withheld that, with earlier answers, would reveal groups of fewer than %d people",
                     question.form,
                     least,
                 )

@@ -140,13 +140,15 @@ class RememberedSurvey(LocalDataWrapper):
         self._answers, self._approved = answers, approved
 
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
-        """Sum a query; numbers of a survey that are others than the approved ones are all held back."""
+        """Sum a query; a survey whose numbers differ from the approved ones is withheld."""
         if not isinstance(query, SurveySums):
             return super().sum(query, bound=bound, split=split)
         answers, approved = self._answers(query), self._approved()
         if approved is None or answers_digest(answers) in approved:
             return answers
-        log.warning("a survey is held back: its numbers are others than this hospital approved; ask in a new survey")
+        log.warning(
+            "survey withheld: its numbers differ from those that this hospital approved; ask again in a new survey"
+        )
         return nothing_told(query)
 
 

@@ -93,12 +93,12 @@ def restore(
     *,
     home: AnyHome,
 ) -> Reply:
-    """Bring a backup into an empty home; or let a home whose database lacks something go on with what is there.
+    """Restore a backup into an empty home, or continue with an incomplete database (--accept-loss).
 
-    Where it was interrupted, the same command goes on, and nothing else uses the home before.
+    After an interruption run the same command again; until then nothing else uses the home.
 
-    A ledger that lies elsewhere is not touched. One that comes from the backup is held against what the coordinator
-    remembers before anything is trained. With --accept-loss, updates and states that the database does not know are
+    A ledger outside of the home is not touched. One from the backup is checked against the coordinator's record before
+    anything is trained. With --accept-loss, updates and states that the database does not know are
     deleted at the next start; the ledger is not touched. Either way the hospital is absent for the rest of runs whose
     updates are masked: which sums it helped to open since is not known.
     """

@@ -149,7 +149,7 @@ class SecaggMember:
         self.emit(event("keys", text, facts={"run": run_id}))
 
     def compare_answers(self, seen: int) -> None:
-        """Give the masked runs of a home up that was put back: of one that answered less than the coordinator has seen.
+        """Give up masked runs where this home lacks answers that the coordinator saw: it was restored from a copy.
 
         A coordinator that lies ends this hospital's part in masked runs, and nothing else.
         """
@@ -158,12 +158,12 @@ class SecaggMember:
         lost = self.store.secagg.forget()
         self.store.answers.catch_up(seen)
         runs = f"absent for the rest of {', '.join(lost)}" if lost else "it was in none"
+        lacking = counted(seen - own, "answer")
         text = (
-            f"this home was put back: it lacks {counted(seen - own, 'answer')} in masked runs that the coordinator has"
+            f"this home was restored from a copy: it lacks {lacking} in masked runs that the coordinator has seen. "
+            f"Its keys of masked runs are deleted: {runs}"
         )
-        self.emit(
-            event("behind", f"{text} seen. Its keys of masked runs are deleted: {runs}", facts={"code": "E-RUN-50"})
-        )
+        self.emit(event("behind", text, facts={"code": "E-RUN-50"}))
 
     # ---- the session's -------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The thread that does the tasks: fetch, check, train, stage, send; one after the other."""
+"""The worker thread: it fetches, admits, trains, stages and sends one task after the other."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class TaskRunner:
                 self._clean_up()
 
     def _run_preflight(self, preflight_task: PreflightTask) -> None:
-        """Say before round 0 whether the whole run can be done here; nothing is charged and nothing released."""
+        """Answer before round 0 whether this hospital can do the whole run; nothing is charged or released."""
         key, digest = preflight_task.key, preflight_task.request.manifest_digest
         self.queue.set_activity(preflight_task, pb.FETCHING)
         self.secagg.apply_roster(preflight_task.request.signed_roster)
@@ -199,15 +199,15 @@ class TaskRunner:
         return prepared
 
     def _past_kill(self, task: QueuedTask) -> RefusedError | None:
-        """Return what to tell of a service that was killed over this run; raises it where that was too often."""
+        """Return an error for a service that was killed during this run; raise it after MAX_KILLS times."""
         kills = self.outbox.store.kills(task.key.run_id, task.offer.attempt)
         if kills == 0:
             return None
         again = kills < MAX_KILLS
         error = RefusedError(
             "E-RUN-46",
-            f"expected a service that lives through its task, found that it was killed {counted(kills, 'time')} in the "
-            "middle of one of this run, most likely for want of memory: "
+            f"expected a service that survives its task, found that it was killed {counted(kills, 'time')} in the "
+            "middle of a task of this run, most likely out of memory: "
             + ("it tries once more" if again else "the run is given up here")
             + ". Give it more memory, or choose smaller batches or images",
         )
@@ -253,15 +253,15 @@ class TaskRunner:
         if receipt is not None:
             self.queue.accept(task)
             self._keep_receipt(task, entry, receipt)
-            text = f"{task.key}: the coordinator has this update already, receipt kept: nothing is made again"
+            text = f"{task.key}: the coordinator has this update already, receipt kept: nothing is computed again"
             self.emit(event("taken", text, task.key))
             return True
         what = "is damaged" if entry.staged else "is no longer here"
         signed = ", although it signed for it before" if entry.receipt is not None else ""
         then = (
-            "this hospital sits the round out"
+            "this hospital skips the round"
             if self.outbox.store.secagg.state(task.key.run_id)
-            else "it is made again"
+            else "it is computed again"
         )
         text = f"{task.key}: the update {what}, and the coordinator has no receipt for it{signed}: {then}"
         self.emit(event("damaged" if entry.staged else "repeated", text, task.key))
@@ -308,7 +308,7 @@ class TaskRunner:
         facts = evaluation_summary.facts(result.evaluation)
         text = prepared.run.kind.staged(key.kind) or evaluation_summary.sentence(result.evaluation)
         if key.kind.census:
-            text = "the classes that this hospital adds rows of, under masks"
+            text = "masked: the classes that this hospital contributes to"
 
         def on_entered(entry: OutboxEntry) -> None:
             self.emit(event("staged", f"{key}: {text}", key, facts | {"bytes": entry.size}))
@@ -370,9 +370,9 @@ class TaskRunner:
             self.emit(event("charged", text, access.key))
 
     def _kept_state(self, task: QueuedTask, prepared: PreparedRun) -> State | None:
-        """Read what this round starts from at this silo: its state as of the rounds that the coordinator closed.
+        """Return the state that this silo starts the round from: as of the rounds that the coordinator closed.
 
-        Raises StateError (E-STATE-24) when that is lost, unless the run's manifest says to begin anew.
+        Raises StateError (E-STATE-24) when it is lost, unless the manifest says lost_state=restart.
         """
         offer, key = task.offer, task.key
         last = int(offer.included_before) - 1 if offer.incarnation else -1
@@ -386,7 +386,9 @@ class TaskRunner:
                 return None
             if prepared.run.manifest.lost_state != RESTART:
                 raise
-            self.emit(event("restarted", f"{key} begins anew here: {error}", key, {"code": error.code}))
+            self.emit(
+                event("restarted", f"{key}: restarting without the lost state: {error}", key, {"code": error.code})
+            )
             self.queue.tell(task, error)
             return None
 
@@ -413,7 +415,7 @@ class TaskRunner:
                 raise StateError("E-STATE-24", f"expected a run of method=local on such data, found {terms.beside}")
             return kept.method.own_model(kept.new_model(), state)
         except (FederationError, FileNotFoundError) as error:
-            self.emit(event("alone", f"{key}: no model of this hospital alone is measured beside: {error}", key))
+            self.emit(event("alone", f"{key}: no model of this hospital alone to compare with: {error}", key))
             return None
 
     def _prepare(self, task: QueuedTask) -> PreparedRun:
@@ -432,14 +434,14 @@ class TaskRunner:
         return prepared
 
     def _broken_records(self, key: TaskKey) -> BrokenRecords:
-        """Return what a run does without, so far; what breaks now is noted and said here, and told nobody."""
+        """Return the unreadable records that a run excludes; new ones are noted and logged here, and sent to nobody."""
         store = self.outbox.store.run_data
         known = store.find(key.run_id)
 
         def keep(names: Sequence[str]) -> None:
             number = store.leave_out(key.run_id, names)
             shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
-            text = f"{key}: {counted(number, 'record')} cannot be read and left out of the run from now on: {shown}"
+            text = f"{key}: {counted(number, 'record')} unreadable, excluded from the run from now on: {shown}"
             self.emit(event("broken", text, key, {"left_out": number}))
 
         return BrokenRecords(set(known.broken) if known else set(), keep)

@@ -200,7 +200,7 @@ class FeatureCache:
             os.utime(fd)  # used now
         status, footer = _Status.of(fd), _footer(fd)
         if footer is None or (footer.key, footer.n) != (key, n) or not _is_sound(fd, self._secret()):
-            log.warning("%s does not hold what was written, and is made again", path)
+            log.warning("%s is damaged: computing these features again", path)
             os.close(fd)
             path.unlink(missing_ok=True)
             return None

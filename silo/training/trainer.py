@@ -263,13 +263,13 @@ class Trainer:
         return prepared
 
     def _refresh(self) -> None:
-        """Forget what was made of data that are others by now."""
+        """Forget what was computed from data that have changed."""
         if self._data.refresh():
             self._prepared = None
             self._features.forget()
 
     def data_of(self, run: CompiledRun) -> SiloDataset:
-        """Load what a run would be about, as it is now."""
+        """Load the data of a run as they are now."""
         self._refresh()
         schema = run.manifest.schema
         return self._data.load(DataRequest(schema.classes, run.manifest.image_size, schema.window))
@@ -368,7 +368,7 @@ class Trainer:
         except DataError as error:
             if private or not left or error.code != UNREADABLE:
                 raise
-            log.warning("%s begins anew, since a file could not be read: %s", access.key, error.message)
+            log.warning("%s: restarting the round, since a file could not be read: %s", access.key, error.message)
             self._unreadable = None
             return None
 
@@ -379,7 +379,7 @@ class Trainer:
         names = floors.too_few(test, classes)
         if names and names != self._few:
             self._few = names
-            text = "%s: of test images of %s nothing is sent: there are fewer than %d (evaluation.min_examples)"
+            text = "%s: results withheld for %s: fewer than %d test images (evaluation.min_examples)"
             log.warning(text, prepared.run.manifest.name, ", ".join(names), floors.tested)
         return floors.sent(test, classes)
 
@@ -461,7 +461,7 @@ class Trainer:
 
     @staticmethod
     def _check_broadcast(prepared: PreparedRun, msg: State) -> None:
-        """Refuse a message of another form before any example is read: else what fails would depend on the records."""
+        """Refuse a malformed message before any example is read: later, failures could depend on the records."""
         received = tensor_maps.signature(prepared.model_of(msg))
         if received != prepared.broadcast:
             different = sorted(
