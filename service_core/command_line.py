@@ -18,7 +18,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.markup import escape
 
-from fl_core.errors.extras import needing
+from fl_core.errors.extras import requires_extra
 from service_core import startup
 from service_core.console import PrintableFormatter, Reply, show_reply
 from service_core.operations.exit_status import status_of
@@ -147,7 +147,7 @@ class Program:
     def _run(self, words: Sequence[str], ready: Callable[[], object] = lambda: None) -> None:
         typed = command_words(self.name, words)
         room = (self._module(typed) or "").split(".")
-        with needing(room[1], f"{self.name} {_called(typed)}") if room[0] == "consilium" else nullcontext():
+        with requires_extra(room[1], f"{self.name} {_called(typed)}") if room[0] == "consilium" else nullcontext():
             command = make_command(self.build(typed))
             ready()
             command(list(words), prog_name=self.name)

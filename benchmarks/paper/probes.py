@@ -20,7 +20,7 @@ from torch.nn.functional import normalize, one_hot
 from benchmarks.paper import paper_metrics
 from consilium.research.simulate import runner
 from coordinator.config.run_spec import RunSpec
-from fl_core.methods.shared.class_vectors import CLASSIFIER, Adapted
+from fl_core.methods.shared.class_vectors import CLASSIFIER, ScaledClassifier
 from fl_core.rounds.engine import Observer
 from fl_core.training.evaluation import ConcatExamples
 from fl_core.training.local_data import PlainLocalData
@@ -91,7 +91,7 @@ class Probe(Observer, ABC):
             self.runtime.reset_model()
             self.bundle, self._states[k] = method.local(model, msg, state, data, context)
             net = method.personal(model, msg, self._states[k], data, context)
-            return (net.model if isinstance(net, Adapted) else net).eval()
+            return (net.model if isinstance(net, ScaledClassifier) else net).eval()
 
         self.held = sum(map(_numbers, (tensor_maps.copy_state(model), *msg.values(), *state.values())))
         return train

@@ -24,7 +24,7 @@ from fl_core.datasets.references import FILES
 from fl_core.datasets.sources import class_folders
 from fl_core.datasets.sources.csv_reader import require_commas
 from fl_core.datasets.sources.table import cell_parser, read_cells
-from fl_core.datasets.table_schema import beside, read_schema
+from fl_core.datasets.table_schema import read_schema, schema_path
 from fl_core.errors import ConfigError, DataError, SchemaError
 from fl_core.text import composed
 from fl_core.training.evaluation import ConcatExamples
@@ -97,7 +97,7 @@ def _images(paths: Sequence[Path]) -> _Found:
     found, seen = _Found(), set[Path]()
     for path in paths:
         if path.is_dir():
-            below = class_folders.below(path)
+            below = class_folders.list_images(path)
             wanted = below.images
             found.unread += len(below.unread)
             found.problems += [(name, problem.what) for problem in below.problems for name in problem.first]
@@ -115,7 +115,7 @@ def _images(paths: Sequence[Path]) -> _Found:
 
 def _rows(file: Path, columns: Sequence[Column]) -> Inputs:
     """Read the columns that the model takes; a row that its rules refuse is a problem."""
-    missing = frozenset(read_schema(beside(file)).missing if beside(file).exists() else ("",))
+    missing = frozenset(read_schema(schema_path(file)).missing if schema_path(file).exists() else ("",))
     wanted = [composed(column.name) for column in columns]
     header, body = read_cells(file, wanted)
     lacking = [name for name in wanted if list(header).count(name) != 1]

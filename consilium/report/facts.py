@@ -44,7 +44,7 @@ from fl_core.types import intervals
 from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.clinical import CLINICAL, ClinicalMetrics
 from fl_core.types.records import update_outcomes
-from fl_core.types.secagg import withstood
+from fl_core.types.secagg import tolerated_colluders
 from privacy import profiles
 from privacy.accounting import measures, uncertainty
 from privacy.accounting.measures import ACCURACY, BALANCED, MACRO_AUC, EvaluationResult, Measure
@@ -396,4 +396,4 @@ def _privacy(run: CompiledRun, manifest: RunManifest) -> Privacy:
 
 def _masks(manifest: RunManifest) -> Masks | None:
     terms = manifest.secagg
-    return None if terms is None else Masks(withstood(manifest.cohort_size), terms.min_contributors)
+    return None if terms is None else Masks(tolerated_colluders(manifest.cohort_size), terms.min_contributors)

@@ -14,7 +14,7 @@ from fl_core.aggregation import options
 from fl_core.training import clinical_report
 from fl_core.types import secagg
 from fl_core.types.clinical import BASIC
-from fl_core.types.records import NO_BOUND, JudgedUpdates, update_outcomes
+from fl_core.types.records import NO_BOUND, HasUpdateOutcomes, update_outcomes
 from privacy.accounting.measures import (
     BALANCED,
     MACRO_AUC,
@@ -311,7 +311,7 @@ def rounds_table(rounds: Iterable[pb.RoundInfo], *, measures: bool = True) -> Ta
     return make_table("Rounds", (*head, "took part", "missing or cut", "clipped"), rows)
 
 
-def changed_parts(rounds: Iterable[JudgedUpdates]) -> list[str]:
+def changed_parts(rounds: Iterable[HasUpdateOutcomes]) -> list[str]:
     """Say what became of the updates of rounds, where any was refused or cut, or nothing bounded them."""
     said = outcomes_text(update_outcomes(rounds))
     return [f"({said})"] if said else []

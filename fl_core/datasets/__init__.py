@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fl_core.datasets.catalogue import KNOWN
+from fl_core.datasets.catalogue import PUBLISHED
 from fl_core.datasets.checks import CheckProblem, CheckReport, SourceIndex, problem
 from fl_core.datasets.decoding.dicom import Window
 from fl_core.datasets.examples import ArrayExamples, SiloDataset, TensorExamples
@@ -83,7 +83,7 @@ READERS: Mapping[str, arrays.Reader] = {
 FIXED: Mapping[str, Schema] = {
     "digits": Schema(digits.SHAPE, digits.CLASSES),
     "spiral": Schema((2,), tuple("01234")),
-    **{name: Schema(known.shape, known.classes) for name, known in KNOWN.items()},
+    **{name: Schema(known.shape, known.classes) for name, known in PUBLISHED.items()},
 }
 """The data sets whose examples have one shape."""
 
@@ -180,8 +180,8 @@ def schema_of(
     if data not in SOURCES and fixed is None:
         raise registry.unknown("data", data, SOURCES)
     _check_settings(data, request)
-    own = fixed.classes if fixed else isic2019.CLASSES if data == "isic2019" else None
-    space = tuple(request.classes) if request.classes else own
+    published = fixed.classes if fixed else isic2019.CLASSES if data == "isic2019" else None
+    space = tuple(request.classes) if request.classes else published
     if data == "table":
         if not columns:
             raise ConfigError(
@@ -304,7 +304,7 @@ def _find(
     if user_data.is_own(ref.source):
         root = data_root or (Path(os.environ[DATA_ROOT]) if DATA_ROOT in os.environ else None)
         if ref.federation is None:
-            return user_data.everything(ref.source, root, classes)
+            return user_data.load_whole(ref.source, root, classes)
         return arrays.ArrayShare.of(user_data.read, ref.source, root, *_place(ref), classes)
     if ref.path is not None:
         return scans.find(ref, classes)
@@ -325,9 +325,9 @@ def _scan(ref: DataRef, root: Path | None, classes: Sequence[str] | None) -> Sou
     return isic2019.split_center(isic2019.scan(root, center, classes), place, count, ref.seed, str(ref))
 
 
-def _root(given: Path | None) -> Path:
-    if given is not None:
-        return given
+def _root(data_root: Path | None) -> Path:
+    if data_root is not None:
+        return data_root
     if named := os.environ.get(DATA_ROOT):
         return Path(named)
     raise DataError(

@@ -33,7 +33,7 @@ CHARACTERS = tuple("\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcde
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class PublishedDataset:
     """One public data set.
 
     Attributes:
@@ -54,8 +54,8 @@ class Known:
     std: tuple[float, ...] = ()
 
 
-KNOWN: Mapping[str, Known] = {
-    "mnist": Known(
+PUBLISHED: Mapping[str, PublishedDataset] = {
+    "mnist": PublishedDataset(
         (1, 28, 28),
         DIGITS,
         "Y. LeCun, C. Cortes and C. Burges, http://yann.lecun.com/exdb/mnist",
@@ -63,7 +63,7 @@ KNOWN: Mapping[str, Known] = {
         (5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949),
         (980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009),
     ),
-    "fmnist": Known(
+    "fmnist": PublishedDataset(
         (1, 28, 28),
         FASHION_CLASSES,
         "Zalando Research, https://github.com/zalandoresearch/fashion-mnist",
@@ -71,7 +71,7 @@ KNOWN: Mapping[str, Known] = {
         (6000,) * 10,
         (1000,) * 10,
     ),
-    "emnist": Known(
+    "emnist": PublishedDataset(
         (1, 28, 28),
         tuple(string.ascii_lowercase),
         "NIST, https://www.nist.gov/itl/products-and-services/emnist-dataset",
@@ -79,7 +79,7 @@ KNOWN: Mapping[str, Known] = {
         (4800,) * 26,
         (800,) * 26,
     ),
-    "svhn": Known(
+    "svhn": PublishedDataset(
         (3, 32, 32),
         DIGITS,
         "Y. Netzer et al., Stanford University, http://ufldl.stanford.edu/housenumbers",
@@ -89,7 +89,7 @@ KNOWN: Mapping[str, Known] = {
         mean=(0.4377, 0.4438, 0.4728),
         std=(0.1980, 0.2010, 0.1970),
     ),
-    "cifar10": Known(
+    "cifar10": PublishedDataset(
         (3, 32, 32),
         CIFAR10_CLASSES,
         "A. Krizhevsky, University of Toronto, https://www.cs.toronto.edu/~kriz/cifar.html",
@@ -100,7 +100,7 @@ KNOWN: Mapping[str, Known] = {
         (0.4914, 0.4822, 0.4465),
         (0.2470, 0.2435, 0.2615),
     ),
-    "cifar100": Known(
+    "cifar100": PublishedDataset(
         (3, 32, 32),
         CIFAR100_CLASSES,
         "A. Krizhevsky, University of Toronto, https://www.cs.toronto.edu/~kriz/cifar.html",
@@ -111,7 +111,7 @@ KNOWN: Mapping[str, Known] = {
         (0.5071, 0.4865, 0.4409),
         (0.2673, 0.2564, 0.2762),
     ),
-    "cinic10": Known(
+    "cinic10": PublishedDataset(
         (3, 32, 32),
         CIFAR10_CLASSES,
         "L. Darlow et al., University of Edinburgh, https://datashare.ed.ac.uk/handle/10283/3192",
@@ -121,7 +121,7 @@ KNOWN: Mapping[str, Known] = {
         mean=(0.47889522, 0.47227842, 0.43047404),
         std=(0.24205776, 0.23828046, 0.25874835),
     ),
-    "tinyimagenet": Known(
+    "tinyimagenet": PublishedDataset(
         (3, 64, 64),
         tuple(f"{k:03d}" for k in range(200)),
         "Stanford CS231n, http://cs231n.stanford.edu/tiny-imagenet-200.zip",
@@ -132,13 +132,13 @@ KNOWN: Mapping[str, Known] = {
         IMAGENET_MEAN,
         IMAGENET_STD,
     ),
-    "femnist": Known(
+    "femnist": PublishedDataset(
         (1, 28, 28),
         (*string.digits, *string.ascii_uppercase, *string.ascii_lowercase),
         "S. Caldas et al., LEAF, https://leaf.cmu.edu (prepared by its preprocess.sh)",
         "{train,test}/*.json with users, num_samples and user_data (data/ of LEAF's femnist)",
     ),
-    "shakespeare": Known(
+    "shakespeare": PublishedDataset(
         (80,),
         CHARACTERS,
         "S. Caldas et al., LEAF, https://leaf.cmu.edu (prepared by its preprocess.sh)",

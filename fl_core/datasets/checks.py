@@ -85,7 +85,7 @@ class CheckReport:
     def require_usable(self) -> None:
         """Raise as `require_sound`, unless all that is wrong are a few records that runs leave out."""
         broken = sum(problem.count for problem in self.problems if problem.records)
-        if any(not p.records for p in self.problems) or broken > spared(sum(map(sum, self.counts.values()))):
+        if any(not p.records for p in self.problems) or broken > allowed_broken(sum(map(sum, self.counts.values()))):
             self.require_sound()
 
 
@@ -130,7 +130,7 @@ class SourceIndex:
             self.classes,
             counts,
             (*self.problems, *dictionary_problems(self.labels), *self._unknown(), *self._empty(), *self._ungrouped()),
-            (*self.notes, *self.labels.notes(), *self._without_images(counts), *self._doubtful()),
+            (*self.notes, *self.labels.notes(), *self._without_images(counts), *self._suspicious_names()),
             groups=len(groups) or None,
             fingerprint=fingerprint_of(self._records()),
             unread=self.unread,
@@ -229,7 +229,7 @@ class SourceIndex:
         unknown = Counter(item.label for item in self.items)
         return unknown_labels(unknown, self.labels, self.classes, "images")
 
-    def _doubtful(self) -> tuple[str, ...]:
+    def _suspicious_names(self) -> tuple[str, ...]:
         """Name classes that look like several labels at once, or like a missing one."""
         joined = [c for c in self.classes if len(parts := re.split(r"\s*[|;]\s*", c)) > 1 and all(parts)]
         missing = [c for c in self.classes if c.lower() in ("nan", "null", "n/a", "<na>")]
@@ -240,8 +240,8 @@ class SourceIndex:
         )
 
     def _empty(self) -> tuple[CheckProblem, ...]:
-        there = {item.split for item in self.items if self.labels.fits(item.label, self.classes)}
-        empty = [split.value for split in SPLITS if split not in there]
+        present = {item.split for item in self.items if self.labels.fits(item.label, self.classes)}
+        empty = [split.value for split in SPLITS if split not in present]
         return problem("E-DATA-08", "splits without any usable image", empty, "Give both splits images")
 
     def _ungrouped(self) -> tuple[CheckProblem, ...]:
@@ -252,7 +252,7 @@ class SourceIndex:
         return problem("E-DATA-07", "images without a group among images that have one", ungrouped, "Name every group")
 
 
-def spared(n: int) -> int:
+def allowed_broken(n: int) -> int:
     """Return how many of n records may be broken and are left out."""
     return max(1, n // ONE_IN)
 

@@ -54,8 +54,8 @@ class LabelDictionary:
         """Return the BLAKE3 of what the table says, in hex, whatever its order and comments; empty without an entry."""
         if not self.entries:
             return ""
-        said = {name: sorted(entry.classes) for name, entry in self.entries.items()}
-        return blake3(json.dumps(said, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        classes_by_name = {name: sorted(entry.classes) for name, entry in self.entries.items()}
+        return blake3(json.dumps(classes_by_name, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def is_coarse(self, classes: Collection[str] | None = None) -> bool:
         """Tell whether it has a coarse label of classes of a run, of any without; whatever the records are."""

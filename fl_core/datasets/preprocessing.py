@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fl_core.datasets.catalogue import KNOWN
+from fl_core.datasets.catalogue import PUBLISHED
 from fl_core.datasets.decoding.dicom import Window
 from fl_core.datasets.image_files import IMAGENET_MEAN, IMAGENET_STD, ImageExamples, ImageTransform
 from fl_core.datasets.image_loader import ImageLoader
@@ -32,8 +32,8 @@ def normalisation(data: str) -> tuple[Sequence[float], Sequence[float]]:
     """Return the mean and the standard deviation per channel that a data set's images are normalised by, if any."""
     if data in _FILES:
         return IMAGENET_MEAN, IMAGENET_STD
-    known = KNOWN.get(data) or registry.loaded("data", data)
-    return tuple(getattr(known, "mean", ())), tuple(getattr(known, "std", ()))
+    published = PUBLISHED.get(data) or registry.loaded("data", data)
+    return tuple(getattr(published, "mean", ())), tuple(getattr(published, "std", ()))
 
 
 @dataclass(frozen=True, slots=True)

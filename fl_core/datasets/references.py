@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fl_core.datasets.catalogue import KNOWN
+from fl_core.datasets.catalogue import PUBLISHED
 from fl_core.datasets.partition.federations import FORMS, Partitioner, parse_federation, require_short
 from fl_core.datasets.sources.isic2019 import CENTERS, parts
 from fl_core.errors import ConfigError
@@ -34,7 +34,7 @@ OWN = ("isic2019", "folder", "manifest", "table")
 """Data with a grammar of their own; all others are NAME/FEDERATION/SILO."""
 FILES = ("folder", "manifest", "table")
 """A hospital's own data, named by their path."""
-PARTITIONED = ("digits", "spiral", *KNOWN)
+PARTITIONED = ("digits", "spiral", *PUBLISHED)
 SOURCES = (*PARTITIONED, *OWN)
 VALID_FORMS = (
     "digits/p5c2/3, digits/hospital2, isic2019/center3, isic2019/clients20/7, folder:PATH, manifest:FILE.csv, "

@@ -83,7 +83,7 @@ class TableSchema:
             )
 
 
-def beside(table: Path) -> Path:
+def schema_path(table: Path) -> Path:
     return table.with_suffix(SUFFIX)
 
 

@@ -32,12 +32,12 @@ def load(place: str, purpose: str) -> Any:  # noqa: ANN401 - whatever has that n
     Raises ConfigError (E-CFG-08) with the command that installs the room's libraries, where one of them is missing.
     """
     module, _, name = place.partition(":")
-    with needing(module.split(".")[1], purpose):
+    with requires_extra(module.split(".")[1], purpose):
         return getattr(importlib.import_module(module), name)
 
 
 @contextmanager
-def needing(extra: str, purpose: str) -> Iterator[None]:
+def requires_extra(extra: str, purpose: str) -> Iterator[None]:
     """Turn a missing library into ConfigError (E-CFG-08) with the command that installs the extra.
 
     A missing module of ours, or of the interpreter's own, stays what it is: no extra brings it.

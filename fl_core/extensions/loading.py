@@ -208,15 +208,15 @@ def load_distributions(names: Sequence[str] | None) -> list[Extension]:
     """
     loaded, points = list[Extension](), registry.entry_points() if names else []
     for name in names or ():
-        own = [identify(point.kind, point.reference) for point in points if point.is_of(name)]
-        if not own:
-            known = {point.distribution for point in points}
+        identified = [identify(point.kind, point.reference) for point in points if point.is_of(name)]
+        if not identified:
+            declaring = {point.distribution for point in points}
             raise ConfigError(
-                "E-CFG-01", f"no distribution {name!r} with extensions is installed: {suggest(name, known)}"
+                "E-CFG-01", f"no distribution {name!r} with extensions is installed: {suggest(name, declaring)}"
             )
-        for extension in own:
+        for extension in identified:
             _import(extension)
-        loaded += own
+        loaded += identified
     return loaded
 
 
@@ -243,7 +243,7 @@ def _import(extension: Extension) -> None:
         valid = [n for n, v in vars(sys.modules[place]).items() if isinstance(v, type) and v.__module__ == place]
         raise ConfigError("E-CFG-01", f"there is no {name!r} in {place}: {suggest(name, valid)}")
     check(extension.kind, extension.name, value)
-    registry.put(extension.kind, extension.name, (value, extension))
+    registry.register(extension.kind, extension.name, (value, extension))
 
 
 # ---- what a caller of this process holds in hand ---------------------------------------------------------------------
@@ -259,11 +259,11 @@ def given(kind: str, value: object, name: str = "", digest: str = "") -> Iterato
     check(kind, name or _place(value), value)
     extension = Extension(kind, name, digest=digest) if name else _identify_class(kind, value)
     before = registry.entry(kind, extension.name)
-    registry.put(kind, extension.name, (value, extension))
+    registry.register(kind, extension.name, (value, extension))
     try:
         yield extension.name
     finally:
-        registry.put(kind, extension.name, before)
+        registry.register(kind, extension.name, before)
 
 
 def _place(value: object) -> str:
@@ -272,8 +272,8 @@ def _place(value: object) -> str:
 
 def _identify_class(kind: str, value: object) -> Extension:
     assert isinstance(value, type)
-    reference, known = _place(value), getattr(sys.modules.get(value.__module__), value.__qualname__, None)
-    in_module = is_reference(reference) and known is value
+    reference, imported = _place(value), getattr(sys.modules.get(value.__module__), value.__qualname__, None)
+    in_module = is_reference(reference) and imported is value
     if in_module and value.__module__ != "__main__":
         return identify(kind, reference)
     return Extension(kind, reference if in_module else f"memory:{value.__name__}", digest=class_digest(value))
@@ -313,21 +313,23 @@ def check(kind: str, name: str, value: object) -> None:
         _check_options(name, value)
     elif kind == "data":
         user_data.require(name, value)
-        user_data.forget()
+        user_data.clear_cache()
     else:
         if isinstance(value, type):
             _check_options(name, value)
         user_partition.require(name, value)
-        user_data.forget()
+        user_data.clear_cache()
 
 
 def _check_options(name: str, kind: type) -> None:
     """Require a frozen dataclass whose fields have defaults: they are its options on every command line."""
     if not is_dataclass(kind) or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise _wrong(name, "a frozen dataclass, whose fields are its options", kind)
-    own = [n for n, hint in vars(kind).get("__annotations__", {}).items() if "ClassVar" not in str(hint)]
-    if own and "__dataclass_fields__" not in vars(kind):
-        raise _wrong(name, f"@dataclass(frozen=True, kw_only=True) above a class with options ({', '.join(own)})", kind)
+    annotated = [n for n, hint in vars(kind).get("__annotations__", {}).items() if "ClassVar" not in str(hint)]
+    if annotated and "__dataclass_fields__" not in vars(kind):
+        raise _wrong(
+            name, f"@dataclass(frozen=True, kw_only=True) above a class with options ({', '.join(annotated)})", kind
+        )
     bare = [f.name for f in fields(kind) if f.default is MISSING]
     if bare:
         raise _wrong(name, "a plain default for each option", f"none for {', '.join(bare)}")

@@ -76,7 +76,7 @@ def identity(kind: str, name: str) -> Extension | None:
     return pair and pair[1]
 
 
-def put(kind: str, name: str, loaded_entry: Entry | None) -> None:
+def register(kind: str, name: str, loaded_entry: Entry | None) -> None:
     """Make an extension what its kind and name stand for in this process; None: nothing."""
     if loaded_entry is None:
         _LOADED.pop((kind, name), None)
@@ -162,10 +162,10 @@ def installed(allowed: Sequence[str]) -> dict[str, str]:
     points, states = entry_points(), {}
     for entry in allowed:
         name, _, version = (part.strip() for part in entry.partition("=="))
-        own = [point for point in points if point.is_of(name)]
-        have = own[0].version if own else ""
-        what = ", ".join(f"{point.kind} {point.reference}" for point in own)
+        matching = [point for point in points if point.is_of(name)]
+        have = matching[0].version if matching else ""
+        what = ", ".join(f"{point.kind} {point.reference}" for point in matching)
         states[entry] = (
-            f"not installed, found {have or 'none'}" if not own or version not in ("", have) else f"{have}: {what}"
+            f"not installed, found {have or 'none'}" if not matching or version not in ("", have) else f"{have}: {what}"
         )
     return states

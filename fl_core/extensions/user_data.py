@@ -79,9 +79,9 @@ def schema(name: str) -> Schema | None:
     return None if dataset is None else schema_of(dataset)
 
 
-def forget() -> None:
+def clear_cache() -> None:
     """Drop what was read: another data set or partition may have the same name from now on."""
-    arrays.forget()
+    arrays.clear_cache()
 
 
 def read(name: str, root: Path | None) -> FullDataset:
@@ -126,7 +126,7 @@ def _split(name: str, expected: Schema, split: str, x: object, y: object) -> Spl
     return SplitArrays(values.contiguous().cpu(), whole.cpu().numpy().astype(np.int64))
 
 
-def everything(name: str, root: Path | None, classes: Sequence[str] | None) -> arrays.ArrayShare:
+def load_whole(name: str, root: Path | None, classes: Sequence[str] | None) -> arrays.ArrayShare:
     """Take a whole data set as one hospital's own."""
     whole = arrays.cached(read, name, root)
     indices = SiloIndices(np.arange(len(whole.train.y)), np.arange(len(whole.test.y)))

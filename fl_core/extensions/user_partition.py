@@ -49,7 +49,7 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 1 <= value <= 1_000_000
 
 
-def parsed(body: str) -> tuple[OwnPartition, str] | None:
+def parse_partition(body: str) -> tuple[OwnPartition, str] | None:
     """Read "package:Name(silos=5,alpha=0.3)" where it names a loaded partition; None where it is no such text.
 
     Returns the partition and its canonical text: options that differ from their defaults, in the order of the fields.
@@ -69,10 +69,10 @@ def parsed(body: str) -> tuple[OwnPartition, str] | None:
             options[key.strip()] = json.loads(value)
         except ValueError:
             options[key.strip()] = value.strip()
-    return made(match[1], options)
+    return make_partition(match[1], options)
 
 
-def made(name: str, options: dict[str, object]) -> tuple[OwnPartition, str]:
+def make_partition(name: str, options: dict[str, object]) -> tuple[OwnPartition, str]:
     """Make a loaded partition from its options; raises ConfigError (E-CFG-01, E-CFG-02, E-CFG-08)."""
     partition = registry.loaded("partition", name)
     if not isinstance(partition, type):
@@ -85,10 +85,10 @@ def made(name: str, options: dict[str, object]) -> tuple[OwnPartition, str]:
         raise ConfigError("E-CFG-08", f"{name}: expected at least one silo, found {one.silos!r}: raise the number")
     assert is_dataclass(one)
     values = {f.name: getattr(one, f.name) for f in fields(one)}
-    said = ",".join(
+    options_text = ",".join(
         f"{f.name}={_plain(name, f.name, values[f.name])}" for f in fields(one) if values[f.name] != f.default
     )
-    return one, f"{name}({said})" if said else name
+    return one, f"{name}({options_text})" if options_text else name
 
 
 def _plain(name: str, option: str, value: object) -> str:
@@ -121,15 +121,15 @@ def checked(
     return list(zip(train, divided_alike(train, labels, n_classes, seed), strict=True))
 
 
-def _positions(text: str, silo: int, given: ArrayLike, labels: Labels) -> Indices:
-    index = np.asarray(given)
+def _positions(text: str, silo: int, raw: ArrayLike, labels: Labels) -> Indices:
+    index = np.asarray(raw)
     if index.size == 0:
         return np.empty(0, np.int64)
     sound = index.ndim == 1 and np.issubdtype(index.dtype, np.integer)
     if not sound or index.min() < 0 or index.max() >= len(labels) or len(np.unique(index)) < len(index):
         raise ConfigError(
             "E-CFG-08",
-            f"{text}, silo {silo}: expected different positions from 0 to {len(labels) - 1}, found {given!r:.80}: "
+            f"{text}, silo {silo}: expected different positions from 0 to {len(labels) - 1}, found {raw!r:.80}: "
             "correct the partition",
         )
     return index.astype(np.int64)
@@ -143,9 +143,9 @@ def divided_alike(train: Sequence[Indices], labels: tuple[Labels, Labels], n_cla
     parts: list[list[Indices]] = [[] for _ in train]
     for c in range(n_classes):
         index = rng.numpy_stream(seed, "partition", "own", "test", c).permutation(np.flatnonzero(labels[1] == c))
-        held = np.array([(labels[0][part] == c).sum() for part in train], dtype=np.int64)
-        if held.sum():
-            ends = (np.cumsum(held) * len(index)) // held.sum()
+        counts = np.array([(labels[0][part] == c).sum() for part in train], dtype=np.int64)
+        if counts.sum():
+            ends = (np.cumsum(counts) * len(index)) // counts.sum()
             for part, share in zip(parts, np.split(index, ends[:-1]), strict=True):
                 part.append(share)
     return [np.sort(np.concatenate([*part, np.empty(0, np.int64)])).astype(np.int64) for part in parts]

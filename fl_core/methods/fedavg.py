@@ -135,10 +135,10 @@ class FedAvg(Traits):
         return data.size() if self.weights == "samples" else 1.0
 
     def delta(self, model: nn.Module, msg: State, data: LocalData) -> Part:
-        return Part.of(self.moved(model, msg), self.weight(data))
+        return Part.of(self.model_delta(model, msg), self.weight(data))
 
     @staticmethod
-    def moved(model: nn.Module, msg: State) -> dict[str, Tensor]:
+    def model_delta(model: nn.Module, msg: State) -> dict[str, Tensor]:
         """Return trained minus received, for the tensors that travel."""
         trained = tensor_maps.named_tensors(model)
         return {name: trained[name].detach().cpu() - received for name, received in msg["w"].items()}

@@ -38,8 +38,8 @@ def contrast(z: Tensor, y: Tensor, g: Tensor, known: Tensor, tau: float) -> Tens
     similarity = normalize(z, dim=1) @ normalize(g, dim=1).T / tau
     log_p = torch.log_softmax(similarity.masked_fill(~known, float("-inf")), dim=1)
     place = y.clamp(min=0)
-    own = log_p.gather(1, place.unsqueeze(1)).squeeze(1)
-    return torch.where(known[place] & has_class(y), -own, torch.zeros_like(own))
+    of_target = log_p.gather(1, place.unsqueeze(1)).squeeze(1)
+    return torch.where(known[place] & has_class(y), -of_target, torch.zeros_like(of_target))
 
 
 @dataclass(frozen=True, kw_only=True)

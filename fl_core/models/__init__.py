@@ -148,8 +148,8 @@ def describe(name: str, schema: Schema, options: Mapping[str, object] | None = N
 
     Raises ConfigError: E-CFG-01, E-CFG-02 on options, E-CFG-23 on examples that it cannot take.
     """
-    asked = {key: value for key, value in (options or {}).items() if key != "weights"}
-    chosen = model_options(name, asked)
+    settings = {key: value for key, value in (options or {}).items() if key != "weights"}
+    chosen = model_options(name, settings)
     try:
         # Only our own models are known to be what their options say, whenever they are built.
         count = _facts if name in MODELS else _facts.__wrapped__
@@ -160,7 +160,7 @@ def describe(name: str, schema: Schema, options: Mapping[str, object] | None = N
         raise ConfigError(error.code, f"{error.message}; models for these examples: {', '.join(fitting)}") from error
     except (RuntimeError, OverflowError, TypeError) as error:  # a tensor of more than 2^63 bytes
         raise ConfigError(
-            "E-CFG-02", f"expected sizes that a tensor can have in {name}, found {shown(asked)}: make them smaller"
+            "E-CFG-02", f"expected sizes that a tensor can have in {name}, found {shown(chosen)}: make them smaller"
         ) from error
 
 

@@ -33,7 +33,7 @@ def split(model: nn.Module, schema: Schema) -> SplitModel:
             module.inplace = False  # type: ignore[assignment]
     if isinstance(model, nn.Linear):  # on the pixels
         model = nn.Sequential(nn.Flatten(), model)
-    answer, head = _asked(model, schema)
+    answer, head = _probe(model, schema)
     if head is None or head.out_features != classes:
         last = "no such layer" if head is None else f"one of {head.out_features} outputs"
         raise _wrong(model, f"a last nn.Linear of {classes} outputs for {classes} classes", last)
@@ -41,12 +41,12 @@ def split(model: nn.Module, schema: Schema) -> SplitModel:
     outer, _, name = place.rpartition(".")
     setattr(model.get_submodule(outer), name, nn.Identity())
     divided = SplitModel(model, nn.Identity(), head, head.in_features, classes)
-    if not answer.is_meta and not torch.equal(_asked(divided, schema)[0], answer):
+    if not answer.is_meta and not torch.equal(_probe(divided, schema)[0], answer):
         raise _wrong(model, f"the answer of its last nn.Linear, {place!r}", "another one")
     return divided
 
 
-def _asked(model: nn.Module, schema: Schema) -> tuple[Tensor, nn.Linear | None]:
+def _probe(model: nn.Module, schema: Schema) -> tuple[Tensor, nn.Linear | None]:
     """Ask a network in evaluation mode about two made-up examples; return its answer and the last linear layer called.
 
     On the device where its weights are, which may be none (`meta`).
@@ -70,8 +70,8 @@ def _asked(model: nn.Module, schema: Schema) -> tuple[Tensor, nn.Linear | None]:
         for hook in hooks:
             hook.remove()
     if not isinstance(logits, Tensor) or logits.dim() != 2:
-        said = f"{tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-        raise _wrong(model, "logits (B, C) as its answer", said)
+        answer = f"{tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        raise _wrong(model, "logits (B, C) as its answer", answer)
     return logits, called[-1] if called else None
 
 
@@ -96,10 +96,10 @@ def options_of(make: Make) -> type:
     return OwnModel
 
 
-def maker(given: nn.Module | type[nn.Module] | Make) -> Make:
+def maker(model: nn.Module | type[nn.Module] | Make) -> Make:
     """Return what makes a network: a copy of a module with its weights, a class's fresh one, or a function's."""
-    if isinstance(given, nn.Module):
-        return lambda _: copy.deepcopy(given)
-    if isinstance(given, type):
-        return lambda _: given()
-    return given
+    if isinstance(model, nn.Module):
+        return lambda _: copy.deepcopy(model)
+    if isinstance(model, type):
+        return lambda _: model()
+    return model

@@ -160,8 +160,8 @@ def fit(file: WeightsFile, options: object, model: nn.Module, classes: Sequence[
     that a model can have.
     """
     wanted = tensor_maps.copy_state(model)
-    own = any(name.startswith(("body.", "head.", "projection.")) for name in file.tensors)
-    names = PublishedNames({"": ""}, (), ()) if own else _published(file.tensors, options, owner)
+    own_names = any(name.startswith(("body.", "head.", "projection.")) for name in file.tensors)
+    names = PublishedNames({"": ""}, (), ()) if own_names else _published(file.tensors, options, owner)
     match = _rename(file.tensors, names)
     for name in [n for n in match.taken if n not in wanted]:
         if not name.startswith(("head.", "projection.")):
@@ -181,7 +181,7 @@ def fit(file: WeightsFile, options: object, model: nn.Module, classes: Sequence[
         elif tensor.shape != value.shape:
             match.wrong.append(f"{name} of shape {_short(tensor.shape)} for {_short(value.shape)}")
     if match.wrong:
-        what = "the model's own names" if own else "published weights of it"
+        what = "the model's own names" if own_names else "published weights of it"
         raise ConfigError(
             "E-CFG-02",
             f"{owner}.weights: expected {what}, found {len(match.wrong)} tensors missing, unknown or of another shape "
@@ -195,8 +195,8 @@ def fit(file: WeightsFile, options: object, model: nn.Module, classes: Sequence[
 
 def _published(tensors: Tensors, options: object, owner: str) -> PublishedNames:
     """Choose the publisher most of whose prefixes a file has."""
-    known = options.published_names() if isinstance(options, HasPublishedNames) else ()
-    if not known:
+    namings = options.published_names() if isinstance(options, HasPublishedNames) else ()
+    if not namings:
         raise ConfigError(
             "E-CFG-02",
             f"{owner}.weights: expected tensors under the model's own names (body..., head...), as `coordinator "
@@ -209,7 +209,7 @@ def _published(tensors: Tensors, options: object, owner: str) -> PublishedNames:
             f"{owner}: pretrained weights were found together with norm=group, which throws the pretrained features "
             "away: use norm=frozen (efficientnet_b0 in private runs) or norm=batch, or weights=none",
         )
-    return max(known, key=lambda names: sum(name.startswith(tuple(names.prefixes)) for name in tensors))
+    return max(namings, key=lambda names: sum(name.startswith(tuple(names.prefixes)) for name in tensors))
 
 
 def _rename(tensors: Tensors, names: PublishedNames) -> _Fitting:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from torch import nn
 
 from fl_core.errors import ConfigError
-from fl_core.training.local_data import NO_MICRO_BATCH, has_batch_norm, no_step
+from fl_core.training.local_data import NO_MICRO_BATCH, has_batch_norm, no_step_error
 from fl_core.types.enums import ANY_TARGET, Capability, Coupling
 from fl_core.types.interfaces import Method
 from fl_core.types.records import TrainConfig
@@ -53,7 +53,7 @@ def check_batches(method: Method, model: nn.Module, train: TrainConfig) -> None:
     RefusedError (E-RUN-52) where no batch of the schedule can be a step, whatever the data.
     """
     if train.batch_size == 1 and not method.exchanges and has_batch_norm(model):
-        raise no_step("train.batch_size=1, batches of one example")
+        raise no_step_error("train.batch_size=1, batches of one example")
     if not train.micro_batch:
         return
     if method.coupling is Coupling.BATCH:

@@ -29,7 +29,7 @@ from fl_core.rounds.layout import closing_layout, derive_layout
 from fl_core.rounds.manifest import EvaluationTerms, NamedOptions, OtherModel, RunManifest, StartPoint
 from fl_core.rounds.silo_round import SiloRuntime
 from fl_core.rounds.updates import MaskedUpdates, PlainUpdates, Unmask, updates_of
-from fl_core.training.frozen_features import FeatureBatch, Trained, feature_batches, trained_part
+from fl_core.training.frozen_features import FeatureBatch, TrainedPart, feature_batches, trained_part
 from fl_core.types import tensor_maps
 from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.interfaces import Guard, Method, SiloPort
@@ -133,12 +133,12 @@ class RunSetup:
         manifest = self.manifest
         return build_model(manifest.model.name, manifest.model.options, manifest.schema, manifest.seed)
 
-    def _trained_of(self, network: SplitModel) -> Trained:
+    def _trained_of(self, network: SplitModel) -> TrainedPart:
         manifest = self.manifest
         return trained_part(network, manifest.schema, manifest.train, manifest.model.name)
 
     @cached_property
-    def _trained(self) -> Trained:
+    def _trained(self) -> TrainedPart:
         return self._trained_of(self.network)
 
     @property

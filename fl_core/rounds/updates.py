@@ -35,7 +35,7 @@ from fl_core.training.evaluation import METRICS
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability, TaskKind, Weighing
 from fl_core.types.interfaces import Method
-from fl_core.types.secagg import EACH, MASKS, READ_ALONE, Secagg, bytes_beside, shapes_beside
+from fl_core.types.secagg import EACH, MASKS, READ_ALONE, Secagg, masking_bytes, masking_shapes
 from fl_core.types.values import Bundle, Layout, PartRule, PartSpec, RoundContext, State
 
 Sizes = Mapping[str, DeclaredSize]
@@ -250,7 +250,7 @@ class MaskedUpdates:
 
     @property
     def beside(self) -> int:
-        return bytes_beside(self.manifest.cohort_size)
+        return masking_bytes(self.manifest.cohort_size)
 
     @property
     def counts(self) -> bool:
@@ -303,7 +303,7 @@ class MaskedUpdates:
         """Two blocks, and what others need to take the masks off."""
         members, drawn = len(self.manifest.members), self.manifest.cohort_size
         cohorts = {kind: kind.drawn(drawn) or members for kind in TaskKind}
-        return {k: {**self.layouts[k].blocks, MASKS: PartSpec(shapes_beside(n), ())} for k, n in cohorts.items()}
+        return {k: {**self.layouts[k].blocks, MASKS: PartSpec(masking_shapes(n), ())} for k, n in cohorts.items()}
 
     def one_set_content(self, model: State) -> str:
         return tensor_maps.digest(

@@ -36,16 +36,18 @@ IMAGES, PATIENTS, HELD, UNNAMED, VARIANCE = "images", "patients", "held", "unnam
 
 def exact_answers(query: SurveySums, records: SurveyedRecords) -> Tensors:
     """Answer without noise: images, patients, held, unnamed (cells,), float64."""
-    images, patients, held = list[Tensor](), list[Tensor](), list[Tensor]()
+    images, patients, suppressed = list[Tensor](), list[Tensor](), list[Tensor]()
     query = known_patients(query, records.named)
     for question, shares in zip(query.questions, records.shares, strict=True):
         touched = records.of_patients(shares) > 0
         images.append(shares.sum(0))
         patients.append(touched.sum(0).double())
-        held.append(held_back(touched, query.least) if query.answers(question) else touched.new_ones(shares.shape[1]))
+        suppressed.append(
+            held_back(touched, query.least) if query.answers(question) else touched.new_ones(shares.shape[1])
+        )
     none = torch.zeros(query.cells, dtype=torch.float64)
     answers = {IMAGES: torch.cat(images), PATIENTS: torch.cat(patients), HELD: none, UNNAMED: none + query.unnamed}
-    return withhold(answers, torch.cat(held))
+    return withhold(answers, torch.cat(suppressed))
 
 
 def withhold(answers: Tensors, cells: Tensor) -> Tensors:
@@ -66,13 +68,13 @@ def held_back(touched: Tensor, least: int) -> Tensor:
     patients = touched.sum(0)
     if int(touched.any(1).sum()) < least:
         return torch.ones_like(patients).bool()
-    held = (patients > 0) & (patients < least)
-    while bool(held.any()) and int(touched[:, held].any(1).sum()) < least:
-        rest = torch.where(held | (patients == 0), torch.iinfo(patients.dtype).max, patients)
-        if bool((held | (patients == 0)).all()):
+    suppressed = (patients > 0) & (patients < least)
+    while bool(suppressed.any()) and int(touched[:, suppressed].any(1).sum()) < least:
+        rest = torch.where(suppressed | (patients == 0), torch.iinfo(patients.dtype).max, patients)
+        if bool((suppressed | (patients == 0)).all()):
             break
-        held[int(rest.argmin())] = True
-    return held
+        suppressed[int(rest.argmin())] = True
+    return suppressed
 
 
 def patient_vectors(query: SurveySums, records: SurveyedRecords) -> Tensor:
@@ -91,10 +93,10 @@ def patient_vectors(query: SurveySums, records: SurveyedRecords) -> Tensor:
 def refused_cells(query: SurveySums) -> Tensor:
     """Return 1 for each cell of a question that is not answered (cells,), else 0; no record is looked at."""
     counts = ((q.count(query.n_classes), float(not query.answers(q))) for q in query.questions)
-    return torch.cat([torch.full((n,), held, dtype=torch.float64) for n, held in counts])
+    return torch.cat([torch.full((n,), suppressed, dtype=torch.float64) for n, suppressed in counts])
 
 
-def nothing_told(query: SurveySums) -> Tensors:
+def fully_withheld(query: SurveySums) -> Tensors:
     """Return an answer that holds everything back."""
     return withhold(blank_answers(query), torch.ones(query.cells, dtype=torch.bool))
 

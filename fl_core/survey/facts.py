@@ -165,8 +165,8 @@ def make_of(stated: str) -> str | None:
     text = stated.strip().lower()
     words = {"ge": ("ge ", "ge-", "general electric"), "canon": ("canon", "toshiba"), "fujifilm": ("fuji",)}
     for make in MAKES[:-1]:
-        own = words.get(make.lower(), (make.lower(),))
-        if any(f"{text} ".startswith(word) or (word == "general electric" and word in text) for word in own):
+        forms = words.get(make.lower(), (make.lower(),))
+        if any(f"{text} ".startswith(word) or (word == "general electric" and word in text) for word in forms):
             return make
     return MAKES[-1] if text else None
 
@@ -237,10 +237,10 @@ def _shares(question: SurveyQuestion, facts: Sequence[RecordFacts], images: Sequ
     if question.name == "intensity":
         return _intensities(question, facts, shares)
     names = question.cells(())
-    for i, (fact, own) in enumerate(zip(facts, images, strict=True)):
+    for i, (fact, n_images) in enumerate(zip(facts, images, strict=True)):
         if question.name == "classes" and fact.label < 0:  # a coarse label is in no cell
             continue
-        shares[i, _cell(question, names, fact, own)] = 1.0
+        shares[i, _cell(question, names, fact, n_images)] = 1.0
     return shares
 
 

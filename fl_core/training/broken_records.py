@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from fl_core.datasets.checks import ONE_IN, spared
+from fl_core.datasets.checks import ONE_IN, allowed_broken
 from fl_core.datasets.image_files import ImageExamples
 from fl_core.errors import DataError
 from fl_core.training.local_data import eval_batch
@@ -27,7 +27,7 @@ Notice = Callable[[Sequence[int]], None]
 
 def require_few(broken: int, n: int) -> None:
     """Raise DataError (E-DATA-04), without a number, where more of n records are broken than may be left out."""
-    if broken > spared(n):
+    if broken > allowed_broken(n):
         raise DataError(
             UNREADABLE,
             f"expected readable examples but for one in {ONE_IN}, found more that are not: this hospital's log "

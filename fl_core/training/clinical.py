@@ -68,8 +68,8 @@ def clinical_counts(logits: Tensor, labels: Tensor, n_classes: int) -> dict[str,
     """Count one batch: logits (n, C), labels (n,) -> float64 tensors, as in the table above."""
     predicted = logits.argmax(1).cpu()
     p, labels = torch.softmax(logits.detach().cpu().double(), 1), labels.cpu()
-    known = torch.isfinite(p).all(1)
-    p = torch.where(known.unsqueeze(1), p, 0.0)
+    finite = torch.isfinite(p).all(1)
+    p = torch.where(finite.unsqueeze(1), p, 0.0)
     cells = score_bins(p, n_classes) + SCORE_BINS * torch.arange(n_classes)
     every = _histogram(cells.reshape(-1), n_classes, SCORE_BINS)
     positive = _histogram(cells.gather(1, labels.unsqueeze(1)).squeeze(1), n_classes, SCORE_BINS)
@@ -84,16 +84,18 @@ def clinical_counts(logits: Tensor, labels: Tensor, n_classes: int) -> dict[str,
 def label_counts(logits: Tensor, labels: Tensor, n_classes: int) -> dict[str, Tensor]:
     """Count one batch of several labels at once: logits (n, L), labels (n, L) -> float64 tensors, as said above."""
     logits, labels = logits.detach().cpu(), labels.cpu()
-    known, there, said = labels != UNKNOWN, labels == FOUND, logits > 0
+    labelled, positive, predicted = labels != UNKNOWN, labels == FOUND, logits > 0
     p = torch.nan_to_num(torch.sigmoid(logits.double()), 0.0)
     confidence = torch.where(torch.isnan(logits), 0.0, torch.maximum(p, 1 - p))
     label = torch.arange(n_classes).expand(len(labels), n_classes)
     bins = label * SCORE_BINS + score_bins(p, 2)
     return {
-        "confusion": _histogram((label * 4 + 2 * there + said)[known], n_classes, 4).reshape(n_classes, 2, 2),
-        "positive": _histogram(bins[known & there], n_classes, SCORE_BINS),
-        "negative": _histogram(bins[known & ~there], n_classes, SCORE_BINS),
-        **_calibration(confidence[known], (said == there)[known]),
+        "confusion": _histogram((label * 4 + 2 * positive + predicted)[labelled], n_classes, 4).reshape(
+            n_classes, 2, 2
+        ),
+        "positive": _histogram(bins[labelled & positive], n_classes, SCORE_BINS),
+        "negative": _histogram(bins[labelled & ~positive], n_classes, SCORE_BINS),
+        **_calibration(confidence[labelled], (predicted == positive)[labelled]),
     }
 
 

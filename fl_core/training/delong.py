@@ -79,14 +79,14 @@ def _of_labels(first: Tensor, second: Tensor, labels: Tensor) -> PairedAuc | Non
         return None
     influence, difference = torch.zeros(len(labels), dtype=torch.float64), 0.0
     for label in counted:
-        known = labels[:, label] != UNKNOWN
-        there = labels[known, label] == FOUND
-        above = _placements(first[known, label], there) - _placements(second[known, label], there)
-        difference += float(above[there].mean())
-        for side in (there, ~there):
+        labelled = labels[:, label] != UNKNOWN
+        positive = labels[labelled, label] == FOUND
+        above = _placements(first[labelled, label], positive) - _placements(second[labelled, label], positive)
+        difference += float(above[positive].mean())
+        for side in (positive, ~positive):
             k = int(side.sum())
             above[side] = (above[side] - above[side].mean()) / (k * (k - 1)) ** 0.5
-        influence[known] += above
+        influence[labelled] += above
     images = int((labels[:, counted] != UNKNOWN).any(1).sum())
     return PairedAuc(
         difference / len(counted), float(influence.square().sum()) / len(counted) ** 2, images, len(counted)
@@ -101,7 +101,9 @@ def _placements(scores: Tensor, mine: Tensor) -> Tensor:
     placements = torch.empty(len(scores), dtype=torch.float64)
     for group, others, sign in ((mine, ~mine, 1.0), (~mine, mine, -1.0)):
         ordered = torch.sort(others_scores := sign * scores[others]).values
-        own = sign * scores[group]
-        below = torch.searchsorted(ordered, own, right=False) + torch.searchsorted(ordered, own, right=True)
+        group_scores = sign * scores[group]
+        below = torch.searchsorted(ordered, group_scores, right=False) + torch.searchsorted(
+            ordered, group_scores, right=True
+        )
         placements[group] = below.double() / (2 * len(others_scores))
     return placements

@@ -90,12 +90,12 @@ class OnDevice(Examples):
         return self._source.prepared(x, augment)
 
     def batch(self, index: Tensor, augment: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        there = index.to(self._y.device)
+        on_device = index.to(self._y.device)
         if self._as_stored:
-            return self.prepared(self._x[there], augment), self._y[there]
+            return self.prepared(self._x[on_device], augment), self._y[on_device]
         if augment is not None:
             return self._source.batch(index, augment)
-        return self._x[there], self._y[there]
+        return self._x[on_device], self._y[on_device]
 
 
 def move_to_device(

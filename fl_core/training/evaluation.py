@@ -79,8 +79,8 @@ def evaluate(model: nn.Module, data: LocalData, n_classes: int, split: Split = S
         def by_label(x: Tensor, y: Tensor) -> Tensors:
             with torch.no_grad():
                 predicted = model(x) > 0
-            known = y != UNKNOWN
-            return {"correct": ((predicted == (y == FOUND)) & known).sum(0), "known": known.sum(0)}
+            labelled = y != UNKNOWN
+            return {"correct": ((predicted == (y == FOUND)) & labelled).sum(0), "known": labelled.sum(0)}
 
         counts = data.sum(BatchSums(by_label), split=split)
         return Part({"correct": counts["correct"].float()}, counts["known"].float())
@@ -124,16 +124,16 @@ def no_own_parts(n_classes: int, paired: bool) -> dict[str, Part]:
 
 
 def evaluate_own(
-    received: nn.Module, own: nn.Module | None, data: LocalData, n_classes: int, paired: bool
+    received: nn.Module, personal_model: nn.Module | None, data: LocalData, n_classes: int, paired: bool
 ) -> dict[str, Part]:
     """Measure the model received and the silo's own on the same test images. They must not be private.
 
     paired: also the difference of their macro AUC, from scores that stay here.
     """
     parts = no_own_parts(n_classes, paired)
-    if own is None:
+    if personal_model is None:
         return parts
-    models, seen = (own.eval(), received.eval()), list[tuple[Tensor, Tensor, Tensor]]()
+    models, seen = (personal_model.eval(), received.eval()), list[tuple[Tensor, Tensor, Tensor]]()
 
     def answered(x: Tensor, y: Tensor) -> list[Tensor]:
         with torch.no_grad():
@@ -145,8 +145,8 @@ def evaluate_own(
 
     def by_label(x: Tensor, y: Tensor) -> Tensors:
         known = y != UNKNOWN
-        own, measured = ((((z > 0) == (y == FOUND)) & known).sum(0) for z in answered(x, y))
-        return {"own": own, "measured": measured, "known": known.sum(0)}
+        own_correct, measured = ((((z > 0) == (y == FOUND)) & known).sum(0) for z in answered(x, y))
+        return {"own": own_correct, "measured": measured, "known": known.sum(0)}
 
     def right(x: Tensor, y: Tensor) -> Tensor:
         return torch.stack([(z.argmax(1) == y).float() for z in answered(x, y)], 1)
@@ -171,8 +171,8 @@ def own_models(parts: Bundle) -> OwnModels | None:
     """Read what is known of hospitals' own models off an update or a sum; None where it has none."""
     if OWN not in parts or float(parts[OWN].weight.sum()) <= 0:
         return None
-    own, paired = parts[OWN], parts.get(PAIRED)
-    mine, theirs, of = (tuple(v.tolist()) for v in (own.total["own"], own.total["measured"], own.weight))
+    personal, paired = parts[OWN], parts.get(PAIRED)
+    mine, theirs, of = (tuple(v.tolist()) for v in (personal.total["own"], personal.total["measured"], personal.weight))
     scores = OwnModels(mine, theirs, of)
     if paired is None or float(paired.weight) <= 0:
         return scores
@@ -203,8 +203,8 @@ def evaluate_personal(model: nn.Module, data: LocalData, n_classes: int) -> dict
 
     Class counts are asked for only where there is a public test set.
     """
-    own, every = evaluate(model, data, n_classes), torch.ones(n_classes)
-    parts = {PERSONAL: _scored(PERSONAL, [(own, every)])}
+    by_class, every = evaluate(model, data, n_classes), torch.ones(n_classes)
+    parts = {PERSONAL: _scored(PERSONAL, [(by_class, every)])}
     public = evaluate(model, data, n_classes, Split.GLOBAL)
     counts = data.class_counts().cpu() if float(public.weight.sum()) > 0 else torch.zeros(n_classes)
     label, vote = counts / counts.sum().clamp(min=1.0), (counts > 0).float()
@@ -230,13 +230,13 @@ def _scored(part: str, measured: Sequence[tuple[Part, Tensor]]) -> Part:
     """
     values = [weighted_accuracy(p.total["correct"], p.weight, a) for p, a in measured]
     total: dict[str, Tensor] = {}
-    there = not any(math.isnan(v) for v in values)
+    complete = not any(math.isnan(v) for v in values)
     for name, value in zip(_SCORES[part], values, strict=True):
-        total[name] = torch.tensor(value if there else 0.0, dtype=torch.float32)
+        total[name] = torch.tensor(value if complete else 0.0, dtype=torch.float32)
         square = total[name].double().square()
         total[f"{name}_square"] = square.float()
         total[f"{name}_square_rest"] = (square - square.float().double()).float()
-    return Part(total, torch.tensor(1.0 if there else 0.0))
+    return Part(total, torch.tensor(1.0 if complete else 0.0))
 
 
 def personal_scores(total: Bundle) -> dict[str, float]:
@@ -255,7 +255,7 @@ def personal_scores(total: Bundle) -> dict[str, float]:
     return scores
 
 
-def few_tested(labels: Tensor, n_classes: int, least: int) -> Tensor:
+def scarce_classes(labels: Tensor, n_classes: int, least: int) -> Tensor:
     """Tell of which classes (C,) there are test examples, but fewer than `least`.
 
     Of several labels at once: of which so few were found, or looked for and not found.
@@ -268,17 +268,17 @@ def few_tested(labels: Tensor, n_classes: int, least: int) -> Tensor:
     return few
 
 
-def names_of_few(labels: Tensor, classes: Sequence[str], least: int) -> list[str]:
-    """Name the classes that `few_tested` tells of."""
-    few = few_tested(labels, len(classes), least).tolist()
+def scarce_class_names(labels: Tensor, classes: Sequence[str], least: int) -> list[str]:
+    """Name the classes that `scarce_classes` tells of."""
+    few = scarce_classes(labels, len(classes), least).tolist()
     return [name for name, some in zip(classes, few, strict=True) if some]
 
 
-class WithoutFew(Examples):
+class WithoutScarceClasses(Examples):
     """Test examples without the classes of fewer than `least`: whatever is measured of a model leaves these out."""
 
     def __init__(self, examples: Examples, n_classes: int, least: int) -> None:
-        self._examples, labels, few = examples, examples.labels, few_tested(examples.labels, n_classes, least)
+        self._examples, labels, few = examples, examples.labels, scarce_classes(examples.labels, n_classes, least)
         gone = few.expand_as(labels) if is_multi_label(labels) else has_class(labels) & few[labels.clamp(min=0)]
         self.labels, self.groups = labels.masked_fill(gone, UNKNOWN), examples.groups
 

@@ -35,20 +35,20 @@ from fl_core.types.values import Examples, Layout
 log = logging.getLogger(__name__)
 
 
-class Trained(NamedTuple):
+class TrainedPart(NamedTuple):
     """What a run trains, and the schema of the examples that it is trained on."""
 
     model: nn.Module
     schema: Schema
 
 
-def trained_part(network: SplitModel, schema: Schema, train: TrainConfig, owner: str) -> Trained:
+def trained_part(network: SplitModel, schema: Schema, train: TrainConfig, owner: str) -> TrainedPart:
     """Return what a run trains of a network, which it shares the tensors of.
 
     Raises ConfigError (E-CFG-08) as `behind_body`, and where the body's output is no vector.
     """
     if train.freeze != FEATURES:
-        return Trained(network, schema)
+        return TrainedPart(network, schema)
     model, blank = behind_body(network, owner), body_rows(network.body, torch.zeros(1, *schema.shape))
     if blank.dim() != 2:
         raise ConfigError(
@@ -56,7 +56,7 @@ def trained_part(network: SplitModel, schema: Schema, train: TrainConfig, owner:
             f"expected a body whose output is a vector with train.freeze=features, found {owner}, which gives "
             f"{tuple(blank.shape[1:])}: leave train.freeze out",
         )
-    return Trained(model, replace(schema, shape=tuple(blank.shape[1:]), columns=(), window=None))
+    return TrainedPart(model, replace(schema, shape=tuple(blank.shape[1:]), columns=(), window=None))
 
 
 def check_shared(method: Method, layout: Layout, train: TrainConfig) -> None:
@@ -67,8 +67,8 @@ def check_shared(method: Method, layout: Layout, train: TrainConfig) -> None:
             f"method {method.name}: expected train.views=1, since it sums over records as they are and takes no steps, "
             f"found {train.views}: leave train.views and train.augment out",
         )
-    own = [spec for name, spec in layout.items() if name not in METRIC_PARTS]
-    if train.freeze == FEATURES and own and not any(spec.shapes for spec in own):
+    specs = [spec for name, spec in layout.items() if name not in METRIC_PARTS]
+    if train.freeze == FEATURES and specs and not any(spec.shapes for spec in specs):
         raise ConfigError(
             "E-CFG-08",
             f"method {method.name}: expected something that is trained and shared, found that it shares the body "
@@ -87,7 +87,7 @@ class FeatureBatch(NamedTuple):
     done: int
 
 
-class Views(Examples):
+class FixedViews(Examples):
     """Examples of which each has a few fixed views, rows (n, V, *shape): the first is the example as it is.
 
     A generator draws one view of each in the place of augmenting it.
@@ -148,7 +148,7 @@ def with_rows(examples: Examples, positions: Tensor, rows: Tensor) -> Examples:
     """Return the examples at `positions` (m,) with features (m, V, d0) in place of what they were made of."""
     groups = None if examples.groups is None else tuple(examples.groups[i] for i in positions.tolist())
     if rows.shape[1] > 1:
-        return Views(rows, examples.labels[positions], groups)
+        return FixedViews(rows, examples.labels[positions], groups)
     return TensorExamples(rows.squeeze(1), examples.labels[positions], groups)
 
 

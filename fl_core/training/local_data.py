@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fl_core import rng
 from fl_core.errors import ConfigError, DataError, RefusedError
-from fl_core.survey.answers import exact_answers, nothing_told
+from fl_core.survey.answers import exact_answers, fully_withheld
 from fl_core.survey.facts import surveyed
 from fl_core.training import optimizers
 from fl_core.training.compilation import compiled
@@ -123,7 +123,7 @@ class PlainLocalData:
             smallest = 2 if any(len(i) == 1 for i in batches) and has_batch_norm(model) else 1
             used = [(done, i) for done, i in enumerate(batches, start=1) if len(i) >= smallest]
             if batches and not used:
-                self._refuse(no_step("only batches of one example"))
+                self._refuse(no_step_error("only batches of one example"))
             for (done, _), (x, y) in zip(used, self._stream([i for _, i in used], augment), strict=True):
                 descent.clear()
                 descent.backward(self._objectives(model, loss, x, y, options.penalty))
@@ -223,7 +223,7 @@ class PlainLocalData:
         Records of coarse labels are left out where a query asks for classes.
         """
         if isinstance(query, SurveySums) and query.private:
-            return nothing_told(query)
+            return fully_withheld(query)
         if isinstance(query, SurveySums):
             train, test = self._examples[Split.TRAIN], self._examples[Split.TEST]
             return exact_answers(query, surveyed(query.questions, train, test, query.n_classes, self._progress))
@@ -263,8 +263,8 @@ def _of_one_class(query: Query, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         if isinstance(query, ClassSums | MomentSums):
             raise ConfigError("E-CFG-08", "expected one class for each record that is summed by class, found labels")
         return x, y
-    known = has_class(y)
-    return (x, y) if isinstance(query, ExampleSums) or bool(known.all()) else (x[known], y[known])
+    labelled = has_class(y)
+    return (x, y) if isinstance(query, ExampleSums) or bool(labelled.all()) else (x[labelled], y[labelled])
 
 
 def eval_batch(shape: Sequence[int]) -> int:
@@ -291,7 +291,7 @@ def draw_batches(n: int, size: int, order: torch.Generator, steps: int, *, drop_
     return batches[:steps]
 
 
-def no_step(batches: str) -> RefusedError:
+def no_step_error(batches: str) -> RefusedError:
     """Make the error of a training all of whose batches are left out; `batches` says which they are."""
     return RefusedError(
         "E-RUN-52",
@@ -342,9 +342,9 @@ def sum_batch(query: Query, x: Tensor, y: Tensor) -> Tensors:
     if isinstance(query, ExampleSums):
         return {name: rows.sum(0) for name, rows in query.rows(x, y).items()}
     if isinstance(query, MomentSums):
-        u, own = query.vectors(x, y).double(), nn.functional.one_hot(y, query.n_classes).double()
+        u, one_hot = query.vectors(x, y).double(), nn.functional.one_hot(y, query.n_classes).double()
         a = u.T @ u if query.second else u.new_zeros(query.width, query.width)
-        return {"a": a, "b": own.T @ u, "variance": u.new_zeros(())}
+        return {"a": a, "b": one_hot.T @ u, "variance": u.new_zeros(())}
     vectors = query.vectors(x, y)
     total = vectors.new_zeros(query.n_classes, vectors.shape[1]).index_add_(0, y, vectors)
     return {"sum": total, "count": torch.bincount(y, minlength=query.n_classes).to(vectors.dtype)}

@@ -27,7 +27,7 @@ def free_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
-    limits = [*_of_machine(), *_of_groups()]
+    limits = [*_machine_memory(), *_cgroup_memory()]
     return max(0, min(limits)) if limits else None
 
 
@@ -50,7 +50,7 @@ def mib(count: int) -> str:
     return f"{-(-count // _MIB)} MiB"
 
 
-def _of_machine() -> Iterator[int]:
+def _machine_memory() -> Iterator[int]:
     try:
         lines = (_PROC / "meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -60,7 +60,7 @@ def _of_machine() -> Iterator[int]:
             yield 1024 * int(value.split()[0])
 
 
-def _of_groups() -> Iterator[int]:
+def _cgroup_memory() -> Iterator[int]:
     """Yield what each group that this process is in, and each around it, leaves; groups without a limit have none."""
     try:
         lines = (_PROC / "self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -74,13 +74,13 @@ def _of_groups() -> Iterator[int]:
         base, limit, usage, reclaimable = _BY_VERSION[version]
         group = _CGROUPS / base / path.lstrip("/")
         for folder in (group, *group.parents):
-            if (left := _left(folder, limit, usage, reclaimable)) is not None:
+            if (left := _cgroup_headroom(folder, limit, usage, reclaimable)) is not None:
                 yield left
             if folder == _CGROUPS / base:
                 break
 
 
-def _left(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
+def _cgroup_headroom(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
     try:
         most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
         stats = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())

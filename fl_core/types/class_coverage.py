@@ -86,12 +86,12 @@ class ClassCoverage:
         nobody = [name for name in self.untaught if name not in self.left_out]
         masked = "Its sums leave under masks without that hospital's name"
         clear = "The coordinator can read that hospital's update"
-        said = [
+        texts = [
             (self.alone, f"at one hospital. {masked if self.masked else clear}"),
             (self.left_out, f"left out, the model will not know it: at fewer than {self.least} hospitals"),
             (nobody, "at no hospital, the model will not know it"),
         ]
-        return [f"{listed(names)}: {_each(text, len(names))}" for names, text in said if names]
+        return [f"{listed(names)}: {_each(text, len(names))}" for names, text in texts if names]
 
     def headline(self) -> str:
         """Say of how many classes the model was tested and taught, in a few words; empty where nothing is known."""

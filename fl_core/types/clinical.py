@@ -21,8 +21,8 @@ CALIBRATION_BINS = 15
 
 def macro_mean(values: Iterable[float | None]) -> float | None:
     """Return the mean over the classes that have a value, each counted alike; None where none has."""
-    known = [v for v in values if v is not None]
-    return math.fsum(known) / len(known) if known else None
+    present = [v for v in values if v is not None]
+    return math.fsum(present) / len(present) if present else None
 
 
 Counts = tuple[Sequence[float], Sequence[float]]
@@ -153,10 +153,10 @@ class ClinicalMetrics:
     @property
     def macro_auc(self) -> BinnedRange | None:
         """Return the mean AUC over the classes that have examples, and others beside them; exact up to the range."""
-        known = [r for r in self.auc if r is not None]
-        if not known:
+        present = [r for r in self.auc if r is not None]
+        if not present:
             return None
-        return BinnedRange(sum(r.low for r in known) / len(known), sum(r.high for r in known) / len(known))
+        return BinnedRange(sum(r.low for r in present) / len(present), sum(r.high for r in present) / len(present))
 
     @property
     def calibration_error(self) -> float | None:

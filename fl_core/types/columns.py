@@ -75,9 +75,9 @@ def width(columns: Sequence[Column]) -> int:
     return sum(column.width for column in columns)
 
 
-def difference(run: Sequence[Column], own: Sequence[Column]) -> str:
+def difference(run: Sequence[Column], local: Sequence[Column]) -> str:
     """Say where two schemas differ, in the order of the run's; empty where they do not. It tells of schemas alone."""
-    theirs, ours = ({column.name: column for column in columns} for columns in (run, own))
+    theirs, ours = ({column.name: column for column in columns} for columns in (run, local))
     differences = [f"{name!r} is not here" for name in theirs if name not in ours]
     differences += [f"{name!r} is not the run's" for name in ours if name not in theirs]
     for name in (name for name in theirs if name in ours):

@@ -130,10 +130,10 @@ def areas(metrics: ClinicalMetrics, level: float = LEVEL) -> list[Interval | Non
 
 
 def macro_auc(metrics: ClinicalMetrics, level: float = LEVEL) -> Interval | None:
-    known = [interval for interval in areas(metrics, level) if interval is not None]
-    if not known:
+    present = [interval for interval in areas(metrics, level) if interval is not None]
+    if not present:
         return None
-    return Interval(*(math.fsum(ends) / len(known) for ends in zip(*known, strict=True)))
+    return Interval(*(math.fsum(ends) / len(present) for ends in zip(*present, strict=True)))
 
 
 def facts(metrics: ClinicalMetrics) -> dict[str, object]:

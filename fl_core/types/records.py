@@ -254,7 +254,7 @@ _REFUSALS = ("E-RUN-43", "E-RUN-44", "E-WIRE-05", "E-WIRE-06")
 """How reasons begin for which the check of an update refuses it; other silos without an update sent none."""
 
 
-class JudgedUpdates(Protocol):
+class HasUpdateOutcomes(Protocol):
     """A round as far as its updates were judged: a `RoundRecord`, or how a store or a message has it."""
 
     @property
@@ -272,7 +272,7 @@ def refused(missing: Mapping[str, str]) -> dict[str, str]:
     return {name: why for name, why in missing.items() if why.startswith(_REFUSALS)}
 
 
-def update_outcomes(rounds: Iterable[JudgedUpdates]) -> dict[str, int]:
+def update_outcomes(rounds: Iterable[HasUpdateOutcomes]) -> dict[str, int]:
     """Count over rounds the updates that were refused and cut, rows that were cut, and rounds without a bound."""
     closed_rounds = list(rounds)
     return {

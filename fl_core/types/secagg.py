@@ -33,7 +33,7 @@ def answers(cohort: int) -> int:
     return -(-2 * cohort // 3)
 
 
-def withstood(cohort: int) -> int:
+def tolerated_colluders(cohort: int) -> int:
     """Return c: how many may collude with the coordinator; of three, which have one set only, 1."""
     return 1 if cohort == MIN_MASKED else 2 * answers(cohort) - cohort - 1
 
@@ -44,7 +44,7 @@ def read_alone(silos: int) -> str:
     return f"no masks: the coordinator reads each hospital's update by itself{few if silos < MIN_MASKED else ''}"
 
 
-def shapes_beside(cohort: int) -> Mapping[str, tuple[int, ...]]:
+def masking_shapes(cohort: int) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of bytes that a masked update has beside its two blocks, whatever a silo holds.
 
     salt: of the packages' keys   commitments: per block and member, to a seed   packages: for each member, shares of
@@ -54,8 +54,8 @@ def shapes_beside(cohort: int) -> Mapping[str, tuple[int, ...]]:
     return {"salt": (SECRET,), "commitments": (2, cohort, SECRET), "packages": (cohort, package)}
 
 
-def bytes_beside(cohort: int) -> int:
-    return sum(math.prod(shape) for shape in shapes_beside(cohort).values())
+def masking_bytes(cohort: int) -> int:
+    return sum(math.prod(shape) for shape in masking_shapes(cohort).values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Secagg:
             raise ConfigError(
                 "E-CFG-02", f"expected secagg.min_sum of at most {members} hospitals, found {self.min_sum}: lower it"
             )
-        most = withstood(drawn)
+        most = tolerated_colluders(drawn)
         if self.collusion > most:
             raise ConfigError(
                 "E-CFG-02",

@@ -302,16 +302,16 @@ class Examples(ABC):
 
         Raises ConfigError (E-CFG-08) where examples are read in one piece.
         """
-        raise self._read_in_one_piece()
+        raise self._no_device_augmentation()
 
     def prepared(self, x: Tensor, augment: torch.Generator | None = None) -> Tensor:  # noqa: ARG002
         """Make of what `stored` read what `batch` gives, on the device of `x`; the generator is the CPU's.
 
         Raises as `stored`.
         """
-        raise self._read_in_one_piece()
+        raise self._no_device_augmentation()
 
-    def _read_in_one_piece(self) -> ConfigError:
+    def _no_device_augmentation(self) -> ConfigError:
         return ConfigError(
             "E-CFG-08",
             f"expected examples that can be augmented on a device, found {type(self).__name__}, which augments where "

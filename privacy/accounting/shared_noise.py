@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from fl_core.errors import ConfigError
-from fl_core.types.secagg import withstood
+from fl_core.types.secagg import tolerated_colluders
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,7 +49,7 @@ class SharedNoise:
                 "coordinator would see each hospital's small part: set secagg=auto, with three hospitals or more, or "
                 "privacy.placement=local",
             )
-        c, most = manifest.secagg.collusion, withstood(n)
+        c, most = manifest.secagg.collusion, tolerated_colluders(n)
         if not 1 <= c <= most:
             raise ConfigError(
                 "E-CFG-02",

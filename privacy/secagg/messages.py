@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_core.errors import ProtocolError
-from fl_core.types.secagg import shapes_beside
+from fl_core.types.secagg import masking_shapes
 from privacy.secagg.terms import Round, SecaggError, frame
 
 CHECK_WORDS = 4
@@ -41,7 +41,7 @@ class MaskedUpload:
     def tensors(round: Round, model: int, classes: int) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         """Return NumPy's type and the shape of every tensor, in order; model, classes: words without check words."""
         words = round.run.dtype
-        plain = {name: ("|u1", shape) for name, shape in shapes_beside(round.n).items()}
+        plain = {name: ("|u1", shape) for name, shape in masking_shapes(round.n).items()}
         return {**plain, "model": (words, (model + CHECK_WORDS,)), "classes": (words, (classes + CHECK_WORDS,))}
 
     def check(self, round: Round, model: int, classes: int) -> None:

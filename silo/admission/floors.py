@@ -10,7 +10,14 @@ from dataclasses import dataclass
 
 from fl_core.datasets import SiloDataset
 from fl_core.survey.facts import names_patients
-from fl_core.training.evaluation import BY_HOSPITAL, CLINICAL_PART, METRIC_PARTS, PAIRED, WithoutFew, names_of_few
+from fl_core.training.evaluation import (
+    BY_HOSPITAL,
+    CLINICAL_PART,
+    METRIC_PARTS,
+    PAIRED,
+    WithoutScarceClasses,
+    scarce_class_names,
+)
 from fl_core.types.clinical import CLINICAL
 from fl_core.types.values import Examples
 from privacy.accounting.release_plan import TEST
@@ -56,8 +63,8 @@ class ReleaseFloors:
 
     def too_few(self, test: Examples, classes: Sequence[str]) -> tuple[str, ...]:
         """Name the classes of which nothing that is measured leaves: there are too few test images."""
-        return tuple(names_of_few(test.labels, classes, self.tested)) if self.tested else ()
+        return tuple(scarce_class_names(test.labels, classes, self.tested)) if self.tested else ()
 
     def sent(self, test: Examples, classes: Sequence[str]) -> Examples:
         """Return the test examples of which something leaves."""
-        return WithoutFew(test, len(classes), self.tested) if self.too_few(test, classes) else test
+        return WithoutScarceClasses(test, len(classes), self.tested) if self.too_few(test, classes) else test

@@ -19,7 +19,7 @@ from fl_core.survey.answers import (
     IMAGES,
     PATIENTS,
     exact_answers,
-    nothing_told,
+    fully_withheld,
     patient_vectors,
     places,
     refused_cells,
@@ -149,7 +149,7 @@ class RememberedSurvey(LocalDataWrapper):
         log.warning(
             "survey withheld: its numbers differ from those that this hospital approved; ask again in a new survey"
         )
-        return nothing_told(query)
+        return fully_withheld(query)
 
 
 def survey_preview(run: CompiledRun, dataset: SiloDataset, withheld: DisclosureLimits, decide: Decide) -> SurveyPreview:

@@ -16,7 +16,7 @@ from fl_core.converter import ConversionError, parse_json
 from fl_core.kinds import kind_of
 from fl_core.training import clinical_report
 from fl_core.types.records import update_outcomes
-from fl_core.types.secagg import withstood
+from fl_core.types.secagg import tolerated_colluders
 from privacy.accounting.uncertainty import NOTHING
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import counted, span
@@ -187,7 +187,7 @@ def _privacy(manifest: str) -> tuple[str, ...]:
         return ("What it promises about privacy is written in a form that this version does not know.",)
     read = "Updates are not masked: this coordinator can read the update of each hospital."
     if masked:
-        most = withstood(cohort)
+        most = tolerated_colluders(cohort)
         read = (
             f"Updates are masked: this coordinator reads sums only, unless more than {counted(most, 'hospital')} "
             f"{'colludes' if most == 1 else 'collude'} with it."

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fl_core.datasets.augmentation import Augmentation
-from fl_core.datasets.catalogue import CHARACTERS, KNOWN
+from fl_core.datasets.catalogue import CHARACTERS, PUBLISHED
 from fl_core.datasets.sources.arrays import FullDataset, SplitArrays, no_data_root
 from fl_core.errors import DataError
 
@@ -27,7 +27,7 @@ def read(name: str, root: Path | None) -> FullDataset:
     contradicts itself, E-DATA-05 on a label or a character outside the label space.
     """
     assert root is not None
-    known = KNOWN[name]
+    known = PUBLISHED[name]
     places = (root / name / "data", root / name, root / "leaf" / "data" / name / "data")
     folder = next((p for p in places if all(any((p / s).glob("*.json")) for s in ("train", "test"))), None)
     if folder is None:
@@ -85,7 +85,7 @@ def _pixels(file: Path, user: str, rows: list[object]) -> Tensor:
 
 def _characters(file: Path, user: str, rows: list[object]) -> Tensor:
     """Turn strings of 80 characters into (n, 80) positions in the alphabet."""
-    if wrong := [row for row in rows if not isinstance(row, str) or len(row) != KNOWN["shakespeare"].shape[0]]:
+    if wrong := [row for row in rows if not isinstance(row, str) or len(row) != PUBLISHED["shakespeare"].shape[0]]:
         raise _contradiction(file, f"{user}: {len(wrong)} examples that are no strings of 80 characters")
     return torch.tensor([[_place(file, user, c) for c in str(row)] for row in rows], dtype=torch.float32).view(-1, 80)
 
@@ -93,7 +93,7 @@ def _characters(file: Path, user: str, rows: list[object]) -> Tensor:
 def _label(name: str, file: Path, user: str, label: object) -> int:
     if name == "shakespeare":
         return _place(file, user, label)
-    if isinstance(label, int) and 0 <= label < len(KNOWN[name].classes):
+    if isinstance(label, int) and 0 <= label < len(PUBLISHED[name].classes):
         return label
     raise DataError("E-DATA-05", f"expected labels 0 to 61 in {file}, found {label!r} of {user}: prepare it again")
 

@@ -13,7 +13,7 @@ from consilium.research.simulate.runner import own_references, read_silos, silo_
 from coordinator.config.manifest_builder import schema_of
 from coordinator.config.run_spec import RunSpec
 from fl_core import datasets
-from fl_core.datasets.catalogue import KNOWN
+from fl_core.datasets.catalogue import PUBLISHED
 from fl_core.datasets.sources import isic2019
 from fl_core.errors import ConfigError
 from fl_core.errors.extras import require
@@ -80,9 +80,9 @@ def published(spec: RunSpec) -> SplitTable:
     name, text = str(spec.data["name"]), datasets.federation_text(spec.federation)
     if name == "isic2019":
         return _isic(spec, text)
-    known = KNOWN.get(name)
+    known = PUBLISHED.get(name)
     if known is None or not known.train:
-        valid = ", ".join([*(n for n, k in KNOWN.items() if k.train), "isic2019"])
+        valid = ", ".join([*(n for n, k in PUBLISHED.items() if k.train), "isic2019"])
         raise ConfigError(
             "E-CFG-23", f"--published: expected data with published class counts ({valid}), found {name}: leave it out"
         )

@@ -128,7 +128,7 @@ def lacks_preamble(path: Path) -> bool:
     return len(start) == 8 and group in (b"\2\0", b"\x08\0") and element[1] == 0 and (kind.isupper() or short)
 
 
-class Description(NamedTuple):
+class ImageDescription(NamedTuple):
     """What a file's header says of how an image was made; None: it does not.
 
     size: width and height   bits: of a stored value   spacing: mm between rows   make: the manufacturer, as stated
@@ -142,7 +142,7 @@ class Description(NamedTuple):
     square: bool = True
 
 
-def described(path: Path) -> Description:
+def described(path: Path) -> ImageDescription:
     """Read what a survey asks for of a header; no pixel is decoded. Raises UnreadableError as `rendered`."""
     with without_contents():
         from pydicom import dcmread
@@ -153,7 +153,7 @@ def described(path: Path) -> Description:
         spacing = next((frame.number(name, 0) for name in _SPACINGS if frame.get(name) not in (None, "")), None)
         sides = [np.asarray(frame.get(name) or 1, dtype=float) for name in ("PixelAspectRatio", *_SPACINGS)]
         square = all(pair.max() <= 1.01 * pair.min() for pair in sides)
-        return Description(size, frame.bits, spacing, str(frame.get("Manufacturer") or ""), square)
+        return ImageDescription(size, frame.bits, spacing, str(frame.get("Manufacturer") or ""), square)
 
 
 def rendered(path: Path, window: Window | None = None) -> NDArray[np.uint8]:
@@ -179,7 +179,7 @@ def stored(path: Path) -> tuple[NDArray[np.integer], int]:
 
 
 @contextmanager
-def without_contents(said: str = "DICOM that cannot be decoded") -> Iterator[None]:
+def without_contents(message: str = "DICOM that cannot be decoded") -> Iterator[None]:
     """Replace errors of the library, whose texts repeat what a file holds; nothing of them is kept, also as a cause.
 
     said: of a file that it could not use. Raises UnreadableError, and silences the library.
@@ -191,7 +191,7 @@ def without_contents(said: str = "DICOM that cannot be decoded") -> Iterator[Non
     except UnreadableError as error:
         kind = str(error)
     except Exception as error:  # any: files are of unknown origin, and the library raises what it meets
-        kind = f"{said} ({type(error).__name__}): restore the file"
+        kind = f"{message} ({type(error).__name__}): restore the file"
     if kind:
         raise UnreadableError(kind)
 
@@ -274,10 +274,10 @@ def _check_form(frame: _Frame, syntax: UID) -> None:
     require_pixels(int(frame.number("Columns", 0)), int(frame.number("Rows", 0)))
     photometric, samples = str(frame.get("PhotometricInterpretation")), frame.number("SamplesPerPixel", 1)
     colours = ("RGB", *_YBR, *_YBR_OF_JPEG2000)
-    known = {**dict.fromkeys((*_GREY, "PALETTE COLOR"), 1), **dict.fromkeys(colours, 3)}
-    if known.get(photometric) != samples:
+    channels_of = {**dict.fromkeys((*_GREY, "PALETTE COLOR"), 1), **dict.fromkeys(colours, 3)}
+    if channels_of.get(photometric) != samples:
         raise UnreadableError(
-            f"DICOM with {samples:g} samples per pixel that are not of {', '.join(known)}: convert it"
+            f"DICOM with {samples:g} samples per pixel that are not of {', '.join(channels_of)}: convert it"
         )
     allocated, bits = frame.number("BitsAllocated", 0), frame.number("BitsStored", 0)
     if allocated not in (8, 16):
@@ -371,8 +371,8 @@ def _shares(frame: _Frame, window: Window | None) -> NDArray[np.float64]:
         mapped, most = _looked_up(frame, values, (low, high), table.LUTDescriptor, table.LUTData)
         return mapped / most
     if frame.get("WindowCenter") is not None and frame.get("WindowWidth") is not None:
-        own = Window(frame.number("WindowCenter", 0), frame.number("WindowWidth", 0))
-        return _windowed(values, own, str(frame.get("VOILUTFunction") or "LINEAR"))
+        file_window = Window(frame.number("WindowCenter", 0), frame.number("WindowWidth", 0))
+        return _windowed(values, file_window, str(frame.get("VOILUTFunction") or "LINEAR"))
     return np.clip((values - low) / (high - low), 0, 1)
 
 

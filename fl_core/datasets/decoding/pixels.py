@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 
 from fl_core.datasets.decoding import dicom
-from fl_core.datasets.decoding.dicom import Description, Window
+from fl_core.datasets.decoding.dicom import ImageDescription, Window
 from fl_core.datasets.decoding.limits import MAX_BYTES, MAX_PIXELS, UnreadableError, require_pixels
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp", *dicom.SUFFIXES})
@@ -40,7 +40,7 @@ _BROKEN = (OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticE
 """What Pillow raises on files that are none, or broken: SyntaxError on PNG chunks, ValueError on headers, ..."""
 
 
-class Content(NamedTuple):
+class ImageContent(NamedTuple):
     """What an image is, whatever file holds it. depth: bits of a value that make a difference; 8 or more.
 
     key: digest of the numbers that are stored, upright: of RGB, or where grey has more than 8 bits of these values, so
@@ -65,15 +65,15 @@ def open_image(path: Path, window: Window | None = None) -> Image.Image:
         return upright.convert("RGB") if image.mode in _EIGHT_BIT else _grey(upright, image)
 
 
-def described(path: Path) -> Description:
+def described(path: Path) -> ImageDescription:
     """Say what a header says of an image, as it is stored; no pixel is decoded. Raises UnreadableError."""
     if dicom.is_dicom(path):
         return dicom.described(path)
     with _opened(path) as file:
-        return Description((file.width, file.height), _depth(file))
+        return ImageDescription((file.width, file.height), _depth(file))
 
 
-def content(path: Path) -> Content:
+def content(path: Path) -> ImageContent:
     """Identify an image by its pixels; raises UnreadableError as `open_image`."""
     if dicom.is_dicom(path):
         values, depth = dicom.stored(path)
@@ -89,8 +89,8 @@ def content(path: Path) -> Content:
         return _content("values", upright.size, values.astype("<f4" if image.mode == "F" else "<i4").tobytes(), 16)
 
 
-def _content(kind: str, size: tuple[int, int], numbers: bytes, depth: int) -> Content:
-    return Content(hashlib.sha256(f"{kind} {size} ".encode() + numbers).hexdigest(), size, depth)
+def _content(kind: str, size: tuple[int, int], numbers: bytes, depth: int) -> ImageContent:
+    return ImageContent(hashlib.sha256(f"{kind} {size} ".encode() + numbers).hexdigest(), size, depth)
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def assign_classes(n_classes: int, silos: int, per_silo: int, seed: int) -> tupl
         )
     random = rng.numpy_stream(seed, "partition", "classes")
     fresh = 0
-    held: list[tuple[int, ...]] = []
+    assigned: list[tuple[int, ...]] = []
     for _ in range(silos):
         mine: list[int] = []
         while len(mine) < per_silo:
@@ -47,12 +47,12 @@ def assign_classes(n_classes: int, silos: int, per_silo: int, seed: int) -> tupl
                 fresh += 1
             else:
                 mine.append(int(random.choice([c for c in range(n_classes) if c not in mine])))
-        held.append(tuple(mine))
-    return tuple(held)
+        assigned.append(tuple(mine))
+    return tuple(assigned)
 
 
 def partition_by_class(
-    labels: Labels, held: Sequence[Sequence[int]], seed: int, purpose: str, *, double: bool = False
+    labels: Labels, classes_of_silos: Sequence[Sequence[int]], seed: int, purpose: str, *, double: bool = False
 ) -> list[Indices]:
     """Divide each class equally among the silos that hold it, in their order.
 
@@ -60,12 +60,12 @@ def partition_by_class(
     double: partition everything twice, independently, as the official FedMR code does by accident: sizes double and the
         silos overlap. To reproduce its numbers only.
     """
-    parts: list[list[Indices]] = [[] for _ in held]
+    parts: list[list[Indices]] = [[] for _ in classes_of_silos]
     for copy in range(2 if double else 1):
-        for c in range(1 + max(max(mine) for mine in held)):
+        for c in range(1 + max(max(mine) for mine in classes_of_silos)):
             index = np.flatnonzero(labels == c)
             rng.numpy_stream(seed, "partition", purpose, copy, c).shuffle(index)
-            holders = [k for k, mine in enumerate(held) if c in mine]
+            holders = [k for k, mine in enumerate(classes_of_silos) if c in mine]
             for k, share in zip(holders, np.array_split(index, max(1, len(holders))), strict=False):
                 parts[k].append(share)
     return [np.concatenate([*shares, np.empty(0, np.int64)]).astype(np.int64) for shares in parts]
@@ -120,7 +120,7 @@ def partition_dirichlet(
     tries = TRIES if tries is None else tries
     for attempt in range(1, tries + 1):
         parts: list[Indices] = [np.empty(0, np.int64) for _ in range(silos)]
-        held = np.zeros(silos, np.int64)  # classes of each silo so far
+        class_counts = np.zeros(silos, np.int64)  # classes of each silo so far
         drawn = []
         for c in range(n_classes):
             index = np.flatnonzero(labels == c)
@@ -128,12 +128,12 @@ def partition_dirichlet(
             p = random.dirichlet(np.repeat(beta, silos))
             shares = _cut(parts, index, p, len(labels))
             if swap and c >= 2:
-                order = _swapped(held)
+                order = _swapped(class_counts)
                 shares, p = [shares[k] for k in order], p[order]
             parts = [np.concatenate([part, share]) for part, share in zip(parts, shares, strict=True)]
-            held += [len(share) > 0 for share in shares]
+            class_counts += [len(share) > 0 for share in shares]
             drawn.append(p)
-        enough = min(map(len, parts)) >= min_size and held.min() >= min_classes
+        enough = min(map(len, parts)) >= min_size and class_counts.min() >= min_classes
         if enough or (accept and attempt == tries):
             return DirichletPartition(parts, np.stack(drawn), attempt)
     raise ConfigError(
@@ -143,11 +143,11 @@ def partition_dirichlet(
     )
 
 
-def _swapped(held: Indices) -> list[int]:
+def _swapped(class_counts: Indices) -> list[int]:
     """Return the order of shares after each silo with at most one class changed places with one from the end."""
-    order = list(range(len(held)))
-    for position, k in enumerate(np.flatnonzero(held <= 1)):
-        end = len(held) - 1 - position
+    order = list(range(len(class_counts)))
+    for position, k in enumerate(np.flatnonzero(class_counts <= 1)):
+        end = len(class_counts) - 1 - position
         order[k], order[end] = order[end], order[k]
     return order
 

@@ -109,7 +109,7 @@ class Partitioner:
             return [SiloIndices(*pair) for pair in parts]
         if self.kind in HELD_OUT:
             kept = [by_client.hold_out(p, self.seed, k) for k, p in enumerate(self._per_silo(train, n_classes))]
-            return [SiloIndices(own, _NOBODY, held) for own, held in kept]
+            return [SiloIndices(train, _NOBODY, held_out) for train, held_out in kept]
         if self.kind is PartitionKind.USERS:
             return self._by_user(users)
         if self.kind is PartitionKind.IID:
@@ -118,12 +118,12 @@ class Partitioner:
             both = self._dirichlet(train, test, n_classes)
         else:
             if self.kind is PartitionKind.HOSPITALS:
-                held = by_class.disjoint_classes(n_classes, self.silos)
+                assigned = by_class.disjoint_classes(n_classes, self.silos)
             else:
-                held = by_class.assign_classes(n_classes, self.silos, self.per_silo, self.seed)
+                assigned = by_class.assign_classes(n_classes, self.silos, self.per_silo, self.seed)
             both = [
                 by_class.partition_by_class(
-                    y, held, self.seed, name, double=self.variant == "double" and name == "train"
+                    y, assigned, self.seed, name, double=self.variant == "double" and name == "train"
                 )
                 for y, name in _named(train, test)
             ]
@@ -174,25 +174,27 @@ def parse_federation(text: str) -> Partitioner:
         raise ConfigError("E-CFG-01", f"expected a partition seed like @7 after the federation, found {text!r}")
     seed = int(seed_text or 0)
     tail = f"@{seed}" if seed else ""
-    if custom := user_partition.parsed(body):
+    if custom := user_partition.parse_partition(body):
         return Partitioner(PartitionKind.OWN, custom[0].silos, f"{custom[1]}{tail}", seed, own=custom[0])
     if body == "hospitals6":
         return Partitioner(PartitionKind.HOSPITALS, 6, f"{body}{tail}", seed)
     if match := re.fullmatch(r"p(\d+)c(\d+)(?:-(double))?", body):
         silos, per_silo, double = int(match[1]), int(match[2]), match[3] or ""
         name = f"p{silos}c{per_silo}{'-double' if double else ''}{tail}"
-        return Partitioner(PartitionKind.CLASSES, _some(silos, text), name, seed, per_silo, variant=double)
+        return Partitioner(PartitionKind.CLASSES, _checked_silos(silos, text), name, seed, per_silo, variant=double)
     if match := re.fullmatch(rf"(dirichlet|persilo)-({_NUMBER})-(\d+)(?:-({'|'.join(VARIANTS)}))?", body):
         kind, beta, silos, variant = PartitionKind(match[1]), float(match[2]), int(match[3]), match[4] or ""
         if kind is PartitionKind.DIRICHLET or not variant:
             name = f"{match[1]}-{beta:g}-{silos}{f'-{variant}' if variant else ''}{tail}"
-            return Partitioner(kind, _some(silos, text), name, seed, beta=beta, variant=variant)
+            return Partitioner(kind, _checked_silos(silos, text), name, seed, beta=beta, variant=variant)
     if match := re.fullmatch(r"label-(\d+)-(\d+)", body):
         per_silo, silos = int(match[1]), int(match[2])
-        return Partitioner(PartitionKind.LABEL, _some(silos, text), f"label-{per_silo}-{silos}{tail}", seed, per_silo)
+        return Partitioner(
+            PartitionKind.LABEL, _checked_silos(silos, text), f"label-{per_silo}-{silos}{tail}", seed, per_silo
+        )
     if match := re.fullmatch(r"(iid|map|users)-(\d+)", body):
         silos = int(match[2])
-        return Partitioner(PartitionKind(match[1]), _some(silos, text), f"{match[1]}-{silos}{tail}", seed)
+        return Partitioner(PartitionKind(match[1]), _checked_silos(silos, text), f"{match[1]}-{silos}{tail}", seed)
     raise ConfigError("E-CFG-01", f"there is no federation {text!r}: {suggest(body, FORMS)} (any numbers, @SEED)")
 
 
@@ -204,7 +206,7 @@ def require_short(text: str) -> None:
         )
 
 
-def _some(silos: int, text: str) -> int:
+def _checked_silos(silos: int, text: str) -> int:
     if silos < 1:
         raise ConfigError("E-CFG-08", f"expected at least one silo, found {text!r}: raise the number")
     return silos
@@ -231,7 +233,7 @@ def federation_text(config: Mapping[str, object]) -> str:
     if re.fullmatch(r"centers(-\d+)+", name) and set(config) == {"name"}:
         return name
     if registry.is_reference(name):
-        return _own_text(name, config)
+        return _custom_partition_text(name, config)
     fields = _FIELDS.get(name, ())
     seeded = () if name == "centers" else ("partition_seed",)
     if unknown := sorted(set(config) - {"name", *fields, *seeded}):
@@ -242,11 +244,11 @@ def federation_text(config: Mapping[str, object]) -> str:
     return text if name == "centers" or re.fullmatch(r"clients\d+", name) else parse_federation(text).text
 
 
-def _own_text(name: str, config: Mapping[str, object]) -> str:
+def _custom_partition_text(name: str, config: Mapping[str, object]) -> str:
     """Write the configuration of a loaded partition; raises ConfigError (E-CFG-01, E-CFG-02)."""
     options = {key: value for key, value in config.items() if key not in ("name", "partition_seed")}
     seed = _seed(config)
-    return parse_federation(f"{user_partition.made(name, options)[1]}{f'@{seed}' if seed else ''}").text
+    return parse_federation(f"{user_partition.make_partition(name, options)[1]}{f'@{seed}' if seed else ''}").text
 
 
 def _seed(config: Mapping[str, object]) -> int:

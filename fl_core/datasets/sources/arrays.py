@@ -72,7 +72,7 @@ def cached(reader: Reader, name: str, root: Path | None) -> FullDataset:
     return _read(reader, name, root)
 
 
-def forget() -> None:
+def clear_cache() -> None:
     """Read and divide anew from now on."""
     _read.cache_clear()
     _partition.cache_clear()

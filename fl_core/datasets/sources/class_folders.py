@@ -101,7 +101,7 @@ def listed(root: Path, level: Path, split: Split) -> list[Item]:
     return _Tree(root).items(level, split) if level.is_dir() else []
 
 
-class Below(NamedTuple):
+class FolderContents(NamedTuple):
     """What lies below a folder, whatever its subfolders are called: images, other files, what cannot be entered."""
 
     images: list[Path]
@@ -109,11 +109,11 @@ class Below(NamedTuple):
     problems: tuple[CheckProblem, ...]
 
 
-def below(root: Path) -> Below:
+def list_images(root: Path) -> FolderContents:
     """List a folder of images that have no class."""
     tree = _Tree(root)
     images = [root / name for name, _ in tree.images(root)]
-    return Below(images, sorted(tree.unread), tree.problems())
+    return FolderContents(images, sorted(tree.unread), tree.problems())
 
 
 class _Tree:

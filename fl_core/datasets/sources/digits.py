@@ -95,11 +95,11 @@ def share(federation: Partitioner, silo: int, classes: Sequence[str] | None) -> 
         train.append(index[cut:])
     at = [np.sort(np.concatenate(split)) for split in (train, test)]
     part = federation.partition(digits[at[0]], digits[at[1]], len(CLASSES))[silo]
-    held = len(part.held_out) > 0
-    mine = at[0][part.train], at[0][part.held_out] if held else at[1][part.test], at[1]
+    has_hold_out = len(part.held_out) > 0
+    mine = at[0][part.train], at[0][part.held_out] if has_hold_out else at[1][part.test], at[1]
     names = [[CLASSES[c] for c in digits[index]] for index in mine]
     origin = f"digits/{federation.text}/{silo}"
-    public = (x[mine[2]], names[2]) if held else None
+    public = (x[mine[2]], names[2]) if has_hold_out else None
     return DigitShare(origin, tuple(classes or CLASSES), (x[mine[0]], x[mine[1]]), (names[0], names[1]), public)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from fl_core.datasets.catalogue import KNOWN
+from fl_core.datasets.catalogue import PUBLISHED
 from fl_core.datasets.checks import Item, SourceIndex, problem
 from fl_core.datasets.image_files import ImageTransform
 from fl_core.datasets.partition.federations import Partitioner, SiloIndices
@@ -21,14 +21,14 @@ TINY = ("", "tinyimagenet", "tiny-imagenet-200")
 
 
 def transform(name: str) -> ImageTransform:
-    known = KNOWN[name]
-    return ImageTransform(known.shape[-1], how=known.how, mean=known.mean, std=known.std)
+    published = PUBLISHED[name]
+    return ImageTransform(published.shape[-1], how=published.how, mean=published.mean, std=published.std)
 
 
 def located(name: str, root: Path) -> Path | None:
     if name == "tinyimagenet":
         return next((root / at for at in TINY if (root / at / "wnids.txt").is_file()), None)
-    wanted = [f"{split}/{KNOWN[name].classes[0]}" for split in ("train", "test")]
+    wanted = [f"{split}/{PUBLISHED[name].classes[0]}" for split in ("train", "test")]
     return next((root / at for at in TREES[name] if all((root / at / w).is_dir() for w in wanted)), None)
 
 
@@ -40,14 +40,14 @@ def scan(name: str, root: Path) -> SourceIndex:
     (its test/ has no labels), and its classes are named by their position among the sorted WordNet ids.
     Raises DataError (E-DATA-02) when the data set is not there, with its owner's address.
     """
-    known, folder = KNOWN[name], located(name, root)
+    published, folder = PUBLISHED[name], located(name, root)
     if folder is None:
         places = TINY if name == "tinyimagenet" else TREES[name]
-        raise no_data_root(name, [root / at for at in places], known.layout, known.publisher)
+        raise no_data_root(name, [root / at for at in places], published.layout, published.publisher)
     if name == "tinyimagenet":
-        return _tiny(folder)
+        return _scan_tiny_imagenet(folder)
     items = [item for split in (Split.TRAIN, Split.TEST) for item in listed(folder, folder / split.value, split)]
-    return SourceIndex(name, known.classes, tuple(items))
+    return SourceIndex(name, published.classes, tuple(items))
 
 
 @lru_cache(maxsize=2)
@@ -65,7 +65,7 @@ def take(name: str, root: Path, federation: Partitioner, silo: int, classes: Seq
     return replace(share, classes=tuple(classes or whole.classes))
 
 
-def _tiny(folder: Path) -> SourceIndex:
+def _scan_tiny_imagenet(folder: Path) -> SourceIndex:
     """List TinyImageNet by wnids.txt and val/val_annotations.txt (file, WordNet id, box; tabs between them)."""
     names = sorted(line.strip() for line in read_lines(folder / "wnids.txt") if line.strip())
     place = {wnid: f"{k:03d}" for k, wnid in enumerate(names)}
@@ -92,4 +92,4 @@ def _tiny(folder: Path) -> SourceIndex:
         *problem("E-DATA-07", "rows of val_annotations.txt with a WordNet id that wnids.txt lacks", unknown, remedy),
         *problem("E-DATA-04", "images in val_annotations.txt without a file in val/images", missing, remedy),
     )
-    return SourceIndex("tinyimagenet", KNOWN["tinyimagenet"].classes, tuple(items), problems)
+    return SourceIndex("tinyimagenet", PUBLISHED["tinyimagenet"].classes, tuple(items), problems)

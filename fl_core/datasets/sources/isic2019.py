@@ -98,13 +98,13 @@ def parts(clients: int) -> tuple[int, ...]:
     if clients < CENTERS:
         raise ConfigError("E-CFG-08", f"expected at least {CENTERS} clients, one per centre, found {clients}: add some")
     ideal = [clients * n / sum(TRAIN_SIZES) for n in TRAIN_SIZES]
-    given = [max(1, int(share)) for share in ideal]
-    while sum(given) != clients:
-        step = 1 if sum(given) < clients else -1
-        open_ = [k for k in range(CENTERS) if step > 0 or given[k] > 1]
-        most = max(open_, key=lambda k: step * (ideal[k] - given[k]))
-        given[most] += step
-    return tuple(given)
+    counts = [max(1, int(share)) for share in ideal]
+    while sum(counts) != clients:
+        step = 1 if sum(counts) < clients else -1
+        open_ = [k for k in range(CENTERS) if step > 0 or counts[k] > 1]
+        most = max(open_, key=lambda k: step * (ideal[k] - counts[k]))
+        counts[most] += step
+    return tuple(counts)
 
 
 def center_of(clients: int, client: int) -> tuple[int, int, int]:
@@ -169,9 +169,9 @@ def _contradiction(row: Row) -> str:
 
 def _disagreements(rows: Sequence[Row], mine: Sequence[Row], stored: set[str]) -> tuple[CheckProblem, ...]:
     wrong = [f"{row['image']}: {fault}" for row in mine if (fault := _contradiction(row))]
-    own = {row["image"] for row in mine}
+    names = {row["image"] for row in mine}
     times = Counter(row["image"] for row in rows)
-    twice = sorted(name for name in own if times[name] > 1)
+    twice = sorted(name for name in names if times[name] > 1)
     unlisted = sorted(stored - set(times))
     repair = f"Take {SPLIT_FILE} from the same release of the data set as the images"
     return (

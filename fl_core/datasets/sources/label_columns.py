@@ -46,10 +46,10 @@ class LabelColumns:
         """
         targets = torch.full((len(self.rows), len(classes)), UNKNOWN, dtype=torch.int64)
         for k, label in enumerate(classes):
-            own = self.rows[:, [i for i, name in enumerate(self.names) if name == label]]
-            if own.shape[1]:
-                known = torch.where((own == UNKNOWN).any(1), UNKNOWN, NOT_FOUND)
-                targets[:, k] = torch.where((own == FOUND).any(1), FOUND, known)
+            columns = self.rows[:, [i for i, name in enumerate(self.names) if name == label]]
+            if columns.shape[1]:
+                otherwise = torch.where((columns == UNKNOWN).any(1), UNKNOWN, NOT_FOUND)
+                targets[:, k] = torch.where((columns == FOUND).any(1), FOUND, otherwise)
         return targets
 
     def at(self, kept: Sequence[int]) -> LabelColumns:

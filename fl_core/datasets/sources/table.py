@@ -34,7 +34,7 @@ from fl_core.datasets.label_dictionary import NO_DICTIONARY, Translator, read_di
 from fl_core.datasets.partition.federations import Partitioner, SiloIndices
 from fl_core.datasets.sources.csv_reader import MAX_BYTES, lines_of, require_commas
 from fl_core.datasets.sources.label_columns import TRUTH, LabelColumns, read_label, translated_columns
-from fl_core.datasets.table_schema import TableSchema, beside, read_schema
+from fl_core.datasets.table_schema import TableSchema, read_schema, schema_path
 from fl_core.errors import ConfigError, DataError
 from fl_core.text import composed
 from fl_core.types.columns import Column, width
@@ -91,7 +91,7 @@ class TableIndex:
         y = self._counted()
         halves = dict(zip(SPLITS, self._halves(), strict=True))
         counts = {s: tuple(class_counts(y[half], len(self.classes)).tolist()) for s, half in halves.items()}
-        there = {s for s, half in halves.items() if len(y[half]) and bool((y[half] != UNKNOWN).any())}
+        labelled_splits = {s for s, half in halves.items() if len(y[half]) and bool((y[half] != UNKNOWN).any())}
         none = [c for k, c in enumerate(self.classes) if not counts[Split.TRAIN][k] + counts[Split.TEST][k]]
         problems = (
             *self.problems,
@@ -100,19 +100,19 @@ class TableIndex:
             *problem(
                 "E-DATA-08",
                 "splits without any row",
-                [s.value for s in SPLITS if s not in there],
+                [s.value for s in SPLITS if s not in labelled_splits],
                 "Give both splits rows",
             ),
         )
         unseen = f"no row of the classes {', '.join(none)}: right where this hospital has never seen them"
         notes = (*self.notes, *self.translator.notes())
-        said: Sequence[str] = self.labels
+        label_texts: Sequence[str] = self.labels
         if self.columns is None:
             notes += (unseen,) if none else ()
         else:
             notes += self.columns.notes(self.classes)
-            said = [f"{self.columns.names}{row}" for row in self.columns.rows.tolist()]
-        facts = zip(self.names, said, (s.value for s in self.splits), self.groups or self.names, strict=True)
+            label_texts = [f"{self.columns.names}{row}" for row in self.columns.rows.tolist()]
+        facts = zip(self.names, label_texts, (s.value for s in self.splits), self.groups or self.names, strict=True)
         digest = fingerprint(self.x.numpy().tobytes(), *facts)
         groups = len(set(self.groups)) or None
         return CheckReport(
@@ -140,16 +140,20 @@ class TableIndex:
         """Encode every row; raises as `Translator.target`."""
         if self.columns is not None:
             return self.columns.targets(self.classes)
-        known = {label: self.translator.target(label, self.classes) for label in set(self.labels)}
-        return torch.tensor([known[label] for label in self.labels], dtype=torch.int64)
+        targets_of = {label: self.translator.target(label, self.classes) for label in set(self.labels)}
+        return torch.tensor([targets_of[label] for label in self.labels], dtype=torch.int64)
 
     def _counted(self) -> Tensor:
         """Encode the rows for a report: of a label that is no class as `UNKNOWN`, which no class is."""
         if self.columns is not None:
             return self._targets()
-        own = {c: k for k, c in enumerate(self.classes)}
+        positions = {c: k for k, c in enumerate(self.classes)}
         coarse = one_of((0, 1))  # whichever classes: it is counted for none
-        fit = {label: own.get(label, coarse) for label in set(self.labels) if self.translator.fits(label, self.classes)}
+        fit = {
+            label: positions.get(label, coarse)
+            for label in set(self.labels)
+            if self.translator.fits(label, self.classes)
+        }
         return torch.tensor([fit.get(label, UNKNOWN) for label in self.labels], dtype=torch.int64)
 
     def has_problems(self) -> bool:
@@ -175,9 +179,9 @@ class TableIndex:
     def subset(self, share: SiloIndices, origin: str) -> TableIndex:
         """Keep one share of `shares`."""
         train, test = self._halves()
-        held = [train[i] for i in share.held_out]
-        kept = [train[i] for i in share.train] + (held or [test[i] for i in share.test])
-        turned = set(held)
+        held_out = [train[i] for i in share.held_out]
+        kept = [train[i] for i in share.train] + (held_out or [test[i] for i in share.test])
+        turned = set(held_out)
         return replace(
             self,
             origin=origin,
@@ -213,9 +217,9 @@ def scan(file: Path, classes: Sequence[str] | None, earlier: bool = False) -> Ta
     Without a split column a fifth of the groups, else of the rows, is held out, chosen by a hash of what they are: the
     same on every machine, and equal rows together.
     """
-    schema = read_schema(beside(file))
-    own = beside(file).name == LABELS_FILE  # a table labels.csv has its schema there
-    rows = _Rows(schema, earlier, Translator(NO_DICTIONARY if own else read_dictionary(file.parent)))
+    schema = read_schema(schema_path(file))
+    schema_is_labels_file = schema_path(file).name == LABELS_FILE  # a table labels.csv has its schema there
+    rows = _Rows(schema, earlier, Translator(NO_DICTIONARY if schema_is_labels_file else read_dictionary(file.parent)))
     header, body = read_cells(file, rows.wanted)
     unread = rows.use(file, header)
     for line, cells in body:
@@ -255,8 +259,8 @@ class _Rows:
             fault = f"without {', '.join(lacking[:10])}" if lacking else f"with {', '.join(twice[:10])} twice"
             raise DataError(
                 "E-DATA-07",
-                f"expected the {len(self.wanted)} columns of {beside(file).name} in {file}, found a header {fault}: "
-                "export the table again, or correct the schema",
+                f"expected the {len(self.wanted)} columns of {schema_path(file).name} in {file}, found a header {fault}"
+                ": export the table again, or correct the schema",
             )
         place = {name: k for k, name in enumerate(header)}
         self._cells = len(header)
@@ -347,7 +351,7 @@ class _Rows:
         return tuple(dict.fromkeys(n for n in self._columns if n)) if self.schema.multi_label else self.schema.classes
 
     def _row_problems(self, file: Path) -> tuple[CheckProblem, ...]:
-        remedy = f"Correct these rows, or what {beside(file).name} declares"
+        remedy = f"Correct these rows, or what {schema_path(file).name} declares"
         what = f"rows of {file.name} that its schema does not allow"
         return problem("E-DATA-07", what, self._faults, remedy, self._faulty)
 

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from fl_core.datasets.catalogue import KNOWN
+from fl_core.datasets.catalogue import PUBLISHED
 from fl_core.datasets.partition.by_class import Labels
 from fl_core.datasets.sources.arrays import FullDataset, SplitArrays, no_data_root
 from fl_core.errors import DataError
@@ -44,18 +44,18 @@ def read(name: str, root: Path | None) -> FullDataset:
     the published one.
     """
     assert root is not None
-    known, folder = KNOWN[name], located(name, root)
+    published, folder = PUBLISHED[name], located(name, root)
     if folder is None:
-        raise no_data_root(name, (root, root / name), known.layout, known.publisher)
+        raise no_data_root(name, (root, root / name), published.layout, published.publisher)
     try:
         train, test = (_half(name, folder, train) for train in (True, False))
     except (RuntimeError, OSError, ValueError, KeyError, EOFError) as error:
         raise DataError(
             "E-DATA-04",
-            f"{name}: expected the published files ({known.layout}) in {folder}, found: {error}. Unpack the archive of "
-            f"its owner again ({known.publisher})",
+            f"{name}: expected the published files ({published.layout}) in {folder}, found: {error}. Unpack the "
+            f"archive of its owner again ({published.publisher})",
         ) from error
-    return FullDataset(name, known.classes, train, test, known.how, known.mean, known.std)
+    return FullDataset(name, published.classes, train, test, published.how, published.mean, published.std)
 
 
 def _half(name: str, folder: Path, train: bool) -> SplitArrays:

@@ -309,10 +309,10 @@ class Analytic(FedAvg):
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         model.eval()
-        net, asked, about = features_of(model), msg["asked"], self._about(context)
+        net, request, about = features_of(model), msg["asked"], self._about(context)
         width, classes = net.feature_dim + CONSTANT, context.n_classes
         if self._is_noisy:
-            return LocalResult({MOMENTS: self._released(net, asked, about, data, context)}, silo)
+            return LocalResult({MOMENTS: self._released(net, request, about, data, context)}, silo)
         sums = {
             "b": torch.zeros(classes, width, dtype=torch.float64),
             "n": torch.zeros(classes, dtype=torch.float64),
@@ -326,7 +326,7 @@ class Analytic(FedAvg):
             sums["n"] = data.class_counts().double()
         elif context.prototypes and about != NOTHING:
             part_of = lambda x, y: held_out(x) == (about == REST)  # noqa: E731, ARG005
-            of_batch = BatchSums(lambda x, y: self._sums(net, asked, about, x, y), None if about == ALL else part_of)
+            of_batch = BatchSums(lambda x, y: self._sums(net, request, about, x, y), None if about == ALL else part_of)
             sums |= data.sum(of_batch)
         classwise: Tensors = {name: value for name, value in sums.items() if name in ("b", "right")}
         parts = {CLASSES: Part(classwise, sums["n"].float())}
@@ -335,21 +335,21 @@ class Analytic(FedAvg):
             parts[MOMENTS] = Part({"a": packed(sums["a"])}, weight.float())
         return LocalResult(parts, silo)
 
-    def _sums(self, net: nn.Module, asked: Tensors, about: str, x: Tensor, y: Tensor) -> Tensors:
+    def _sums(self, net: nn.Module, request: Tensors, about: str, x: Tensor, y: Tensor) -> Tensors:
         if self.per_label:
             return _sums_by_label(entries(features(net, x), torch.ones(len(y), device=x.device)), y)
         kept = torch.ones(len(y), dtype=torch.bool) if about == ALL else held_out(x) == (about == REST)
         z, y = features(net, x)[kept.to(x.device)], y[kept.to(y.device)]
-        root, own = asked["root"].to(z.device), nn.functional.one_hot(y, len(asked["root"])).double()
+        root, one_hot = request["root"].to(z.device), nn.functional.one_hot(y, len(request["root"])).double()
         weighed = entries(z, root[y])
-        sums = {"b": own.T @ weighed, "n": own.sum(0)}
+        sums = {"b": one_hot.T @ weighed, "n": one_hot.sum(0)}
         if not self._estimates:
             sums["a"] = weighed.T @ weighed
-        if about == REST and "candidates" in asked:
-            sums["right"] = _judged(z, y, asked["candidates"].to(z.device))["right"]
+        if about == REST and "candidates" in request:
+            sums["right"] = _judged(z, y, request["candidates"].to(z.device))["right"]
         return sums
 
-    def _released(self, net: SplitModel, asked: Tensors, about: str, data: LocalData, context: RoundContext) -> Part:
+    def _released(self, net: SplitModel, request: Tensors, about: str, data: LocalData, context: RoundContext) -> Part:
         """Ask for the one release, or before it for noisy counts of classes, in their places of B."""
         d, classes = net.feature_dim, context.n_classes
         width = d + CONSTANT
@@ -364,7 +364,7 @@ class Analytic(FedAvg):
             with torch.no_grad():
                 z = features_of(net).features(x).double()
             whole = torch.cat((z, z.new_ones(len(z), CONSTANT)), dim=1)
-            return whole * scale.to(z.device) * asked["root"].to(z.device)[y].unsqueeze(1)
+            return whole * scale.to(z.device) * request["root"].to(z.device)[y].unsqueeze(1)
 
         if context.prototypes and about == COUNT:
             sums["b"][:, -1] = SHARE * data.class_counts().double()
@@ -394,17 +394,17 @@ class Analytic(FedAvg):
         if not bool(sums["n"].sum() > 0):
             return {**server, "sums": sums}
         chosen = self.ridge or LAMBDAS[len(LAMBDAS) // 2]
-        asked = dict(server["asked"])
+        request = dict(server["asked"])
         if self.withdraws:
             chosen = float(server["chosen"]["ridge"])
         elif about == FIT:
-            heads = [self._solved(sums, asked["root"], ridge).float() for ridge in LAMBDAS]
-            asked["candidates"] = torch.stack(heads)
+            heads = [self._solved(sums, request["root"], ridge).float() for ridge in LAMBDAS]
+            request["candidates"] = torch.stack(heads)
         elif about == REST:
             chosen = LAMBDAS[best(total[CLASSES].total["right"].double(), counts)]
-        head = _head(self._solved(sums, asked["root"], chosen))
+        head = _head(self._solved(sums, request["root"], chosen))
         kept = {"sums": sums, "chosen": {"ridge": torch.tensor(chosen, dtype=torch.float64)}}
-        return {**server, "w": {name: head[name] for name in server["w"]}, "asked": asked, **kept}
+        return {**server, "w": {name: head[name] for name in server["w"]}, "asked": request, **kept}
 
     def _merged_release(self, server: State, release: Tensors, about: str) -> State:
         if about == COUNT:
@@ -421,8 +421,8 @@ class Analytic(FedAvg):
     def _solved_noisy(self, sums: Tensors, root: Tensor) -> Tensor:
         A, B = unpacked(sums["a"]), sums["b"] * root.unsqueeze(1)
         counts = sums["b"][:, -1] / (SHARE * root)
-        there = counts >= 1.0  # else all that is known of a class is noise
-        weights, B = torch.where(there, root.square() * counts, 0.0), torch.where(there.unsqueeze(1), B, 0.0)
+        present = counts >= 1.0  # else all that is known of a class is noise
+        weights, B = torch.where(present, root.square() * counts, 0.0), torch.where(present.unsqueeze(1), B, 0.0)
         scale, noise = self._scale(len(A) - CONSTANT), NOISE * math.sqrt(float(sums["variance"].clamp(min=0)) * len(A))
         if self.head == "ridge":
             return solve_ridge(positive(A), B, self.ridge, noise) * scale
@@ -435,17 +435,17 @@ class Analytic(FedAvg):
 
         A count below 1 is no example, and a sum beyond what so many examples can have is cut.
         """
-        n, about, asked = each.weight.double(), self._about(context), server["asked"]
+        n, about, request = each.weight.double(), self._about(context), server["asked"]
         n = torch.where(n >= 1.0, n, 0.0)
         if about == NOTHING or not bool(n.any()):
             return server
         if about == COUNT:
-            return {**server, "asked": {**asked, "root": balanced(n.sum(0))}}
+            return {**server, "asked": {**request, "root": balanced(n.sum(0))}}
         bound = MAX_ENTRY * n.unsqueeze(2)
         b = torch.minimum(torch.maximum(each.total["b"].double(), -bound), bound)
-        sums, weighted = {"b": b.sum(0), "n": n.sum(0)}, b * asked["root"].unsqueeze(1)
-        A = estimated_moments(weighted, n, asked["root"].square())
-        W = self._solved({**sums, "a": packed(A)}, asked["root"], self.ridge)
+        sums, weighted = {"b": b.sum(0), "n": n.sum(0)}, b * request["root"].unsqueeze(1)
+        A = estimated_moments(weighted, n, request["root"].square())
+        W = self._solved({**sums, "a": packed(A)}, request["root"], self.ridge)
         head = _head(W)
         return {**server, "w": {name: head[name] for name in server["w"]}, "sums": sums}
 
@@ -472,9 +472,9 @@ class Analytic(FedAvg):
             sums = {about: self._sums(net, msg["asked"], about, x, y) for about in (FIT, REST)}
             return {f"{about} {name}": sums[about][name] for about in (FIT, REST) for name in ("a", "b")}
 
-        own = data.sum(BatchSums(moments))
+        moment_sums = data.sum(BatchSums(moments))
         A, B = unpacked(msg["sums"]["a"]), msg["sums"]["b"]
-        fit, rest = ((own[f"{about} a"], own[f"{about} b"]) for about in (FIT, REST))
+        fit, rest = ((moment_sums[f"{about} a"], moment_sums[f"{about} b"]) for about in (FIT, REST))
         without = (A - rest[0], B - rest[1]) if context.prototypes else (A, B)
         penalty = float(msg["chosen"]["ridge"]) * squares(A)
 
@@ -482,19 +482,19 @@ class Analytic(FedAvg):
             return solve_penalised(A, B * root.unsqueeze(1), penalty)
 
         heads = torch.stack([head(without[0] + b * fit[0], without[1] + b * fit[1]) for b in BETAS])
-        asked = {**msg["asked"], "candidates": heads.float()}
-        right = data.sum(BatchSums(lambda x, y: self._right(net, asked, x, y)))
+        request = {**msg["asked"], "candidates": heads.float()}
+        right = data.sum(BatchSums(lambda x, y: self._correct_counts(net, request, x, y)))
         beta = BETAS[_first_best(right["right"], right["n"])]
         W = head(A + beta * (fit[0] + rest[0]), B + beta * (fit[1] + rest[1])).float()
         tensor_maps.load_state(model, {**msg["w"], "head.weight": W[:, :-CONSTANT], "head.bias": W[:, -1]})
         return model
 
     @staticmethod
-    def _right(net: nn.Module, asked: Tensors, x: Tensor, y: Tensor) -> Tensors:
+    def _correct_counts(net: nn.Module, request: Tensors, x: Tensor, y: Tensor) -> Tensors:
         """Count of the examples held out, by class, and how many of them each candidate is right about (C, K)."""
         kept = held_out(x)
         z, y = features(net, x)[kept.to(x.device)], y[kept.to(y.device)]
-        return _judged(z, y, asked["candidates"].to(z.device))
+        return _judged(z, y, request["candidates"].to(z.device))
 
     def exported(self, server: State) -> Tensors:
         return {**server["frozen"], **server["w"]}
@@ -502,10 +502,10 @@ class Analytic(FedAvg):
 
 def _sums_by_label(z: Tensor, y: Tensor) -> Tensors:
     """Sum over entries z (B, D) float64 and labels y (B, L), each over the examples in which it is known."""
-    known = (y != UNKNOWN).double()
-    answers = known * torch.where(y == FOUND, 1.0, -1.0).double()
-    a = torch.stack([(z * of.unsqueeze(1)).T @ z for of in known.T])
-    return {"a": a, "b": answers.T @ z, "n": known.sum(0)}
+    labelled = (y != UNKNOWN).double()
+    answers = labelled * torch.where(y == FOUND, 1.0, -1.0).double()
+    a = torch.stack([(z * of.unsqueeze(1)).T @ z for of in labelled.T])
+    return {"a": a, "b": answers.T @ z, "n": labelled.sum(0)}
 
 
 def _head(W: Tensor) -> Tensors:
@@ -529,17 +529,17 @@ def _first_best(right: Tensor, counts: Tensor) -> int:
 
 def _balanced(right: Tensor, counts: Tensor) -> Tensor:
     """Return the balanced accuracy of each candidate (K,): equal ones where no example was held out."""
-    there = counts > 0
-    if not bool(there.any()):
+    present = counts > 0
+    if not bool(present.any()):
         return torch.zeros_like(right[0])
-    return (right[there] / counts[there].unsqueeze(1)).mean(0)
+    return (right[present] / counts[present].unsqueeze(1)).mean(0)
 
 
 def _judged(z: Tensor, y: Tensor, heads: Tensor) -> Tensors:
     """Return examples (C,) and the right answers of heads (K, C, d + 1) about them (C, K)."""
-    own, plain = nn.functional.one_hot(y, heads.shape[1]).double(), entries(z, torch.ones(len(y), device=z.device))
+    one_hot, plain = nn.functional.one_hot(y, heads.shape[1]).double(), entries(z, torch.ones(len(y), device=z.device))
     logits = torch.einsum("nd,kcd->nkc", plain.float(), heads)
-    return {"n": own.sum(0), "right": own.T @ (logits.argmax(2) == y.unsqueeze(1)).double()}
+    return {"n": one_hot.sum(0), "right": one_hot.T @ (logits.argmax(2) == y.unsqueeze(1)).double()}
 
 
 def held_out(x: Tensor) -> Tensor:

@@ -95,17 +95,17 @@ class CReFF(FedAvg):
     def _gradients(model: nn.Module, head: Tensors, data: LocalData) -> Part:
         """Average g per class, in eval mode: Part((C, C, d + 1), weight 1 where the silo holds the class)."""
         split, device = features_of(model), next(model.parameters()).device
-        there = {name: v.to(device) for name, v in head.items()}
+        on_device = {name: v.to(device) for name, v in head.items()}
         model.eval()
 
         def vectors(x: Tensor, y: Tensor) -> Tensor:
             with torch.no_grad():
-                return outer_gradient(split.features(x), y, there).flatten(1)
+                return outer_gradient(split.features(x), y, on_device).flatten(1)
 
         sums = data.sum(ClassSums(vectors, split.n_classes))
-        held = sums["count"] > 0.5
+        present = sums["count"] > 0.5
         mean = sums["sum"] / sums["count"].clamp(min=1.0).unsqueeze(1)
-        return Part.of({"g": mean.view(len(mean), split.n_classes, -1)}, held.float())
+        return Part.of({"g": mean.view(len(mean), split.n_classes, -1)}, present.float())
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
         after = super().merge(server, total, context)
@@ -115,7 +115,7 @@ class CReFF(FedAvg):
         target, head = total[PART].mean()["g"], server[HEAD]
         v = matched(server["features"]["v"], head, target, known, self.feature_steps, self.feature_lr)
         random = rng.stream(int(server["seed"]["s"]), "round", context.round, "classifier")
-        psi = retrained(v, "bias" in head, self.epochs, self.lr, self.batch, random)
+        psi = train_head(v, "bias" in head, self.epochs, self.lr, self.batch, random)
         return {**after, HEAD: psi, "features": {"v": v}}
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:
@@ -181,7 +181,7 @@ def matched(z: Tensor, head: Tensors, target: Tensor, known: Tensor, steps: int,
     return moved.detach()
 
 
-def retrained(z: Tensor, bias: bool, epochs: int, lr: float, batch: int, random: torch.Generator) -> dict[str, Tensor]:
+def train_head(z: Tensor, bias: bool, epochs: int, lr: float, batch: int, random: torch.Generator) -> dict[str, Tensor]:
     """Train a fresh linear head on features z (C, m, d) by plain SGD, from a linear layer's even random start."""
     c, m, d = z.shape
     y, flat = torch.arange(c).repeat_interleave(m), z.reshape(c * m, d)

@@ -164,8 +164,8 @@ class Anchors(NamedTuple):
         """Return the fine class (B,) in 0..M-1 of largest cosine within the class of each example."""
         points = by_class(normalize(self.points, dim=1, eps=COSINE_EPS).to(z), per_class)[y]
         cosine = torch.einsum("bd,bmd->bm", normalize(z.detach(), dim=1, eps=COSINE_EPS), points)
-        there = by_class(self.there.to(z.device), per_class)[y]
-        return cosine.masked_fill(~there, float("-inf")).argmax(1)
+        present = by_class(self.there.to(z.device), per_class)[y]
+        return cosine.masked_fill(~present, float("-inf")).argmax(1)
 
 
 def unknown(fine: int, d: int) -> dict[str, Tensor]:
@@ -403,14 +403,14 @@ class Objective:
     n: float
     drawn: Callable[[int], Tensor] | None = None
 
-    def example_losses(self, model: FineModel, z: Tensor, y: Tensor, own: Tensor) -> Tensor:
+    def example_losses(self, model: FineModel, z: Tensor, y: Tensor, target: Tensor) -> Tensor:
         """Return mu dcl + (1 - mu) hpc + lam gid of each row (B,); own: fine classes in 0..CM-1."""
         logits = model.classify(z)
         total = self.mu * cross_entropy(logits, y, reduction="none")
         if self.mu < 1.0:
             cosine = model.prototypes(z)
             total = total + (1 - self.mu) * hpc(
-                cosine, own, self.options.fine, self.anchors.there, self.options.alpha, self.options.tau
+                cosine, target, self.options.fine, self.anchors.there, self.options.alpha, self.options.tau
             )
         if self.options.lam:
             with torch.no_grad():
@@ -425,8 +425,8 @@ class Objective:
 
     def share(self, batch: int, joining: Tensor | None = None) -> float:
         """Return what the silo's own examples count in the mean over D^{k+}, or over a batch and what joins it."""
-        own = self.n or float(batch)
-        return own / (own + float((self.count if joining is None else joining).sum()))
+        examples = self.n or float(batch)
+        return examples / (examples + float((self.count if joining is None else joining).sum()))
 
     def prototype_loss(self, model: nn.Module, count: Tensor) -> Tensor:
         """Return the mean loss () of the prototypes, weighed by importances (CM,): no example enters it."""
@@ -444,7 +444,7 @@ class Objective:
         """Return the examples' share of the loss, and what mixes the batch."""
         fine = cast(FineModel, model)
         z = fine.features(x)
-        own = self.options.fine * y + self.anchors.nearest(z, y, self.options.fine)
+        fine_class = self.options.fine * y + self.anchors.nearest(z, y, self.options.fine)
         joining = self.drawn(len(y)) if self.drawn else self.count
         share, coupled = self.share(len(y), joining), z.new_zeros(())
         if self.options.gamma:
@@ -454,7 +454,7 @@ class Objective:
         if not self.n and bool(joining.any()):
             coupled = coupled + (1.0 - share) * self.prototype_loss(model, joining)
         mixed = self.options.coupling is Coupling.BATCH
-        return Losses(share * self.example_losses(fine, z, y, own), coupled if mixed else None)
+        return Losses(share * self.example_losses(fine, z, y, fine_class), coupled if mixed else None)
 
 
 # ---- first clusters: k-means within each class -----------------------------------------------------------------------
@@ -534,14 +534,14 @@ def _filled(points: Tensor, size: Tensor, draw: torch.Generator) -> Tensor:
 MIN_REST = 1e-12
 
 
-def hpc(cosine: Tensor, own: Tensor, per_class: int, there: Tensor, alpha: float, tau: float) -> Tensor:
+def hpc(cosine: Tensor, target: Tensor, per_class: int, present: Tensor, alpha: float, tau: float) -> Tensor:
     """Return the contrast of each row (B,): cosines (B, CM) with P^k, own fine classes (B,), existing ones (CM,)."""
     columns = torch.arange(cosine.shape[1], device=cosine.device)
-    same = (columns // per_class) == (own // per_class).unsqueeze(1)
-    weight = torch.where(same, alpha, 1.0 - alpha).masked_fill(columns == own.unsqueeze(1), 1.0)
+    same = (columns // per_class) == (target // per_class).unsqueeze(1)
+    weight = torch.where(same, alpha, 1.0 - alpha).masked_fill(columns == target.unsqueeze(1), 1.0)
     scaled = cosine / tau
-    log_weight = weight.to(scaled).masked_fill(~there.to(scaled.device), 0.0).log()
-    return (scaled + log_weight).logsumexp(1) - scaled.gather(1, own.unsqueeze(1)).squeeze(1)
+    log_weight = weight.to(scaled).masked_fill(~present.to(scaled.device), 0.0).log()
+    return (scaled + log_weight).logsumexp(1) - scaled.gather(1, target.unsqueeze(1)).squeeze(1)
 
 
 def bpr(z: Tensor, y: Tensor, phi: Tensor, per_class: int, aggregation: str, n_classes: int) -> Tensor:
@@ -565,17 +565,17 @@ def kd(teacher: Tensor, student: Tensor) -> Tensor:
 
 def target(teacher: Tensor, student: Tensor, y: Tensor) -> Tensor:
     """Return KL(b_T || b_S): true class against all others."""
-    own = y.unsqueeze(1)
-    log_t, log_s = (logits.log_softmax(1).gather(1, own).squeeze(1) for logits in (teacher, student))
+    labels = y.unsqueeze(1)
+    log_t, log_s = (logits.log_softmax(1).gather(1, labels).squeeze(1) for logits in (teacher, student))
     rest_t, rest_s = ((1.0 - log_p.exp()).clamp(min=MIN_REST) for log_p in (log_t, log_s))
     return log_t.exp() * (log_t - log_s) + rest_t * (rest_t.log() - rest_s.log())
 
 
 def non_target_kd(teacher: Tensor, student: Tensor, y: Tensor) -> Tensor:
     """Return KL(q_T || q_S) among the other classes; 0 where there is only one."""
-    own = torch.zeros_like(teacher, dtype=torch.bool).scatter_(1, y.unsqueeze(1), value=True)
-    log_t, log_s = (logits.masked_fill(own, float("-inf")).log_softmax(1) for logits in (teacher, student))
-    log_ratio = (log_t - log_s).masked_fill(own, 0.0)  # -inf minus -inf at the true class, which has no share
+    is_target = torch.zeros_like(teacher, dtype=torch.bool).scatter_(1, y.unsqueeze(1), value=True)
+    log_t, log_s = (logits.masked_fill(is_target, float("-inf")).log_softmax(1) for logits in (teacher, student))
+    log_ratio = (log_t - log_s).masked_fill(is_target, 0.0)  # -inf minus -inf at the true class, which has no share
     return (log_t.exp() * log_ratio).sum(1)
 
 

@@ -28,7 +28,7 @@ from torch.nn.functional import cross_entropy
 
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.shared import class_vectors
-from fl_core.methods.shared.class_vectors import CLASSIFIER, SCALE, Adapted, FixedHead, adaptation
+from fl_core.methods.shared.class_vectors import CLASSIFIER, SCALE, FixedHead, ScaledClassifier, adaptation
 from fl_core.methods.shared.prototypes import features_of
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData
@@ -113,7 +113,7 @@ class FedGELA(FedAvg):
             tensor_maps.load_state(net, {f"{NORM}.{name}": v for name, v in silo[NORM].items()})
         counts = data.class_counts()
         phi = adaptation(counts) if self.adapt else torch.ones_like(counts)
-        return Adapted(net, phi, counts <= 0 if self.mask_missing else None)
+        return ScaledClassifier(net, phi, counts <= 0 if self.mask_missing else None)
 
     def exported(self, server: State) -> Tensors:
         if not self.etf:

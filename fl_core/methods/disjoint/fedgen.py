@@ -100,8 +100,8 @@ class FedGen(FedAvg):
         """Count classifiers and labels once; both hold class counts."""
         if self.mode == "plain":
             return {**super().part_rules, HEADS: PartRule(Weighing.ONCE, counts="n", level=True)}
-        own = {GENERATOR: PartRule(self.weighing), LABELS: PartRule(Weighing.ONCE, counts="n")}
-        return {**super().part_rules, **own}
+        rules = {GENERATOR: PartRule(self.weighing), LABELS: PartRule(Weighing.ONCE, counts="n")}
+        return {**super().part_rules, **rules}
 
     def generator_config(self, t: int) -> GeneratorConfig:
         """Return how the generator is trained in round t; its rate falls by 0.98 a round."""

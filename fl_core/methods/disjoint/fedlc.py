@@ -56,11 +56,11 @@ def published_ce(g: Tensor, y: Tensor, counts: Tensor, tau: float) -> Tensor:
     one at its silo has no denominator: its loss is 0, as that of `calibrated_ce`.
     """
     q = shifted(g, y, margin_shift(counts, tau), margin_shift(_present(counts), tau))
-    own = q.gather(1, y.unsqueeze(1))
+    of_target = q.gather(1, y.unsqueeze(1))
     others = q.scatter(1, y.unsqueeze(1), float("-inf"))
     only_class = torch.isneginf(others).all(1)
-    rest = torch.logsumexp(torch.where(only_class.unsqueeze(1), own, others), dim=1)
-    return torch.where(only_class, torch.zeros_like(rest), rest - own.squeeze(1))
+    rest = torch.logsumexp(torch.where(only_class.unsqueeze(1), of_target, others), dim=1)
+    return torch.where(only_class, torch.zeros_like(rest), rest - of_target.squeeze(1))
 
 
 def balanced_softmax(g: Tensor, y: Tensor, counts: Tensor, gamma: float = 1.0) -> Tensor:
@@ -76,8 +76,8 @@ def shifted(g: Tensor, y: Tensor, shift: Tensor, present: Tensor) -> Tensor:
     Counts released with noise can say that a class is missing which the example itself shows is there.
     """
     shift, present = shift.to(g), present.to(g)
-    own = torch.where(torch.isneginf(shift), present, shift)[y].unsqueeze(1)
-    return g + shift.expand_as(g).scatter(1, y.unsqueeze(1), own)
+    target_shift = torch.where(torch.isneginf(shift), present, shift)[y].unsqueeze(1)
+    return g + shift.expand_as(g).scatter(1, y.unsqueeze(1), target_shift)
 
 
 def _present(counts: Tensor) -> Tensor:

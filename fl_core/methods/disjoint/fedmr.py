@@ -219,10 +219,10 @@ def inter_terms(z: Tensor, y: Tensor, ref: PrototypeTargets, *, no_margin: bool,
     """
     ref = ref.to(z.device)
     away = distances(z, ref.g)  # (B, C)
-    own = away.gather(1, y.unsqueeze(1))
+    of_target = away.gather(1, y.unsqueeze(1))
     other = torch.arange(len(ref.g), device=y.device).unsqueeze(0) != y.unsqueeze(1)
     pair = other & (ref.known & ref.negatives).unsqueeze(0) & ref.known[y].unsqueeze(1)  # (B, C)
-    hinge = own.expand_as(away) if no_margin else (own - away).clamp_min(0)
+    hinge = of_target.expand_as(away) if no_margin else (of_target - away).clamp_min(0)
     terms = (hinge * pair).sum(1)
     pairs = pair.sum(1)  # J_i of each example's class
     if equal_examples:
@@ -240,8 +240,8 @@ def inter_paired(z: Tensor, y: Tensor, ref: PrototypeTargets) -> Tensor:
     C, B = len(ref.g), len(y)
     member = one_hot(y, C)  # (B, C)
     rank = (member.cumsum(0) - 1).gather(1, y.unsqueeze(1)).squeeze(1)
-    own = distances(z, ref.g).gather(1, y.unsqueeze(1)).squeeze(1)
-    table = z.new_zeros(C, B).index_put((y, rank), own)  # row i: own distances of class i, then zeros
+    of_target = distances(z, ref.g).gather(1, y.unsqueeze(1)).squeeze(1)
+    table = z.new_zeros(C, B).index_put((y, rank), of_target)  # row i: own distances of class i, then zeros
     n = member.sum(0)
     both = torch.minimum(n.unsqueeze(0), n.unsqueeze(1))  # (C, C): min(n_i, n_j)
     usable = ref.known.unsqueeze(1) & (ref.known & ref.negatives).unsqueeze(0) & (both > 0)

@@ -29,7 +29,7 @@ from fl_core.types.values import Losses, LossFn, Part, PartRule, RoundContext, S
 from fl_core.validate import NonNegative
 
 
-class Nearest(nn.Module):
+class NearestPrototype(nn.Module):
     """Classify by the nearest known prototype: logits (B, C) are minus the squared distances, -inf if unknown."""
 
     def __init__(self, model: nn.Module, g: Tensor, known: Tensor) -> None:
@@ -89,7 +89,7 @@ class FedProto(PrototypeExchange, LocalOnly):
         g, known = msg[PROTOTYPES]["g"], msg[PROTOTYPES]["known"] > 0
         if self.own_classes:
             known = known & (data.class_counts() > 0)
-        return Nearest(model, g, known) if self.predict == "proto" and bool(known.any()) else model
+        return NearestPrototype(model, g, known) if self.predict == "proto" and bool(known.any()) else model
 
 
 def pull(z: Tensor, y: Tensor, g: Tensor, known: Tensor) -> Tensor:

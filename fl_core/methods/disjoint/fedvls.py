@@ -53,10 +53,10 @@ def vacant_distillation(f: Tensor, g: Tensor, vacant: Tensor) -> Tensor:
 
 def lowered_logits(f: Tensor, y: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Return [y_i != c] (f_c - log(C pi_c)) (B, K) and pi (K,) of the K classes that counts (C,) say are there."""
-    there = counts > 0
-    pi = counts[there] / counts[there].sum()
-    own = one_hot(y, len(counts))[:, there].bool()
-    return (f[:, there] - torch.log(len(counts) * pi)).masked_fill(own, 0.0), pi
+    present = counts > 0
+    pi = counts[present] / counts[present].sum()
+    is_target = one_hot(y, len(counts))[:, present].bool()
+    return (f[:, present] - torch.log(len(counts) * pi)).masked_fill(is_target, 0.0), pi
 
 
 def suppression_of_batch(f: Tensor, y: Tensor, counts: Tensor) -> Tensor:

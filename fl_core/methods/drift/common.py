@@ -44,7 +44,7 @@ def zeros_of(model: nn.Module, travels: Callable[[str], bool]) -> dict[str, Tens
     return tensor_maps.zeros(tensor_maps.select(tensor_maps.trainable(model), travels))
 
 
-def unmet() -> dict[str, Tensor]:
+def empty_census() -> dict[str, Tensor]:
     return {"n": torch.zeros(1), "silos": torch.zeros(1)}
 
 
@@ -76,7 +76,7 @@ def mean_size(census: Tensors) -> float:
     return float(census["n"]) / silos if silos else 0.0
 
 
-def moved_mean(mean: Tensors, part: Part, before: Tensors, after: Tensors, n_silos: int) -> dict[str, Tensor]:
+def updated_mean(mean: Tensors, part: Part, before: Tensors, after: Tensors, n_silos: int) -> dict[str, Tensor]:
     """Move sum_k n_k v_k / sum_k n_k over all N silos by the round's sum_k n_k (v_k+ - v_k), in float64.
 
     before, after: the census; a better known total rescales the mean, so that mean x total stays the exact sum.

@@ -75,14 +75,14 @@ class FedDC(FedDyn):
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         if not self.controlled:
             return super().local(model, msg, silo, data, context)
-        c, own = tensor_maps.scale(msg["c"], 1 / self.omega(msg, silo, data)), silo["c"]
-        outcome, moved, steps = self.descend(model, msg, silo, data, context, shift=tensor_maps.sub(c, own))
+        c, silo_c = tensor_maps.scale(msg["c"], 1 / self.omega(msg, silo, data)), silo["c"]
+        outcome, moved, steps = self.descend(model, msg, silo, data, context, shift=tensor_maps.sub(c, silo_c))
         length = data.lr * common.effective_steps_of(data, steps)
-        left = c if self.control == "code" else own
+        left = c if self.control == "code" else silo_c
         change = {name: -v - moved[name] / length for name, v in left.items()}
         n = common.size_of(silo[common.SIZE], self.weight(data))
         return LocalResult(
-            {**outcome.bundle, "control": Part.of(change, n)}, {**outcome.state, "c": tensor_maps.add(own, change)}
+            {**outcome.bundle, "control": Part.of(change, n)}, {**outcome.state, "c": tensor_maps.add(silo_c, change)}
         )
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
@@ -90,4 +90,4 @@ class FedDC(FedDyn):
         if not self.controlled:
             return after
         census = server[common.CENSUS], after[common.CENSUS]
-        return {**after, "c": common.moved_mean(server["c"], total["control"], *census, context.n_silos)}
+        return {**after, "c": common.updated_mean(server["c"], total["control"], *census, context.n_silos)}

@@ -71,7 +71,7 @@ class FedDyn(PrototypeAided):
         return {
             **super().init_server(model, context),
             "m": common.zeros_of(model, self.shared),
-            common.CENSUS: common.unmet(),
+            common.CENSUS: common.empty_census(),
         }
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
@@ -112,7 +112,7 @@ class FedDyn(PrototypeAided):
             pull(model, silo["m"], self.alpha / self.omega(msg, silo, data)),
         )
         steps = data.sgd(model, loss, SgdOptions(penalty=pulled, shift=shift))
-        moved, buffers = common.split(self.moved(model, {"w": start}), silo["m"])
+        moved, buffers = common.split(self.model_delta(model, {"w": start}), silo["m"])
         n = common.size_of(silo[common.SIZE], self.weight(data))
         bundle = {
             "delta": Part.of(moved),

@@ -69,7 +69,7 @@ class FedNova(PrototypeAided):
         tensor_maps.load_state(model, msg["w"])
         steps = data.sgd(model, self.objective(model, msg, data, context), SgdOptions(penalty=proximal(model, self.mu)))
         length, n = common.effective_steps_of(data, steps, self.mu), self.weight(data)
-        trained, buffers = common.split(self.moved(model, msg), tensor_maps.trainable(model))
+        trained, buffers = common.split(self.model_delta(model, msg), tensor_maps.trainable(model))
         bundle = {
             "delta": Part.of({name: v / length for name, v in trained.items()}, n),
             "buffers": Part.of(buffers, n),

@@ -70,7 +70,7 @@ class Scaffold(FedAvg):
         return {
             **super().init_server(model, context),
             "c": common.zeros_of(model, self.shared),
-            common.CENSUS: common.unmet(),
+            common.CENSUS: common.empty_census(),
         }
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
@@ -83,11 +83,12 @@ class Scaffold(FedAvg):
         tensor_maps.load_state(model, msg["w"])
         shift = tensor_maps.sub(msg["c"], silo["c"])
         steps = data.sgd(model, self.objective(model, msg, data, context), SgdOptions(shift=shift))
-        moved, length = self.moved(model, msg), data.lr * max(common.effective_steps_of(data, steps), self.least_steps)
-        change = {name: -c - moved[name] / length for name, c in msg["c"].items()}
+        delta = self.model_delta(model, msg)
+        length = data.lr * max(common.effective_steps_of(data, steps), self.least_steps)
+        change = {name: -c - delta[name] / length for name, c in msg["c"].items()}
         n = common.size_of(silo[common.SIZE], self.weight(data))
         bundle = {
-            "delta": Part.of(moved, self.weight(data)),
+            "delta": Part.of(delta, self.weight(data)),
             "control": Part.of(change, n),
             common.CENSUS: common.size_part(silo[common.SIZE], n),
             **self.extras(model, msg, data, context),
@@ -98,5 +99,5 @@ class Scaffold(FedAvg):
         mean, c = total["delta"].mean(), server["c"]
         step = {name: self.server_lr * v if name in c else v for name, v in mean.items()}
         census = common.total_size(server[common.CENSUS], total[common.CENSUS])
-        after = common.moved_mean(c, total["control"], server[common.CENSUS], census, context.n_silos)
+        after = common.updated_mean(c, total["control"], server[common.CENSUS], census, context.n_silos)
         return {**server, "w": tensor_maps.add(server["w"], step), "c": after, common.CENSUS: census}

@@ -19,7 +19,7 @@ from torch import nn
 
 from fl_core.methods.drift.fedprox import proximal
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.personal.shared_body import kept
+from fl_core.methods.personal.shared_body import copy_tensors
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import LocalResult, RoundContext, SgdOptions, State
@@ -42,7 +42,7 @@ class Ditto(FedAvg):
     personal_epochs: Count = 0
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
-        return {"v": kept(model)}
+        return {"v": copy_tensors(model)}
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         bundle = super().local(model, msg, silo, data, context).bundle
@@ -50,7 +50,7 @@ class Ditto(FedAvg):
         pull, objective = proximal(model, self.lambda_v), self.objective(model, msg, data, context)
         tensor_maps.load_state(model, silo["v"])
         data.sgd(model, objective, SgdOptions(epochs=self.personal_epochs or None, penalty=pull))
-        return LocalResult(bundle, {"v": kept(model)})
+        return LocalResult(bundle, {"v": copy_tensors(model)})
 
     def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
         tensor_maps.load_state(model, silo["v"])

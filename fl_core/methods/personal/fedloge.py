@@ -32,9 +32,9 @@ from fl_core import rng
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.fedrod import TwoHeads, linear
-from fl_core.methods.personal.shared_body import kept
+from fl_core.methods.personal.shared_body import copy_tensors
 from fl_core.methods.shared import class_vectors
-from fl_core.methods.shared.class_vectors import EPS, Adapted
+from fl_core.methods.shared.class_vectors import EPS, ScaledClassifier
 from fl_core.methods.shared.prototypes import features_of
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData
@@ -77,7 +77,7 @@ class FedLoGe(FedAvg):
         return {**super().init_server(model, context), FRAME: {"w": frame.float()}}
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
-        return {PRIVATE: kept(features_of(model).head)}
+        return {PRIVATE: copy_tensors(features_of(model).head)}
 
     def broadcast(self, server: State) -> State:
         return dict(server)
@@ -86,7 +86,7 @@ class FedLoGe(FedAvg):
         tensor_maps.load_state(model, msg["w"])
         both = TwoHeads(features_of(model), linear(silo[PRIVATE]))
         data.sgd(both, three_losses(msg[FRAME]["w"]))
-        return LocalResult(self.bundle(model, msg, data, context), {PRIVATE: kept(both.private)})
+        return LocalResult(self.bundle(model, msg, data, context), {PRIVATE: copy_tensors(both.private)})
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:
         tensor_maps.load_state(model, self.exported(msg))
@@ -101,12 +101,12 @@ class FedLoGe(FedAvg):
     def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
         """Join the received body and head with the silo's private head; classes without an example are left out."""
         tensor_maps.load_state(model, msg["w"])
-        private, there = linear(silo[PRIVATE]), data.class_counts() > 0
+        private, present = linear(silo[PRIVATE]), data.class_counts() > 0
         split = features_of(model)
         averaged = cast(nn.Linear, split.head).weight
         with torch.no_grad():
             averaged.mul_(private.weight.norm(dim=1, keepdim=True).to(averaged))
-        return Adapted(TwoHeads(split, private), torch.ones(len(there)), ~there)
+        return ScaledClassifier(TwoHeads(split, private), torch.ones(len(present)), ~present)
 
 
 def three_losses(frame: Tensor) -> LossFn:

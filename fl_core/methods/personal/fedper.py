@@ -21,7 +21,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from fl_core.methods.personal.shared_body import SharedBody, in_head, kept
+from fl_core.methods.personal.shared_body import SharedBody, copy_tensors, in_head
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import LocalResult, RoundContext, State
@@ -40,12 +40,12 @@ class FedPer(SharedBody):
     targets = SharedBody.targets
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
-        return {"head": kept(model, in_head)}
+        return {"head": copy_tensors(model, in_head)}
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         tensor_maps.load_state(model, {**msg["w"], **silo["head"]})
         self.fit(model, msg, data, context)
-        return LocalResult(self.bundle(model, msg, data, context), {"head": kept(model, in_head)})
+        return LocalResult(self.bundle(model, msg, data, context), {"head": copy_tensors(model, in_head)})
 
     def fit(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> None:
         data.sgd(model, self.objective(model, msg, data, context))

@@ -13,14 +13,14 @@ from typing import ClassVar
 
 from torch import nn
 
-from fl_core.methods.personal.inherited_model import Inheriting
+from fl_core.methods.personal.inherited_model import InheritedModel
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import LocalResult, RoundContext, State
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedPHP(Inheriting):
+class FedPHP(InheritedModel):
     """As FedAvg, except that training is taught by the silo's inherited private model, its personal model.
 
     Guarantees: lam = 0 is FedAvg (of the same weights) bit for bit for the global model, and so is every silo's first
@@ -31,5 +31,5 @@ class FedPHP(Inheriting):
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         tensor_maps.load_state(model, msg["w"])
-        data.sgd(model, self.taught(model, silo))
+        data.sgd(model, self.transfer_loss(model, silo))
         return LocalResult(self.bundle(model, msg, data, context), self.inherit(model, silo, data, context))

@@ -52,12 +52,12 @@ class FedRep(FedPer):
     tune_epochs: Count = 0
 
     def fit(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> None:
-        data.sgd(model, self.over_head, SgdOptions(epochs=self.head_epochs, only=in_head))
+        data.sgd(model, self.head_loss, SgdOptions(epochs=self.head_epochs, only=in_head))
         data.sgd(
             model, self.objective(model, msg, data, context), SgdOptions(epochs=self.body_epochs or None, only=in_body)
         )
 
-    def over_head(self, model: nn.Module, x: Tensor, y: Tensor) -> Losses:
+    def head_loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Losses:
         """Return the cross entropy of each example, without a gradient for the body."""
         if self.frozen_norm == "eval":
             freeze_norms(model)
@@ -70,5 +70,5 @@ class FedRep(FedPer):
         """Return body and head as trained, or the received body under a head that was trained further on it."""
         if self.tune_epochs:
             tensor_maps.load_state(model, {**msg["w"], **silo["head"]})
-            data.sgd(model, self.over_head, SgdOptions(epochs=self.tune_epochs, only=in_head))
+            data.sgd(model, self.head_loss, SgdOptions(epochs=self.tune_epochs, only=in_head))
         return model

@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 from fl_core import rng
 from fl_core.methods.disjoint.fedlc import balanced_softmax
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.personal.shared_body import freeze_norms, kept
+from fl_core.methods.personal.shared_body import copy_tensors, freeze_norms
 from fl_core.methods.shared.prototypes import features_of
 from fl_core.models.split_model import SplitModel
 from fl_core.types import tensor_maps
@@ -62,7 +62,7 @@ class TwoHeads(nn.Module):
         return logits
 
 
-class Generated(nn.Module):
+class GeneratedHead(nn.Module):
     """A head that a network nu makes: W = nu(a) (d, C), logits z W, from the shares a (C,) of a silo's classes.
 
     nu is Linear(C, hidden)-ReLU-Linear(hidden, d C), both with bias; FedNH's code takes hidden = d.
@@ -133,7 +133,7 @@ class FedROD(FedAvg):
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
         if self.variant == "hyper":
             return {}
-        start = kept(features_of(model).head)
+        start = copy_tensors(features_of(model).head)
         return {"phi": start if self.private_init == "copy" else tensor_maps.zeros(start)}
 
     def broadcast(self, server: State) -> State:
@@ -143,7 +143,7 @@ class FedROD(FedAvg):
         if self.variant == "linear":
             return linear(silo["phi"])
         split = features_of(model)
-        head = Generated(
+        head = GeneratedHead(
             split.n_classes, split.feature_dim, self.hidden or split.feature_dim, shares_of(data.class_counts())
         )
         tensor_maps.load_state(head.nu, msg[PART])
@@ -158,9 +158,9 @@ class FedROD(FedAvg):
             data.sgd(both, generic_loss(data.class_counts(), self.gamma), SgdOptions(only=is_generic))
             data.sgd(both, frozen_loss, SgdOptions(only=is_private, no_momentum=is_private))
         bundle = self.bundle(model, msg, data, context)
-        if not isinstance(both.private, Generated):
-            return LocalResult(bundle, {"phi": kept(both.private)})
-        moved = tensor_maps.sub(kept(both.private.nu), msg[PART])
+        if not isinstance(both.private, GeneratedHead):
+            return LocalResult(bundle, {"phi": copy_tensors(both.private)})
+        moved = tensor_maps.sub(copy_tensors(both.private.nu), msg[PART])
         phi = {"weight": both.private.weight().detach().T.contiguous().cpu()}
         return LocalResult({**bundle, PART: Part.of(moved, self.weight(data))}, {"phi": phi})
 
@@ -180,7 +180,7 @@ class FedROD(FedAvg):
 def new_nu(model: SplitModel, hidden: int) -> dict[str, Tensor]:
     """Draw nu's initial weights from a stream that the model's own initial weights name."""
     with rng.torch_scope(int(tensor_maps.digest(tensor_maps.copy_state(model))[:15], 16), "hypernetwork"):
-        made = Generated(model.n_classes, model.feature_dim, hidden, torch.zeros(model.n_classes))
+        made = GeneratedHead(model.n_classes, model.feature_dim, hidden, torch.zeros(model.n_classes))
     return tensor_maps.copy_state(made.nu)
 
 

@@ -43,7 +43,7 @@ COUNT = "participations"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inheriting(FedAvg):
+class InheritedModel(FedAvg):
     """What methods with an inherited private model share.
 
     Attributes:
@@ -77,7 +77,7 @@ class Inheriting(FedAvg):
     def coupling(self) -> Coupling:
         return Coupling.BATCH if self.transfer == "mmd" and self.lam else Coupling.EXAMPLE
 
-    def taught(self, model: nn.Module, silo: State) -> LossFn:
+    def transfer_loss(self, model: nn.Module, silo: State) -> LossFn:
         """Make the loss with the transfer from the HPM; cross entropy alone while there is none."""
         if not self.lam or HPM not in silo:
             return self.loss

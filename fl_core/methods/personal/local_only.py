@@ -18,7 +18,7 @@ from torch import nn
 
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
-from fl_core.methods.personal.shared_body import kept
+from fl_core.methods.personal.shared_body import copy_tensors
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Bundle, LocalResult, RoundContext, State, Tensors
@@ -46,12 +46,12 @@ class LocalOnly(FedAvg):
         return False
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
-        return {"net": kept(model)}
+        return {"net": copy_tensors(model)}
 
     def local(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> LocalResult:
         tensor_maps.load_state(model, silo["net"])
         data.sgd(model, self.objective(model, msg, data, context))
-        return LocalResult(self.extras(model, msg, data, context), {"net": kept(model)})
+        return LocalResult(self.extras(model, msg, data, context), {"net": copy_tensors(model)})
 
     @staticmethod
     def own_model(model: nn.Module, silo: State) -> nn.Module:

@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 from torch import nn
 
 from fl_core.methods.disjoint.fedrs import restricted_loss
-from fl_core.methods.personal.inherited_model import Inheriting
+from fl_core.methods.personal.inherited_model import InheritedModel
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import LocalResult, LossFn, RoundContext, SgdOptions, State
@@ -27,7 +27,7 @@ from fl_core.validate import UnitInterval
 
 
 @dataclass(frozen=True, kw_only=True)
-class Map(Inheriting):
+class Map(InheritedModel):
     """As FedRS for what is sent, after half of the steps, and as FedPHP for what is kept, after all of them.
 
     alpha: scale of missing classes' logits, 0 to 1   rs: "hard" or "soft"   stages: "paper" or "code"
@@ -52,5 +52,5 @@ class Map(Inheriting):
         data.sgd(model, self.objective(model, msg, data, context), SgdOptions(steps=first))
         bundle = self.bundle(model, msg, data, context)
         if second:
-            data.sgd(model, self.taught(model, silo), SgdOptions(steps=second, lr_scale=rate))
+            data.sgd(model, self.transfer_loss(model, silo), SgdOptions(steps=second, lr_scale=rate))
         return LocalResult(bundle, self.inherit(model, silo, data, context))

@@ -26,7 +26,7 @@ def in_body(name: str) -> bool:
     return not in_head(name)
 
 
-def kept(model: nn.Module, keep: Callable[[str], bool] = lambda _: True) -> dict[str, Tensor]:
+def copy_tensors(model: nn.Module, keep: Callable[[str], bool] = lambda _: True) -> dict[str, Tensor]:
     """Copy what a silo keeps of a model, to the CPU."""
     return {name: value.cpu() for name, value in tensor_maps.select(tensor_maps.copy_state(model), keep).items()}
 
@@ -49,7 +49,7 @@ class SharedBody(FedAvg):
         return in_body(name)
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
-        return {**super().init_server(model, context), "head": kept(model, in_head)}
+        return {**super().init_server(model, context), "head": copy_tensors(model, in_head)}
 
     def exported(self, server: State) -> Tensors:
         return {**server["w"], **server["head"]}

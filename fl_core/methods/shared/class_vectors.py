@@ -180,7 +180,7 @@ class FixedHead(nn.Module):
         return logits
 
 
-class Adapted(nn.Module):
+class ScaledClassifier(nn.Module):
     """A classifier whose logits are multiplied by one number per class; classes of `left_out` are never chosen."""
 
     def __init__(self, model: nn.Module, factor: Tensor, left_out: Tensor | None = None) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fl_core.errors import ConfigError
-from fl_core.errors.extras import load, needing, require
+from fl_core.errors.extras import load, require, requires_extra
 from tests.house import CORE
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -71,7 +71,7 @@ def test_a_library_that_is_missing_is_an_error_with_a_code_and_a_module_of_ours_
     with pytest.raises(ConfigError, match=r"E-CFG-08: expected surely_missing for tests.*consilium-fl\[pages\]"):
         require("surely_missing", "pages", "tests")
     for ours in ("consilium.nothing", "consilium.pages.nothing"):
-        with pytest.raises(ModuleNotFoundError), needing("pages", "tests"):
+        with pytest.raises(ModuleNotFoundError), requires_extra("pages", "tests"):
             __import__(ours)
     with pytest.raises(AttributeError):
         load("consilium.pages.command:nothing", "tests")

@@ -69,7 +69,7 @@ def test_nothing_of_a_patient_is_read_of_a_header(tmp_path):
 
     file = write_dicom(tmp_path / "x.dcm", np.zeros((4, 6), np.uint8), Manufacturer="Philips", PatientAge="044Y")
     assert PATIENT not in repr(dicom.described(file))
-    assert dicom.described(file) == dicom.Description((6, 4), 8, None, "Philips")
+    assert dicom.described(file) == dicom.ImageDescription((6, 4), 8, None, "Philips")
 
 
 TABLE = """

@@ -20,14 +20,14 @@ from fl_core.training.evaluation import (
     PERSONAL_GA,
     PERSONAL_PUBLIC,
     ConcatExamples,
-    WithoutFew,
+    WithoutScarceClasses,
     _scored,
     evaluate,
     evaluate_global,
     evaluate_own,
     evaluate_personal,
-    names_of_few,
     personal_scores,
+    scarce_class_names,
     weighted_accuracy,
 )
 from fl_core.training.local_data import PlainLocalData
@@ -194,7 +194,7 @@ def test_personal_models_are_those_after_local_training() -> None:
 def measured(labels: Tensor, logits: Tensor, least: int, clinical: bool = True) -> dict[str, Part]:
     """Measure two models whose logits are the examples, and the first one minus itself as a hospital's own."""
     classes = logits.shape[1]
-    examples = WithoutFew(TensorExamples(logits, labels), classes, least)
+    examples = WithoutScarceClasses(TensorExamples(logits, labels), classes, least)
     data = PlainLocalData(RoundData(examples, examples, TrainConfig(batch_size=2), FED))
     model, own = nn.Identity(), nn.Hardtanh()
     parts = evaluate_global(model, data, classes, clinical) | evaluate_own(model, own, data, classes, paired=True)
@@ -220,7 +220,7 @@ def test_of_a_class_of_few_test_images_nothing_is_in_any_part_that_is_sent(clini
     other[~there] = torch.randn(10, 5, generator=draw)  # whatever the model makes of them
     again = measured(labels, other, 10, clinical)
     assert all(torch.equal(found[n].total[k], again[n].total[k]) for n in found for k in found[n].total)
-    assert names_of_few(labels, list("abcde"), 10) == ["b", "c"]
+    assert scarce_class_names(labels, list("abcde"), 10) == ["b", "c"]
 
 
 def test_of_several_labels_one_with_few_of_either_answer_is_left_out_and_the_others_stay() -> None:
@@ -228,7 +228,7 @@ def test_of_several_labels_one_with_few_of_either_answer_is_left_out_and_the_oth
     logits, labels = torch.randn(30, 4, generator=draw), torch.zeros(30, 4, dtype=torch.int64)
     labels[:12, 0], labels[:1, 1], labels[:29, 2], labels[:15, 3] = FOUND, FOUND, FOUND, UNKNOWN
     found, whole = measured(labels, logits, 5), plainly(labels, logits)
-    assert names_of_few(labels, list("abcd"), 5) == ["b", "c"]
+    assert scarce_class_names(labels, list("abcd"), 5) == ["b", "c"]
     assert found[METRICS].weight.tolist() == [30, 0, 0, 15]
     assert torch.equal(found[METRICS].total["correct"][[0, 3]], whole[METRICS].total["correct"][[0, 3]])
     assert not found["clinical"].total["confusion"][1:3].any()

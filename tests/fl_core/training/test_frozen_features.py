@@ -27,7 +27,7 @@ from fl_core.models.split_model import HIDDEN
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.training import frozen_features
-from fl_core.training.frozen_features import Views, feature_batches, in_memory, trained_part
+from fl_core.training.frozen_features import FixedViews, feature_batches, in_memory, trained_part
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
@@ -270,9 +270,9 @@ def seen(n: int = 12, copies: int = 1) -> TensorExamples:
     return TensorExamples(x, torch.arange(n).repeat(copies), how=DIGITS)
 
 
-def views_of(examples: Examples, number: int = 4) -> Views:
+def views_of(examples: Examples, number: int = 4) -> FixedViews:
     made = in_memory(examples, feature_batches(small("digits_cnn").body, examples, CPU, number))
-    assert isinstance(made, Views)
+    assert isinstance(made, FixedViews)
     return made
 
 
@@ -307,7 +307,7 @@ def test_views_are_one_record_and_one_unit_of_privacy() -> None:
     views = views_of(seen(copies=1))
     assert len(views) == 12
     assert len(PrivacyUnits.of(views)) == 12
-    patients = Views(views.stored(torch.arange(12)), views.labels, tuple("aabbccddeeff"))
+    patients = FixedViews(views.stored(torch.arange(12)), views.labels, tuple("aabbccddeeff"))
     assert len(PrivacyUnits.of(patients)) == 6
 
 

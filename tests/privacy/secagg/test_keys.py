@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fl_core.errors import ConfigError
-from fl_core.types.secagg import MAX_MASKED, MAX_ROUNDS, Secagg, withstood
+from fl_core.types.secagg import MAX_MASKED, MAX_ROUNDS, Secagg, tolerated_colluders
 from privacy.secagg.keys import KEYS_CONTEXT, MemberKeys, OwnKeys, RunKeys, pinned_signature, verify_keys
 from privacy.secagg.terms import SecaggError, SecaggRun
 from service_core.pki import certificates
@@ -203,10 +203,10 @@ def test_a_chain_that_has_gone_on_gives_other_seeds_and_never_those_of_a_closed_
 def test_thresholds_are_those_of_the_specification_and_two_sets_need_more_colluders_than_are_withstood() -> None:
     table = {3: (2, 3, 1), 4: (3, 3, 1), 6: (4, 4, 1), 10: (7, 7, 3), 20: (14, 14, 7), 50: (34, 34, 17)}
     for n, (t, m, c) in table.items():
-        assert (*make_run(n).thresholds(n), withstood(n)) == (t, m, c)
+        assert (*make_run(n).thresholds(n), tolerated_colluders(n)) == (t, m, c)
     for n in range(4, MAX_MASKED + 1):
         t, m = make_run(n).thresholds(n)
-        assert 2 * t > n + withstood(n)
+        assert 2 * t > n + tolerated_colluders(n)
         assert t <= m <= n
 
 

@@ -13,7 +13,7 @@ import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy.stats import chi2
 
-from fl_core.types.secagg import withstood
+from fl_core.types.secagg import tolerated_colluders
 from privacy.secagg import masks, packages, shamir, silo_side
 from privacy.secagg.terms import SecaggError
 from tests.privacy.secagg.federation import BASE, federation
@@ -75,7 +75,7 @@ def test_t54_with_every_answer_and_c_silos_an_upload_that_came_late_stays_unifor
         keys = fed.silos[u].keys.of(fed.round)
         masks.add_mask(late, keys.pair_seed(fed.round, 4, 0), fed.round.context, 0, subtract=not masks.subtracted(4, u))
     assert min(p_of_bytes(late[4:])) > P_VALUE
-    assert len(colluders) == withstood(5) < fed.round.t  # shares that they hold of its own seed, asked of nobody else
+    assert len(colluders) == tolerated_colluders(5) < fed.round.t  # they hold shares of its own seed
     assert not any(dealer == 4 for _, dealer, _ in fed.round.opened(inside))
 
 
@@ -118,7 +118,7 @@ def test_t55_c_colluding_silos_and_the_coordinator_learn_the_sum_over_the_others
 ) -> None:
     fed = federation(5, class_sums=class_sums).send()
     state = fed.confirmed(fed.sealed(inside))
-    for colluders in combinations(range(5), withstood(5)):
+    for colluders in combinations(range(5), tolerated_colluders(5)):
         shares = every_share(fed, state, colluders)
         t = fed.round.t
         joined = {secret for secret, by in shares.items() if len(by) >= t}

@@ -417,7 +417,7 @@ def test_folders_of_systems_and_file_servers_are_left_out_and_named(folder: Path
     assert (found.classes, found.counts, found.problems) == (before.classes, before.counts, ())
     assert found.fingerprint == before.fingerprint
     assert name in said(found)
-    assert len(class_folders.below(folder).images) == 15
+    assert len(class_folders.list_images(folder).images) == 15
 
 
 def test_what_a_mac_hides_is_nobodys(folder: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fl_core.datasets import DataRequest, check, federation, load
-from fl_core.datasets.catalogue import CIFAR10_CLASSES, KNOWN
+from fl_core.datasets.catalogue import CIFAR10_CLASSES, PUBLISHED
 from fl_core.datasets.sources import torchvision
 from fl_core.errors import DataError
 from fl_core.types.enums import Split
@@ -33,7 +33,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def write(name: str, root: Path) -> tuple[np.ndarray, np.ndarray]:
     """Write a tiny copy; return the images (N, C, H, W) and classes that must be read back."""
-    known = KNOWN[name]
+    known = PUBLISHED[name]
     x, y = images(N, *known.shape), np.arange(N) % len(known.classes)
     if name in ("mnist", "fmnist"):
         write_mnist(root, "MNIST" if name == "mnist" else "FashionMNIST", x[:, 0], y, TRAIN)
@@ -51,7 +51,7 @@ def write(name: str, root: Path) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("name", torchvision.MARKS)
 def test_published_files_are_read_byte_by_byte(name: str, below: str, tmp_path: Path) -> None:
     x, y = write(name, tmp_path / name if below else tmp_path)
-    known = KNOWN[name]
+    known = PUBLISHED[name]
     silo = load(f"{name}/iid-1/0", data_root=tmp_path)
     assert silo.schema.shape == known.shape
     assert silo.schema.classes == known.classes
@@ -104,13 +104,13 @@ def test_a_held_out_fifth_is_the_silo_s_test_and_the_official_test_set_is_public
     assert load("cifar10/p5c2/0", data_root=tmp_path).public is None
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_a_missing_data_set_names_its_owner_and_the_folders_searched(name: str, tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         load(f"{name}/iid-2/0", data_root=tmp_path)
     assert caught.value.code == "E-DATA-02"
-    assert "http" in KNOWN[name].publisher
-    assert KNOWN[name].publisher in str(caught.value)
+    assert "http" in PUBLISHED[name].publisher
+    assert PUBLISHED[name].publisher in str(caught.value)
     assert str(tmp_path / name) in str(caught.value)
 
 
@@ -143,8 +143,8 @@ def test_cifar10_as_folders_of_jpegs(below: str, tmp_path: Path) -> None:
     assert x.shape == (6, 3, 32, 32)
     assert sorted(set(y.tolist())) == [4, 5]
     assert silos[0].schema.classes == CIFAR10_CLASSES
-    gray = silos[4].test.batch(torch.tensor([5]))[0][0].mean((1, 2)) * torch.tensor(KNOWN["cifar10"].std)
-    assert torch.allclose(gray + torch.tensor(KNOWN["cifar10"].mean), torch.full((3,), 182 / 255), atol=0.02)
+    gray = silos[4].test.batch(torch.tensor([5]))[0][0].mean((1, 2)) * torch.tensor(PUBLISHED["cifar10"].std)
+    assert torch.allclose(gray + torch.tensor(PUBLISHED["cifar10"].mean), torch.full((3,), 182 / 255), atol=0.02)
 
 
 def test_cinic10_leaves_valid_out(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from fl_core.methods.disjoint.creff import (
     distance,
     matched,
     outer_gradient,
-    retrained,
+    train_head,
 )
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
@@ -91,7 +91,7 @@ def test_features_move_towards_known_gradients_and_others_stay() -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_classifier_trained_anew_tells_the_features_apart(bias: bool) -> None:
     z = 3 * torch.eye(3, 5).unsqueeze(1) + 0.1 * torch.randn(3, 20, 5, generator=torch.Generator().manual_seed(0))
-    head, again = (retrained(z, bias, 60, 0.1, 16, rng.stream(0, "x")) for _ in range(2))
+    head, again = (train_head(z, bias, 60, 0.1, 16, rng.stream(0, "x")) for _ in range(2))
     assert set(head) == ({"weight", "bias"} if bias else {"weight"})
     assert same(head, again)
     answers = linear(z.flatten(0, 1), head["weight"], head.get("bias")).argmax(1)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from consilium.research.engines.in_process import InProcessSilo, RoundHistory, local_ports, simulate
 from fl_core.errors import ConfigError
-from fl_core.methods.disjoint.fedproto import FedProto, Nearest, pull
+from fl_core.methods.disjoint.fedproto import FedProto, NearestPrototype, pull
 from fl_core.methods.shared import prototypes
 from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel
@@ -138,14 +138,14 @@ def test_prototypes_are_measured_with_the_final_weights_in_eval_mode() -> None:
 
 def test_nearest_chooses_among_known_classes_alone() -> None:
     x = torch.tensor([[0.1, 0.1], [3.0, 2.5], [9.0, 9.0]])
-    assert Nearest(Flat(), G.float(), KNOWN)(x).argmax(1).tolist() == [0, 1, 1]
-    assert Nearest(Flat(), G.float(), torch.ones(3, dtype=torch.bool))(x).argmax(1).tolist() == [0, 1, 2]
-    assert Nearest(Flat(), G.float(), KNOWN)(x)[:, 2].tolist() == [float("-inf")] * 3
+    assert NearestPrototype(Flat(), G.float(), KNOWN)(x).argmax(1).tolist() == [0, 1, 1]
+    assert NearestPrototype(Flat(), G.float(), torch.ones(3, dtype=torch.bool))(x).argmax(1).tolist() == [0, 1, 2]
+    assert NearestPrototype(Flat(), G.float(), KNOWN)(x)[:, 2].tolist() == [float("-inf")] * 3
 
 
 @pytest.mark.parametrize(
     ("options", "known", "kind"),
-    [({}, True, Nearest), ({}, False, SplitModel), ({"predict": "head"}, True, SplitModel)],
+    [({}, True, NearestPrototype), ({}, False, SplitModel), ({"predict": "head"}, True, SplitModel)],
 )
 def test_the_personal_model_decides_as_the_option_says(
     options: dict[str, str], known: bool, kind: type[nn.Module]
@@ -167,7 +167,7 @@ def test_own_classes_are_those_of_the_silo() -> None:
     data = PlainLocalData(RoundData(share.train, share.test, CONFIG, context))
     model = build_model("digits_cnn", {}, SCHEMA, 0)
     own = FedProto(own_classes=True).personal(model, {"w": {}, "prototypes": state}, {}, data, context)
-    assert isinstance(own, Nearest)
+    assert isinstance(own, NearestPrototype)
     assert own.known.tolist() == [False, True, False, False]
 
 

@@ -139,7 +139,7 @@ def test_loss_is_the_mixture_with_the_private_model_s_lesson(form: str) -> None:
     silo = {"inherited": tensor_maps.copy_state(model_of(seed=4)), "participations": {"n": torch.tensor([1.0])}}
     student, teacher = model_of().eval(), model_of(seed=4).eval()
     x, y = shares()[0].train.batch(torch.arange(5))
-    loss = method.taught(model_of(), silo)(student, x, y)
+    loss = method.transfer_loss(model_of(), silo)(student, x, y)
     ce = 0.7 * cross_entropy(student(x), y, reduction="none")
     if form == "mmd":
         assert method.coupling is Coupling.BATCH

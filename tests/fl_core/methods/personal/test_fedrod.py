@@ -9,7 +9,15 @@ from torch.nn.functional import cross_entropy
 
 from consilium.research.engines.in_process import RoundHistory, simulate
 from fl_core.methods.disjoint.fedlc import balanced_softmax
-from fl_core.methods.personal.fedrod import FedROD, Generated, TwoHeads, both_losses, linear, private_loss, shares_of
+from fl_core.methods.personal.fedrod import (
+    FedROD,
+    GeneratedHead,
+    TwoHeads,
+    both_losses,
+    linear,
+    private_loss,
+    shares_of,
+)
 from fl_core.models import build_model
 from fl_core.models.split_model import SplitModel
 from fl_core.rounds.run_setup import RunSetup
@@ -183,7 +191,7 @@ def test_the_personal_model_decides_by_both_heads(variant: str, body: str) -> No
 
 @pytest.mark.parametrize(("classes", "d", "numbers"), [(10, 192, 372_672), (100, 192, 3_724_992), (10, 512, 2_632_192)])
 def test_the_hypernetwork_has_the_published_size(classes: int, d: int, numbers: int) -> None:
-    assert tensor_maps.count(tensor_maps.copy_state(Generated(classes, d, d, torch.zeros(classes)).nu)) == numbers
+    assert tensor_maps.count(tensor_maps.copy_state(GeneratedHead(classes, d, d, torch.zeros(classes)).nu)) == numbers
 
 
 def test_the_hypernetwork_is_averaged_and_drawn_from_the_runs_seed() -> None:
