@@ -90,7 +90,7 @@ def parse_json(text: str) -> object:
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:  # also nested too deeply, or a number of thousands of digits
-        raise ConversionError("", f"expected JSON, found something else: {error}") from error
+        raise ConversionError("", f"expected JSON, found: {error}") from error
 
 
 def shown(value: object) -> str:

@@ -274,14 +274,14 @@ def unknown_labels(
         "E-DATA-05",
         f"{what} of classes outside the label space ({', '.join(classes)})",
         [f"{label[:40]!r}: {n}{labels.where(label, classes)}" for label, n in sorted(unknown.items())],
-        f"Map or leave them out in {FILE}, rename them, or start a run whose `classes` name them",
+        f"Map them or leave them out in {FILE}, rename them, or start a run with these `classes`",
         sum(unknown.values()),
     )
 
 
 def dictionary_problems(labels: Translator) -> tuple[CheckProblem, ...]:
     remedy = f'Write NAME = "class", NAME = ["class", "class"] or NAME = [] under [{TABLE}]'
-    return problem("E-DATA-07", f"lines of {FILE} that say nothing", labels.dictionary.faults, remedy)
+    return problem("E-DATA-07", f"lines of {FILE} without an effect", labels.dictionary.faults, remedy)
 
 
 def require_one_class(labels: Translator) -> None:
@@ -336,13 +336,13 @@ def _twins(measured_items: Sequence[tuple[Item, _Measured]]) -> tuple[tuple[Chec
     problems = (
         *problem(
             "E-DATA-07",
-            "images whose pixels are in train and in test",
+            "images with the same pixels in train and test",
             [_equal(items) for items in leaked],
-            "Keep them in one split: the test would measure what was memorised",
+            "Keep them in one split: otherwise the test measures memorisation",
         ),
         *problem(
             "E-DATA-07",
-            "images whose pixels are in several classes",
+            "images with the same pixels in several classes",
             [_equal(items) for items in disputed],
             "Keep each in one class",
         ),

@@ -156,7 +156,7 @@ class ImageLoader:
                     return
             except OSError as error:
                 self._stopped = True
-                log.warning("decoded images are kept no longer: %s", error.strerror)
+                log.warning("decoded images are no longer cached: %s", error.strerror)
                 return
             shelf.place[key] = shelf.size
             shelf.size += pixels.nbytes
@@ -173,7 +173,7 @@ class ImageLoader:
             self._unchecked = 0
             if shutil.disk_usage(self.folder or tempfile.gettempdir()).free < RESERVE_BYTES:
                 self._stopped = True
-                log.warning("decoded images are kept no longer: the disk has less than 2 GiB left")
+                log.warning("decoded images are no longer cached: less than 2 GiB of disk are free")
                 return False
         return True
 

@@ -188,14 +188,14 @@ class Translator:
         if self._renamed:
             notes.append("renamed by it: " + self._listed(self._renamed, lambda e: f" = {e.classes[0]}"))
         if self._unused:
-            notes.append("not used, as it says: " + self._listed(self._unused))
+            notes.append("excluded by it: " + self._listed(self._unused))
         if self._trained:
             listed = self._listed(self._trained, lambda e: f" = {_text(e.classes)}")
             notes.append(f"coarse labels, learnt as one of several classes: {listed}")
         if self._tested:
             notes.append("test records of coarse labels, which no evaluation counts: " + self._listed(self._tested))
         if unmet:
-            notes.append("names in it that no record has: " + self._listed(Counter(dict.fromkeys(unmet, 0))))
+            notes.append("names in it without any record: " + self._listed(Counter(dict.fromkeys(unmet, 0))))
         return tuple(notes)
 
     def where(self, label: str, classes: Sequence[str]) -> str:

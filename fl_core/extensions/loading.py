@@ -81,7 +81,7 @@ def code_digest(package: str) -> str:
             raise ConfigError(
                 "E-CFG-02",
                 f"expected a package of at most {_MAX_FILES} files and {_MAX_BYTES >> 20} MiB, found more in "
-                f"{package}: move what is no code out of it",
+                f"{package}: move files other than code out of it",
             )
         for field in (name.encode(), file.read_bytes()):
             hasher.update(len(field).to_bytes(8, "little"))
@@ -95,14 +95,12 @@ def _files(package: str) -> list[tuple[str, Path]]:
     except (ImportError, ValueError):
         spec = None
     if spec is None:
-        raise ConfigError(
-            "E-CFG-01", f"there is no package {package!r} here: install it, or go to the folder in which it lies"
-        )
+        raise ConfigError("E-CFG-01", f"there is no package {package!r} here: install it, or change to its folder")
     if spec.submodule_search_locations is not None:
         roots = [Path(place) for place in spec.submodule_search_locations]
         return sorted((file.relative_to(root).as_posix(), file) for root in roots for file in _walk(root))
     if spec.origin is None or not Path(spec.origin).is_file():
-        raise ConfigError("E-CFG-02", f"expected {package!r} to lie in files, found none: it is part of Python itself")
+        raise ConfigError("E-CFG-02", f"expected files of {package!r}, found none: it is built into Python")
     return [(Path(spec.origin).name, Path(spec.origin))]
 
 
@@ -116,7 +114,7 @@ def _walk(root: Path) -> Iterator[Path]:
             raise ConfigError(
                 "E-CFG-02",
                 f"expected files and folders alone in the package {root.name}, found {[*links, *odd][0]!r}, a link to "
-                "a folder or no file: replace it",
+                "a folder or a special file: replace it",
             )
         yield from (Path(folder) / name for name in names)
 
@@ -188,7 +186,7 @@ def load_allowed(extension: Extension, allowed: Sequence[str]) -> None:
     loaded = registry.identity(extension.kind, extension.name)
     if loaded is not None:
         if loaded != extension:
-            raise _refused(f"expected {extension}, found {loaded} at work in this process")
+            raise _refused(f"expected {extension}, found {loaded} loaded in this process: start it again")
         return
     place = extension.kind, extension.name
     if not any((point.kind, point.reference) == place and point.is_of(wanted) for point in registry.entry_points()):

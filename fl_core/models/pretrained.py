@@ -106,7 +106,7 @@ class _UnsoundError(ValueError):
 def _from_safetensors(raw: bytes) -> tuple[Tensors, Mapping[str, object]]:
     length = int.from_bytes(raw[:8], "little")
     if length > _MAX_HEADER_BYTES:  # to parse one takes many times its length in memory
-        raise _UnsoundError(f"a header of {length} bytes: no model has so many tensors")
+        raise _UnsoundError(f"a header of {length} bytes, more than any model needs: write it again")
     try:
         tensors = load(raw)
         header = json.loads(raw[8 : 8 + length])
@@ -125,14 +125,14 @@ def _from_torch(raw: bytes) -> Tensors:
         except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:  # the last: of a newer ZIP than it reads
             raise _UnsoundError(f"a damaged file ({error}): copy or write it again") from error
         if packed or size > MAX_BYTES:
-            raise _UnsoundError("compressed parts, which torch.save never writes: save it again")
+            raise _UnsoundError("compressed parts (torch.save writes none): save it again")
     try:
         tensors = torch.load(io.BytesIO(raw), "cpu", weights_only=True)
     except Exception as error:  # torch raises what its readers do
         if type(error).__name__ != "UnpicklingError":
             raise _UnsoundError(f"a damaged file ({type(error).__name__}): copy or write it again") from error
         raise _UnsoundError(
-            "objects beside tensors, or no file of torch.save at all. It may run code, and is not opened: save "
+            "objects other than tensors, or a file that torch.save did not write. It can run code: save "
             "model.state_dict() alone, or convert it to safetensors"
         ) from error
     if not isinstance(tensors, dict):
@@ -206,8 +206,8 @@ def _published(tensors: Tensors, options: object, owner: str) -> PublishedNames:
     if getattr(options, "norm", None) == "group":
         raise ConfigError(
             "E-CFG-02",
-            f"{owner}: pretrained weights were found together with norm=group, which throws the pretrained features "
-            "away: use norm=frozen (efficientnet_b0 in private runs) or norm=batch, or weights=none",
+            f"{owner}: expected pretrained weights without norm=group, which discards the pretrained features, "
+            "found both: use norm=frozen (efficientnet_b0 in private runs) or norm=batch, or weights=none",
         )
     return max(namings, key=lambda names: sum(name.startswith(tuple(names.prefixes)) for name in tensors))
 

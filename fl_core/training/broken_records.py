@@ -30,8 +30,8 @@ def require_few(broken: int, n: int) -> None:
     if broken > allowed_broken(n):
         raise DataError(
             UNREADABLE,
-            f"expected readable examples but for one in {ONE_IN}, found more that are not: this hospital's log "
-            "names them; restore them, or take them out (`silo data check`)",
+            f"expected at most one unreadable example in {ONE_IN}, found more: this hospital's log lists them; "
+            "restore them, or take them out (`silo data check`)",
         )
 
 
@@ -121,7 +121,7 @@ class EmptyWhereBroken(Examples):
             except DataError as error:
                 if error.code != UNREADABLE:
                     raise
-                log.warning("%s adds nothing to this round: %s", name_of(self, int(one)), error.message)
+                log.warning("%s is skipped in this round: %s", name_of(self, int(one)), error.message)
                 broken.append(int(one))
                 rows.append(blank.new_full((1, *blank.shape[1:]), torch.nan))
         self._notice(broken)

@@ -71,8 +71,8 @@ def check_shared(method: Method, layout: Layout, train: TrainConfig) -> None:
     if train.freeze == FEATURES and specs and not any(spec.shapes for spec in specs):
         raise ConfigError(
             "E-CFG-08",
-            f"method {method.name}: expected something that is trained and shared, found that it shares the body "
-            "alone, which train.freeze=features leaves as it is: set model.adapter=linear, whose layer is shared",
+            f"method {method.name}: expected a part that is trained and shared, found only the body shared, "
+            "which train.freeze=features does not train: set model.adapter=linear, whose layer is shared",
         )
 
 

@@ -98,7 +98,7 @@ class SurveyQuestion:
             raise ConfigError("E-CFG-01", f"there is no question {shown(self.name)}: {suggest(self.name, QUESTIONS)}")
         bins = self.kind.bins
         if bins is None and self.width:
-            raise ConfigError("E-CFG-02", f"{self.name}: expected no width, since its cells are fixed: leave it out")
+            raise ConfigError("E-CFG-02", f"{self.name}: expected no width, since its bins are fixed: leave it out")
         if bins is not None and self.width not in bins.widths:
             raise ConfigError(
                 "E-CFG-02",

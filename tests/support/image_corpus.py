@@ -146,7 +146,7 @@ def grey_dicom() -> Iterator[Case]:
         ("high-bit-16", {"HighBit": 16}, "contradict each other"),
         ("high-bit-below", {"HighBit": 3}, "contradict each other"),
         ("sign-missing", {"PixelRepresentation": None}, "without the tag PixelRepresentation"),
-        ("bits-allocated-32", {"BitsAllocated": 32}, "32 bits allocated"),
+        ("bits-allocated-32", {"BitsAllocated": 32}, "32 bits per value"),
         ("white-at-both-ends", {"PresentationLUTShape": "INVERSE"}, "PresentationLUTShape contradicts"),
     ):
         yield _dicom(name, u16, why, dcmtk=None, **{**TWELVE, **tags})
@@ -218,7 +218,7 @@ def looked_up_dicom() -> Iterator[Case]:
     for name, sequence, why in (
         ("lut-too-short", _lut(0, 12, square[:9], entries=4096), "contradicts its descriptor"),
         ("lut-too-wide", _lut(0, 10, square), "contradicts its descriptor"),
-        ("lut-of-other-values", _lut(5000, 12, square), "for none of the values"),
+        ("lut-of-other-values", _lut(5000, 12, square), "covers none of its values"),
     ):
         yield _dicom(name, u16, why, dcmtk=None, VOILUTSequence=sequence, **TWELVE)
 
@@ -248,9 +248,7 @@ def colour_dicom() -> Iterator[Case]:
     seen = np.moveaxis(np.stack(lines)[:, index], 0, -1)
     yield _dicom("palette-segmented-8", index, seen, dcmtk=None, **_segmented(8, parts, 256))
     jump = [[0, 1, 0, 2, 1, 0, 0, 0]] * 3
-    yield _dicom(
-        "palette-segmented-indirect", index, "segments point elsewhere", dcmtk=None, **_segmented(16, jump, 256)
-    )
+    yield _dicom("palette-segmented-indirect", index, "segments out of range", dcmtk=None, **_segmented(16, jump, 256))
 
     yield _dicom("rgb", colours, colours)
     planes = colours.transpose(2, 0, 1).tobytes()
@@ -273,7 +271,7 @@ def colour_dicom() -> Iterator[Case]:
     quads = np.stack([quads[:, ::2, 0], quads[:, 1::2, 0], quads[:, ::2, 1], quads[:, ::2, 2]], -1)
     halves: dict[str, object] = {"photometric": "YBR_FULL_422", "PixelData": quads.astype(np.uint8).tobytes()}
     yield _dicom("ybr-full-422", colours, pairs, tolerance=2, **halves)
-    why = "in a form that they cannot have"
+    why = "in an invalid form"
     yield _dicom("ybr-full-422-planes", colours, why, dcmtk=None, PlanarConfiguration=1, **halves)
     yield _dicom("ybr-rct-uncompressed", colours, why, dcmtk=None, photometric="YBR_RCT")
     yield _dicom("ybr-full-16", colours.astype(np.uint16), why, dcmtk=None, photometric="YBR_FULL")
@@ -350,7 +348,7 @@ def compressed_dicom() -> Iterator[Case]:
     yield coded("rle-rgb", colours, rle(colours), colours, RLELossless)
     yield coded("rle-ybr-full", colours, rle(_ybr(colours)), colours, RLELossless, photometric="YBR_FULL", tolerance=2)
 
-    why = "another depth or sign"
+    why = "(depth or sign)"
     if JPEGLSLosslessEncoder.is_available:  # with pyjpegls
         jls = partial(packed, JPEGLSLosslessEncoder)
         jpegls = partial(coded, syntax=JPEGLSLossless, dcmtk=None)
@@ -396,7 +394,7 @@ def compressed_dicom() -> Iterator[Case]:
         **TWELVE,
     )
     spoilt = _jpeg2000(over, quality_mode="dB", quality_layers=[70])
-    yield lossy("jpeg2000-lossy-overlay", u16, spoilt, "unused bits are set", **TWELVE)
+    yield lossy("jpeg2000-lossy-overlay", u16, spoilt, "unused bits set", **TWELVE)
 
     jpeg = partial(coded, syntax=JPEGBaseline8Bit, tolerance=4)
     grey = ramp(255).astype(np.uint8)

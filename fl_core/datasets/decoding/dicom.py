@@ -216,10 +216,10 @@ def _read(path: Path) -> _Frame:
         raise UnreadableError(f"{size} bytes, more than {MAX_BYTES}: make it smaller")
     syntax = read_file_meta_info(path).get("TransferSyntaxUID")
     if syntax is None or not syntax.is_transfer_syntax:
-        raise UnreadableError("DICOM without a transfer syntax that is known: export it again")
+        raise UnreadableError("DICOM with an unknown transfer syntax: export it again")
     if syntax.is_deflated:  # what it inflates to is bounded by nothing
         raise UnreadableError(
-            f"DICOM in the transfer syntax {syntax.name!r}, which is not read: export it uncompressed"
+            f"DICOM in the transfer syntax {syntax.name!r}, which is not supported: export it uncompressed"
         )
     try:
         decoder = get_decoder(syntax)
@@ -256,7 +256,7 @@ def _stored_bits(frame: _Frame, values: NDArray[np.integer], lossy: bool) -> NDA
         ends = frame.limits
         within: NDArray[np.integer] = np.clip(values, *ends)
         if np.abs(values.astype(np.int32) - within).max() > (ends[1] - ends[0]) / 16:
-            raise UnreadableError("DICOM compressed with loss whose unused bits are set: export it uncompressed")
+            raise UnreadableError("lossy DICOM with unused bits set: export it uncompressed")
         return within
     numbers: NDArray[np.integer] = values << (allocated - 1 - high) >> (allocated - frame.bits)
     return numbers
@@ -277,11 +277,11 @@ def _check_form(frame: _Frame, syntax: UID) -> None:
     channels_of = {**dict.fromkeys((*_GREY, "PALETTE COLOR"), 1), **dict.fromkeys(colours, 3)}
     if channels_of.get(photometric) != samples:
         raise UnreadableError(
-            f"DICOM with {samples:g} samples per pixel that are not of {', '.join(channels_of)}: convert it"
+            f"DICOM with {samples:g} samples per pixel, supported are {', '.join(channels_of)}: convert it"
         )
     allocated, bits = frame.number("BitsAllocated", 0), frame.number("BitsStored", 0)
     if allocated not in (8, 16):
-        raise UnreadableError(f"DICOM with {allocated:g} bits allocated to a value, and not 8 or 16: convert it")
+        raise UnreadableError(f"DICOM with {allocated:g} bits per value, supported are 8 and 16: convert it")
     if not 1 <= bits <= frame.number("HighBit", bits - 1) + 1 <= allocated:
         raise UnreadableError("DICOM whose BitsStored, HighBit and BitsAllocated contradict each other: restore it")
     native_422 = photometric == "YBR_FULL_422" and not syntax.is_encapsulated
@@ -290,9 +290,9 @@ def _check_form(frame: _Frame, syntax: UID) -> None:
         or (photometric in _YBR and (allocated, bits) != (8, 8))
         or (native_422 and (frame.number("PlanarConfiguration", 0) or frame.number("Columns", 0) % 2))
     ):
-        raise UnreadableError(f"DICOM with colours of {photometric} in a form that they cannot have: convert it to RGB")
+        raise UnreadableError(f"DICOM with colours of {photometric} in an invalid form: convert it to RGB")
     if (photometric, frame.get("PresentationLUTShape")) in (("MONOCHROME1", "IDENTITY"), ("MONOCHROME2", "INVERSE")):
-        raise UnreadableError("DICOM whose PresentationLUTShape contradicts which end of its grey is white: restore it")
+        raise UnreadableError("DICOM whose PresentationLUTShape contradicts its PhotometricInterpretation: restore it")
 
 
 def _check_encapsulated(frame: _Frame, syntax: UID) -> dict[str, int]:
@@ -308,7 +308,9 @@ def _check_encapsulated(frame: _Frame, syntax: UID) -> dict[str, int]:
     high, another_sign = frame.number("HighBit", 0), codestream.get("is_signed", signed) != signed
     too_shallow = high >= max(frame.bits, codestream.get("precision", 0)) and syntax != _RLE
     if too_shallow or (another_sign and (not signed or syntax in _LOSSY)):
-        raise UnreadableError("DICOM compressed with another depth or sign than its tags say: export it uncompressed")
+        raise UnreadableError(
+            "DICOM whose compressed pixels contradict its tags (depth or sign): export it uncompressed"
+        )
     try:
         with Image.open(io.BytesIO(raw), formats=("JPEG", "JPEG2000")) as image:
             size, marks = image.size, image.info
@@ -331,7 +333,7 @@ def _colours(frame: _Frame, photometric: str) -> NDArray[np.uint8]:
         channels = [_looked_up(frame, values, frame.limits, *_palette(frame, name)) for name in _CHANNELS]
         return np.stack([v // ((most + 1) / 256) for v, most in channels], -1).astype(np.uint8)
     if frame.number("PixelRepresentation", 0) or values.ndim != 3:
-        raise UnreadableError("DICOM with colours that have a sign: convert it")
+        raise UnreadableError("DICOM with signed colour values: convert it")
     eight = values >> (bits - 8) if bits >= 8 else np.rint(values * (255 / (2**bits - 1)))
     return eight.astype(np.uint8)
 
@@ -358,7 +360,7 @@ def _expanded(words: NDArray[np.uint16], descriptor: Sequence[int]) -> list[int]
             entries += np.rint(np.linspace(entries[-1], numbers[at + 2], n + 1))[1:].astype(int).tolist()
             at += 3
         else:
-            raise UnreadableError("DICOM with a palette whose segments point elsewhere: convert it to RGB")
+            raise UnreadableError("DICOM with an invalid palette (segments out of range): convert it to RGB")
     return entries
 
 
@@ -385,7 +387,7 @@ def _modality(frame: _Frame) -> tuple[NDArray[np.float64], float, float]:
     low, high = frame.limits
     slope, intercept = frame.number("RescaleSlope", 1), frame.number("RescaleIntercept", 0)
     if not abs(slope) > 1e-12 or not max(abs(slope), abs(intercept)) < 1e12:
-        raise UnreadableError("DICOM with a rescale slope of 0, or out of all proportion: restore the file")
+        raise UnreadableError("DICOM with an invalid rescale slope: restore the file")
     ends = sorted((low * slope + intercept, high * slope + intercept))
     return values * slope + intercept, ends[0], ends[1]
 
@@ -394,13 +396,13 @@ def _windowed(values: NDArray[np.float64], window: Window, function: str) -> NDA
     """Apply PS3.3 C.11.2.1.2 and C.11.2.1.3, with white as 1."""
     center, width = window
     if not width >= (1 if function == "LINEAR" else 1e-12):
-        raise UnreadableError("DICOM with a window whose width is too small: declare one for the run (data.window)")
+        raise UnreadableError("DICOM with a window that is too narrow: set data.window for the run")
     if function == "SIGMOID":
         return 1 / (1 + np.exp(np.clip(-4 * (values - center) / width, -700, 700)))
     if function == "LINEAR_EXACT":
         return np.clip((values - center) / width + 0.5, 0, 1)
     if function != "LINEAR":
-        raise UnreadableError("DICOM with a VOI LUT function that the standard does not have: restore the file")
+        raise UnreadableError("DICOM with an unknown VOI LUT function: restore the file")
     if width == 1:
         return (values > center - 0.5).astype(np.float64)
     return np.clip((values - (center - 0.5)) / (width - 1) + 0.5, 0, 1)
@@ -428,7 +430,7 @@ def _looked_up(
     if len(table) < entries or not 8 <= bits <= 16 or table[:entries].max() >= 2**bits:
         raise UnreadableError("DICOM with a lookup table that contradicts its descriptor: restore the file")
     if first > limits[1] or first + entries <= limits[0]:
-        raise UnreadableError("DICOM with a lookup table for none of the values that it may have: restore the file")
+        raise UnreadableError("DICOM with a lookup table that covers none of its values: restore the file")
     places = np.clip(np.rint(values.astype(np.float64)) - first, 0, entries - 1).astype(np.int64)
     return table[places].astype(np.float64), 2.0**bits - 1
 

@@ -109,13 +109,11 @@ def _decoded(path: Path) -> Iterator[tuple[Image.Image, int]]:
     with _opened(path) as file:
         depth, tags = _depth(file), getattr(file, "tag_v2", {})
         if file.mode not in _EIGHT_BIT | _DEEP:
-            raise UnreadableError(f"pixels of mode {file.mode}, for which there is no rule: convert the file")
+            raise UnreadableError(f"pixels of mode {file.mode} are not supported: convert the file")
         if depth == 8 and 2 in tags.get(_SAMPLE_FORMAT, ()):  # Pillow forgets the sign
-            raise UnreadableError("signed values of 8 bits, for which there is no rule: convert the file")
+            raise UnreadableError("signed values of 8 bits are not supported: convert the file")
         if max(tags.get(_PALETTE, (65535,))) < 256:
-            raise UnreadableError(
-                "a palette of 8 bits where TIFF has 16, which makes the image black: convert the file"
-            )
+            raise UnreadableError("a palette of 8 bits instead of 16, which makes the image black: convert the file")
         if depth > 8 and tags.get(_PLANES) == 2:  # Pillow takes the bytes of one value for two
             raise UnreadableError("values of more than 8 bits stored channel by channel: store them pixel by pixel")
         require_pixels(file.width, file.height)
@@ -169,7 +167,7 @@ def _grey(upright: Image.Image, file: Image.Image) -> Image.Image:
         bits = int(tags.get(_BITS, (16,))[0]) if file.mode != "I" else 16
         low, high, wanted = 0.0, float(2 ** min(bits, 16) - 1), "whole numbers of 16 bits without a sign"
     if not (values.min() >= low and values.max() <= high):  # NaN is in no range
-        raise UnreadableError(f"expected {wanted}, found others: nobody has declared their range; convert the file")
+        raise UnreadableError(f"expected {wanted}, found others: their range is unknown; convert the file")
     shares = values / high
     if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:
         shares = 1 - shares

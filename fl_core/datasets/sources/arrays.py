@@ -137,7 +137,7 @@ class ArrayShare:
             "E-DATA-05",
             f"examples of classes outside the label space ({', '.join(self.space)})",
             [f"{c!r}: {sum(count[c] for count in by_name)}" for c in unknown],
-            "Start a run whose `classes` name them",
+            "Start a run with these `classes`",
             sum(count[c] for count in by_name for c in unknown),
         )
         empty = [split.value for split, count in zip(SPLITS, counts, strict=True) if not count.sum()]

@@ -164,7 +164,7 @@ class _Tree:
     def problems(self) -> tuple[CheckProblem, ...]:
         closed = sorted(set(self._closed))
         return (
-            *problem("E-DATA-04", "what cannot be read: files, folders, links", closed, "Give access, or remove them"),
+            *problem("E-DATA-04", "unreadable files, folders and links", closed, "Give access, or remove them"),
             *problem(
                 "E-DATA-07",
                 "links to folders, which are not followed, below a class",

@@ -47,7 +47,7 @@ def scan(file: Path, classes: Sequence[str] | None) -> SourceIndex:
         *problem("E-DATA-07", "images listed more than once", twice, "Keep one row per image"),
         *problem(
             "E-DATA-04",
-            f"images of {file.name} without a file",
+            f"images in {file.name} without a file",
             lost,
             remedy,
             records=True,
@@ -56,7 +56,7 @@ def scan(file: Path, classes: Sequence[str] | None) -> SourceIndex:
             "E-DATA-07",
             "groups with images in both train and test",
             groups_in_both_splits(items),
-            "Move all images of a group into one split: the test would measure what was memorised",
+            "Move all images of a group into one split: otherwise the test measures memorisation",
         ),
     )
     space = tuple(classes or labels.space({composed(row["label"]) for _, row in table.rows if not _fault(row)}))

@@ -62,7 +62,7 @@ class DigitShare(NamedTuple):
             "E-DATA-05",
             f"digits outside the label space ({', '.join(self.space)})",
             [f"{name!r}: {unknown.count(name)}" for name in sorted(set(unknown))],
-            "Start a run whose `classes` name them",
+            "Start a run with these `classes`",
             len(unknown),
         )
         pixels = [(x * 16).to(torch.uint8).numpy().tobytes() for x in self.pixels]
@@ -113,7 +113,7 @@ def _digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     if spec is None or spec.origin is None:
         raise DataError(
             "E-DATA-02",
-            "expected scikit-learn, whose digits these are, found none: pip install 'consilium-fl[research]'",
+            "expected scikit-learn, which contains the digits, found none: pip install 'consilium-fl[research]'",
         )
     file = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if not file.exists():

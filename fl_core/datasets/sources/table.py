@@ -324,7 +324,7 @@ class _Rows:
             columns, labels = LabelColumns(names_of, rows), names_of
         notes = []
         if unread:
-            notes.append(f"columns that are not read: {len(unread)} ({', '.join(n[:40] for n in unread[:10])})")
+            notes.append(f"unused columns: {len(unread)} ({', '.join(n[:40] for n in unread[:10])})")
         if not self.schema.split:
             notes.append(
                 f"no split column: a fifth of the {'groups' if self.schema.group else 'rows'} is held out as test"
@@ -361,7 +361,7 @@ class _Rows:
         for what, of in (("groups", groups if self.schema.group else ()), ("equal rows", names)):
             halves = [{o for o, s in zip(of, splits, strict=bool(of)) if s is split} for split in SPLITS]
             shared = sorted(halves[0] & halves[1])
-            remedy = "Keep them in one split: the test would measure what was memorised"
+            remedy = "Keep them in one split: otherwise the test measures memorisation"
             if what == "equal rows":
                 remedy += "; or declare `record`, where they are of different patients"
             shown = shared if what == "groups" else self._lines_of(names, set(shared))
@@ -460,7 +460,7 @@ def cell_parser(column: Column, missing: frozenset[str], earlier: bool = False) 
                 raise ValueError("neither true nor false")
             return [sign := 1.0 if truth else -1.0, *present], (str(sign),) * 3
         if _DECIMAL_COMMA.fullmatch(cell):
-            raise ValueError("no number, but one with a decimal comma: export it with points")
+            raise ValueError("a decimal comma: export it with decimal points")
         if not _NUMBER.fullmatch(cell) or not math.isfinite(value := float(cell)):
             raise ValueError("no number")
         if column.type == "integer" and not value.is_integer():

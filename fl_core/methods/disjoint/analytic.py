@@ -465,7 +465,7 @@ class Analytic(FedAvg):
         if not self.personal_head or not bool(msg["sums"]["n"].sum() > 0):
             return self.global_model(model, msg)
         if not tensor_maps.all_finite({**msg["sums"], **msg["chosen"]}):
-            raise ProtocolError("E-WIRE-05", "expected sums of numbers from the coordinator, found NaN or infinity")
+            raise ProtocolError("E-WIRE-05", "expected finite sums from the coordinator, found NaN or infinity")
         net, root = features_of(model.eval()), msg["asked"]["root"]
 
         def moments(x: Tensor, y: Tensor) -> Tensors:

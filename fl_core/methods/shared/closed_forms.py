@@ -116,7 +116,7 @@ def estimated_moments(b: Tensor, n: Tensor, weights: Tensor) -> Tensor:
     if not bool(shares.any()):
         raise ConfigError(
             "E-CFG-08",
-            "expected a class that two silos have: how far their means are apart tells its covariance, found none: "
+            "expected a class that two silos have (its covariance is estimated from their means), found none: "
             "set method.covariance=moments, or method.head=ncm",
         )
     means = b.sum(0) / (weights * counts).clamp(min=1e-300).unsqueeze(1)

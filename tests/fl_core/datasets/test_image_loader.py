@@ -88,7 +88,7 @@ def test_a_full_disk_ends_the_keeping_and_not_the_work(
     for _ in range(2):
         assert np.array_equal(loader.squares(wanted(files), FORM), expected)
     assert loader.kept_bytes == 0
-    assert len([r for r in caplog.records if "kept no longer" in r.message]) == 1
+    assert len([r for r in caplog.records if "no longer cached" in r.message]) == 1
 
 
 def test_an_unreadable_file_names_itself(files: list[Path]) -> None:

@@ -65,7 +65,7 @@ def test_a_check_says_what_each_line_does(tmp_path: Path) -> None:
     for said in (
         f"labels.toml (digest {read_dictionary(tmp_path).digest}) has 5 names",
         "'D22' = nevus (line 3: 4 records)",
-        "not used, as it says: 'scar' (line 6: 4 records)",
+        "excluded by it: 'scar' (line 6: 4 records)",
         "learnt as one of several classes: 'benign' = keratosis or nevus (line 5: 2 records)",
         "which no evaluation counts: 'benign' (line 5: 2 records)",
     ):
@@ -85,7 +85,7 @@ def test_lines_that_say_nothing_and_classes_that_no_run_has_are_named_with_their
         "line 7: 'D22b': neither a class nor a list of classes",
     )
     assert strangers.first == ("'C43.9': 4", "'scar': 4")
-    assert any("names in it that no record has: 'naevus2' (line 8)" in note for note in report.notes)
+    assert any("names in it without any record: 'naevus2' (line 8)" in note for note in report.notes)
     with pytest.raises(DataError, match="E-DATA-07"):
         load(folder(tmp_path, table), ASKED)
 

@@ -301,11 +301,11 @@ class Opens:
 def test_no_code_of_a_file_is_run_and_what_is_no_state_dict_is_refused(tmp_path: Path) -> None:
     file, trace = tmp_path / "file.pth", tmp_path / "trace"
     torch.save({**body(), "evil": Opens(trace)}, file)
-    assert "objects beside tensors" in refused(file)
+    assert "objects other than tensors" in refused(file)
     file.write_bytes(pickle.dumps(Opens(trace)))
     assert "E-CFG-02" in refused(file)
     torch.save(small("digits_cnn"), file)
-    assert "objects beside tensors" in refused(file)
+    assert "objects other than tensors" in refused(file)
     assert not trace.exists()
     torch.save([1, 2], file)
     assert "list, not name -> tensor" in refused(file)

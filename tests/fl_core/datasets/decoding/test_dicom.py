@@ -200,7 +200,7 @@ def test_a_deflated_file_is_refused_before_it_is_inflated(tmp_path: Path) -> Non
         ({"SamplesPerPixel": 2}, "samples per pixel"),
         ({"PhotometricInterpretation": "HSV"}, "samples per pixel"),
         ({"RescaleSlope": 0, "RescaleIntercept": 0}, "rescale slope"),
-        ({"WindowCenter": 1, "WindowWidth": 0}, "width is too small"),
+        ({"WindowCenter": 1, "WindowWidth": 0}, "too narrow"),
         ({"WindowCenter": 1, "WindowWidth": 10, "VOILUTFunction": "MAGIC"}, "VOI LUT function"),
         ({"VOILUTSequence": [lookup_table(0, np.arange(10), 8)], "Rows": 12}, ""),
     ],

@@ -191,8 +191,8 @@ def test_the_same_pixels_in_train_and_test_or_in_two_classes_are_found(split_fol
     shutil.copy(split_folder / "train" / "benign" / "2.png", split_folder / "train" / "benign" / "twice.png")
     report = check(f"folder:{split_folder}", deep=True)
     assert [(p.what, p.first) for p in report.problems] == [
-        ("images whose pixels are in train and in test", ("train/benign/0.png = test/benign/copy.png",)),
-        ("images whose pixels are in several classes", ("train/benign/1.png = train/melanoma/again.bmp",)),
+        ("images with the same pixels in train and test", ("train/benign/0.png = test/benign/copy.png",)),
+        ("images with the same pixels in several classes", ("train/benign/1.png = train/melanoma/again.bmp",)),
     ]
     assert "images stored more than once: 1 (train/benign/2.png = train/benign/twice.png)" in report.notes
 
@@ -383,7 +383,7 @@ def test_a_listed_image_without_a_file_is_told_once(tmp_path: Path) -> None:
     (tmp_path / "images.csv").write_text(rows)
     report = check(f"manifest:{tmp_path / 'images.csv'}", DataRequest(classes=["nevus", "benign"]))
     assert [p.what for p in report.problems if "gone.png" in " ".join(p.first)] == [
-        "images of images.csv without a file"
+        "images in images.csv without a file"
     ]
 
 

@@ -314,7 +314,7 @@ def test_a_table_names_what_separates_its_cells(tmp_path: Path, sign: str, name:
 
 def test_a_number_with_a_decimal_comma_is_named_as_one(tmp_path: Path) -> None:
     file = crp_table(tmp_path, ["1,5", *SHORT[1:]])
-    refuse("line 2: crp: no number, but one with a decimal comma", "E-DATA-07", f"table:{file}")
+    refuse("line 2: crp: a decimal comma", "E-DATA-07", f"table:{file}")
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
