@@ -65,7 +65,7 @@ def test_what_a_digest_could_not_cover_is_refused(mine: Installed, tmp_path: Pat
         os.mkfifo(place)
     else:
         place.symlink_to(tmp_path if kind == "folder link" else tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="'odd', a link to a folder or no file") as caught:
+    with pytest.raises(ConfigError, match="'odd', a link to a folder or a special file") as caught:
         mine.identity()
     assert caught.value.code == "E-CFG-02"
 
