@@ -106,7 +106,7 @@ def survey_drawing(out: Path) -> Callable[[SurveyAnswers], None]:
 def survey_picture(found: SurveyAnswers, kind: str) -> bytes:
     """Draw a panel for each question of a survey. kind: png or svg.
 
-    A cell that some hospitals held back is hatched, and one that nobody told has a mark and no bar: neither looks like
+    A cell that some hospitals suppressed is hatched, and one that nobody told has a mark and no bar: neither looks like
     a small number. Noise has the bar of its interval.
     """
     require("matplotlib", "research", "pictures of surveys")
@@ -122,7 +122,7 @@ def survey_picture(found: SurveyAnswers, kind: str) -> bytes:
         figure.delaxes(axes)
     hospitals = f"{found.hospitals} hospitals" if found.hospitals != 1 else "1 hospital"
     noise = "" if found.epsilon is None else f", with noise (epsilon {found.epsilon:g})"
-    figure.suptitle(f"Answers of {hospitals}{noise}; hatched: some hold back, x: all do", fontsize="medium")
+    figure.suptitle(f"Answers of {hospitals}{noise}; hatched: some suppress, x: all do", fontsize="medium")
     return _bytes_of(figure, kind)
 
 

@@ -49,7 +49,7 @@ def survey(
     """Ask hospitals for counts of their records: classes, patients, sizes, ages. Each decides question by question.
 
     Nothing is asked of a hospital whose policy.toml names no questions ([survey] allow). Numbers of fewer than 10
-    patients are held back; with privacy=dp_record numbers are noisy, and each hospital's ledger pays for them once.
+    patients are suppressed; with privacy=dp_record numbers are noisy, and each hospital's ledger pays for them once.
     """
     from coordinator.lead.surveys import fetched
 

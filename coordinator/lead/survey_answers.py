@@ -1,6 +1,6 @@
 """Answers to a survey, for tables, JSON, pictures and the lead's page. Imports no torch.
 
-A number is that of the hospitals that told theirs, and always stands beside how many held it back: what is held back is
+A number is that of the hospitals that told theirs, beside how many suppressed it: a suppressed number is missing,
 not 0. With noise each number of patients has an interval, which may reach below 0. Quantiles are bins, read off the
 numbers that were told, without records that do not state the value.
 """
@@ -95,9 +95,9 @@ class SurveyAnswers:
             ]
             title = f"{answer.title}{unit}{whose}"
             if all(cell.held == hospitals for cell in answer.cells):
-                yield f"{title}: held back by {'all hospitals' if hospitals > 1 else 'it'}"
+                yield f"{title}: suppressed by {'all hospitals' if hospitals > 1 else 'it'}"
                 continue
-            yield AnswerTable(title, ("", *images, counts, "held back by"), rows)
+            yield AnswerTable(title, ("", *images, counts, "suppressed by"), rows)
             if answer.quantiles:
                 shares = sorted(answer.quantiles.items(), key=lambda each: float(each[0].rstrip(" %")))
                 yield f"quantiles, to a bin: {', '.join(f'{name} {text}' for name, text in shares)}"

@@ -21,7 +21,7 @@ class SurveyRun(RunKind):
     name = "survey"
     program = "fl_core.survey.program:SurveyProgram"
     parts: ClassVar[Mapping[str, str]] = {
-        "survey": "how records here divide among the cells of questions, and what of it is held back"
+        "survey": "how records here divide among the cells of questions, and what of it is suppressed"
     }
     answered = "Hospitals have answered"
 

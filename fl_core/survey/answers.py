@@ -1,21 +1,20 @@
-"""From records to the numbers of each cell, and what of them a hospital holds back.
+"""From records to the numbers of each cell, and what of them a hospital suppresses.
 
 Without noise, of each cell
 
     images     sum of the records' shares: how many records, or of how many records' pixels
     patients   patients with a record that has a share in the cell
-    held       1 where the number is held back; both numbers are 0 then, and tell nothing
-    unnamed    1 where the data name no patients, so that each record counts as one, in cells that are not held back
+    held       1 where the number is suppressed; both numbers are 0 then, and tell nothing
+    unnamed    1 where the data name no patients, so that each record counts as one, in cells that are not suppressed
 
-A cell of 1 to `least` - 1 patients is held back. So that what is held back cannot be subtracted from the sum of a
-question, which other questions have too, more cells are: those of the fewest patients, until the cells that are held
-back have `least` patients together, or nothing is left. A question with fewer than `least` patients in all is held back
+A cell of 1 to `least` - 1 patients is suppressed. So that it cannot be subtracted from the sum of a question,
+which other questions have too, more cells are: those of the fewest patients, until the suppressed cells have `least` patients together, or nothing is left. A question with fewer than `least` patients in all is suppressed
 as a whole, with its empty cells. An empty cell of another question is 0: that is a number about nobody.
 
 With noise (in private data) a patient adds the mean of its records' shares, so cells have patients, not images, and
-those of a question sum to the patients in all; nothing is held back but questions that the hospital does not answer.
+those of a question sum to the patients in all; nothing is suppressed but questions that the hospital does not answer.
 
-Guarantees: which cells are held back, and all numbers, follow from patients; a patient with any number of records
+Guarantees: which cells are suppressed, and all numbers, follow from patients; a patient with any number of records
 counts once.
 """
 
@@ -43,7 +42,7 @@ def exact_answers(query: SurveySums, records: SurveyedRecords) -> Tensors:
         images.append(shares.sum(0))
         patients.append(touched.sum(0).double())
         suppressed.append(
-            held_back(touched, query.least) if query.answers(question) else touched.new_ones(shares.shape[1])
+            suppressed_cells(touched, query.least) if query.answers(question) else touched.new_ones(shares.shape[1])
         )
     none = torch.zeros(query.cells, dtype=torch.float64)
     answers = {IMAGES: torch.cat(images), PATIENTS: torch.cat(patients), HELD: none, UNNAMED: none + query.unnamed}
@@ -63,8 +62,8 @@ def known_patients(query: SurveySums, named: bool) -> SurveySums:
     return replace(query, unnamed=True, allowed=answered - {"patients"})
 
 
-def held_back(touched: Tensor, least: int) -> Tensor:
-    """Return which cells (cells,) are held back. touched: (patients, cells) bool, who has a record in which cell."""
+def suppressed_cells(touched: Tensor, least: int) -> Tensor:
+    """Return which cells (cells,) are suppressed. touched: (patients, cells) bool, who has a record in which cell."""
     patients = touched.sum(0)
     if int(touched.any(1).sum()) < least:
         return torch.ones_like(patients).bool()

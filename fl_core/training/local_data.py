@@ -219,7 +219,7 @@ class PlainLocalData:
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:  # noqa: ARG002
         """Sum a query over one split, without augmentation; `bound` is for private data and does nothing here.
 
-        A survey is over both splits; its noisy form is held back as a whole, since nothing adds noise here.
+        A survey is over both splits; its noisy form is suppressed as a whole, since nothing adds noise here.
         Records of coarse labels are left out where a query asks for classes.
         """
         if isinstance(query, SurveySums) and query.private:

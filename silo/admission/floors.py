@@ -32,7 +32,7 @@ _SENT = {CLINICAL: frozenset[str](), ACCURACY: frozenset({CLINICAL_PART, PAIRED}
 
 @dataclass(frozen=True, slots=True)
 class ReleaseFloors:
-    """What a policy holds back of one run.
+    """What a policy suppresses of one run.
 
     tested: test images of a class, without which nothing that is measured on it leaves; 0: any number   a_day: runs
     that may measure models here in a day; 0: any number   parts: of an evaluation, which stay here   counted: what is

@@ -2,7 +2,7 @@
 
 Answers are sums over people. People whom all answers so far count alike, cell by cell and version by version, are a
 *group*: whatever is added to and subtracted from these answers counts all of a group or none of it. So a new answer may
-divide groups only into parts of at least `least` people, and may add no smaller one. Cells that would are held back
+divide groups only into parts of at least `least` people, and may add no smaller one. Cells that would are suppressed
 together with others, else the question is; a version of the data whose mere size would is not answered at all. Beside
 that no number differs by 1 to `least` - 1 from the one that the same cell had in another version.
 
@@ -64,7 +64,7 @@ class Countable:
 
 
 Told = dict[str, frozenset[str]]
-"""Question -> the cells that may leave; a question that is not there is held back as a whole."""
+"""Question -> the cells that may leave; a question that is not there is suppressed as a whole."""
 
 
 class _Keys(NamedTuple):
@@ -222,7 +222,7 @@ class SurveyHistory:
         return self._cache[key]
 
     def _free(self, question: Countable, least: int) -> frozenset[str]:
-        """Return the cells of a question that may leave; the others are held back together."""
+        """Return the cells of a question that may leave; the others are suppressed together."""
         told = set(question.free)
         versions = {n for person in self._people.values() if person.now is not None for n in person.seen}
         answers = [self._answers[n].get(question.name) for n in versions]
@@ -239,7 +239,7 @@ class SurveyHistory:
     def _too_near(
         self, question: Countable, told: set[str], earlier: Sequence[Mapping[str, Any]], least: int
     ) -> set[str]:
-        """Name cells to hold back since a number, or that of the rest, would be a little other than in a version."""
+        """Name cells to suppress since a number, or that of the rest, would be a little other than in a version."""
 
         def near(cells: Iterable[str], numbers: Mapping[str, int]) -> bool:
             return 0 < abs(sum(question.patients.get(c, 0) - numbers.get(c, 0) for c in cells)) < least
@@ -253,7 +253,7 @@ class SurveyHistory:
         return set()
 
     def _too_few(self, question: Countable, told: set[str], least: int) -> set[str]:
-        """Name cells to hold back since too few would be counted in them as nobody else is; "": all of the question."""
+        """Name cells to suppress since too few would be counted in them as nobody else is; "": all of the question."""
         blocks = _blocks(question, told)
         inside, parts = Counter[tuple[Group, str]](), defaultdict[Group, set[str]](set)
         gone, related = defaultdict[Group, set[int]](set), defaultdict[Group, set[str]](set)
@@ -327,7 +327,7 @@ class SurveyHistory:
 
 
 def _blocks(question: Countable, told: Collection[str]) -> dict[str, str]:
-    """Return the cell that is told of each least cell; "" where it is held back."""
+    """Return the cell that is told of each least cell; "" where it is suppressed."""
     return {cell: asked if asked in told else "" for cell, asked in question.cells.items()}
 
 

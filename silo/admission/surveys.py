@@ -39,7 +39,7 @@ from privacy.mechanisms.record.survey import sensitivity
 from privacy.profiles.prototype_filter import DisclosureLimits
 from privacy.profiles.record import RecordProfile
 from silo.admission.survey_history import Countable, SurveyedPatients, Told
-from silo.reports.run_request import HELD_BACK, LEAVES, NOT_ANSWERED, SurveyPreview, SurveyRow
+from silo.reports.run_request import LEAVES, NOT_ANSWERED, SUPPRESSED, SurveyPreview, SurveyRow
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ def survey_preview(run: CompiledRun, dataset: SiloDataset, withheld: DisclosureL
     for question, place in places(query.questions, query.n_classes):
         refused = not query.answers(question)
         for cell, k in zip(question.cells(classes), range(place.start, place.stop), strict=True):
-            what = NOT_ANSWERED if refused else HELD_BACK if held[k] else LEAVES
+            what = NOT_ANSWERED if refused else SUPPRESSED if held[k] else LEAVES
             number = 0.0 if images is None else float(images[k])
             rows.append(SurveyRow(str(question), cell, number, float(patients[k]), what))
     word = records_word(run.manifest.schema.columns)

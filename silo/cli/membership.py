@@ -124,7 +124,7 @@ def show_peers(home: SiloHome) -> Reply:
     held = {name: member.fingerprint for name, member in sorted(pins.held().items())}
     how = {name: "confirmed by hand" if name in confirmed else "accepted" for name in accepted}
     rows = [(name, how[name], colons(key)) for name, key in accepted.items()]
-    rows += [(name, "held back", colons(key)) for name, key in held.items()]
+    rows += [(name, "not confirmed", colons(key)) for name, key in held.items()]
     value = {"accepted": accepted, "held": held, "confirmed": sorted(confirmed)}
     return Reply(value, [Rows("Members of the roster", ("silo", "", "key"), rows)])
 
@@ -138,9 +138,10 @@ def accept(
     ],
     home: SiloHome,
 ) -> Reply:
-    """Confirm a member's key by its fingerprint, and consent to it where it is held back.
+    """Confirm a member's key by its fingerprint, and consent to it where it is not confirmed yet.
 
-    Held back are a new member's where the policy says so, and another one of a member that could not prove the change.
+    Not confirmed are a new member's key, where the policy says so, and another key of a member that could not prove
+    the change.
     It holds for this key and those that it is renewed into. A running `silo serve` follows it at once.
     """
     digest = fingerprint.replace(":", "").strip().lower()

@@ -40,7 +40,7 @@ def show_policy(home: SiloHome) -> Reply:
 _EMPTY = {
     "runs.methods": "any",
     "runs.leads": "any",
-    "survey.allow": "none: every number of a survey is held back",
+    "survey.allow": "none: every number of a survey is suppressed",
     "privacy.labels": "what the publisher of the data names, or --holds",
 }
 """What an empty list means; any other: none."""

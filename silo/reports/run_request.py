@@ -28,13 +28,13 @@ class RequestLine(NamedTuple):
     policy: str
 
 
-LEAVES, HELD_BACK, NOT_ANSWERED = "leaves", "held back: too few", "held back: not answered"
+LEAVES, SUPPRESSED, NOT_ANSWERED = "leaves", "suppressed: too few", "suppressed: not answered"
 """What becomes of a number of a survey."""
 
 
 @dataclass(frozen=True, slots=True)
 class SurveyRow:
-    """A cell of a survey's question, as it would leave this hospital; numbers that are held back are 0."""
+    """A cell of a survey's question, as it would leave this hospital; numbers that are suppressed are 0."""
 
     question: str
     cell: str

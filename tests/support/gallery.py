@@ -60,7 +60,7 @@ PAGES = (*LEAD, "hospital", "predict", *FILES)
 
 
 def survey() -> SurveyAnswers:
-    """Make answers with noise: some held back by a few hospitals, one question by all, one hospital's apart."""
+    """Make answers with noise: some suppressed by a few hospitals, one question by all, one hospital's apart."""
 
     def answers(hospitals: int) -> tuple[SurveyAnswer, ...]:
         few = tuple(Cell(name, None, 40.0 * k - 20, 12.5, k % hospitals) for k, name in enumerate(LONG.classes))

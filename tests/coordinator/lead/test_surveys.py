@@ -1,4 +1,4 @@
-"""Answers to a survey as the lead reads them: what is held back is no number, and what nobody can have is said."""
+"""Answers to a survey as the lead reads them: what is suppressed is no number, and what nobody can have is said."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CELLS = 10 + 4
 
 
 def state(hospitals: float = 3.0, **cells: dict[int, float]):
-    """Make a state whose cells are 20 images of 15 patients that nobody holds back, but for those that are named."""
+    """Make a state whose cells are 20 images of 15 patients that nobody suppresses, but for those that are named."""
     usual = {"images": 20.0, "patients": 15.0, "held": 0.0, "unnamed": 0.0}
     found = {name: torch.full((CELLS,), value, dtype=torch.float64) for name, value in usual.items()}
     for name, values in cells.items():
@@ -84,7 +84,7 @@ def test_answers_of_an_earlier_version_do_not_say_what_they_count():
 
 def test_a_question_that_all_hold_back_is_one_line():
     found = answers_of(RUN, state(held=dict.fromkeys(range(10, 14), 3.0)))
-    assert "Age, years: held back by all hospitals" in text(found)
+    assert "Age, years: suppressed by all hospitals" in text(found)
     assert found.answers[1].quantiles == {}
 
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_core.survey.answers import exact_answers, held_back, patient_vectors
+from fl_core.survey.answers import exact_answers, patient_vectors, suppressed_cells
 from fl_core.survey.facts import SurveyedRecords
 from fl_core.types.survey import parse_questions
 from fl_core.types.values import SurveySums
@@ -40,7 +40,7 @@ def test_what_is_held_back_cannot_be_subtracted():
     of = [(p, 0) for p in range(3)] + [(p, 1) for p in range(10, 24)] + [(p, 2) for p in range(30, 90)]
     assert answer(of)["held"] == [1, 1, 0]  # else the sum of all less 14 and 60 would be those 3
     of = [(p, 0) for p in range(6)] + [(p, 1) for p in range(10, 16)] + [(p, 2) for p in range(30, 90)]
-    assert answer(of)["held"] == [1, 1, 0]  # twelve patients are together in what is held back: the third cell stays
+    assert answer(of)["held"] == [1, 1, 0]  # twelve patients are together in what is suppressed: the third cell stays
 
 
 def test_a_hospital_of_few_patients_shows_not_even_which_cells_are_empty():
@@ -107,7 +107,7 @@ def test_patients_in_several_cells_are_counted_once_each():
     touched = torch.zeros(12, 2, dtype=torch.bool)
     touched[:9, 0] = True
     touched[:12, 1] = True
-    assert held_back(touched, 10).tolist() == [True, True]
+    assert suppressed_cells(touched, 10).tolist() == [True, True]
 
 
 def test_a_patient_adds_the_mean_of_its_records():

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import insert
 
-from fl_core.survey.answers import held_back
+from fl_core.survey.answers import suppressed_cells
 from silo.admission.memory import AnswerMemory
 from silo.admission.survey_history import Countable, SurveyedPatients, _digest
 from silo.storage.schema import surveys
@@ -80,7 +80,7 @@ Released = dict[str, frozenset[int]]
 
 
 def ask(memory: AnswerMemory, version: Version, *words: str, floor: int = FLOOR) -> dict[str, Released]:
-    """Ask, and return by question whom each number that left is about; "rest": those of all that was held back."""
+    """Ask, and return by question whom each number that left is about; "rest": those of all that was suppressed."""
     asked = [version.asked(word) for word in words]
     expected = memory.answerable(version.people, asked, floor)
     assert memory.claim_cells("run", version.people, asked, floor) == expected
@@ -111,7 +111,7 @@ def numbers(memory: AnswerMemory, version: Version, *words: str, floor: int = FL
 BEFORE = classes(a=20, b=22)
 
 
-@pytest.mark.fault("a lead", "surveys 42 patients, then 52 of whom nine have one label and one another", "held back")
+@pytest.mark.fault("a lead", "surveys 42 patients, then 52 of whom nine have one label and one another", "suppressed")
 def test_the_one_of_ten_new_patients_who_has_another_label_is_not_told(memory):
     assert numbers(memory, Version.of(BEFORE), "classes") == {"classes": {"a": 20, "b": 22}}
     assert numbers(memory, Version.of(classes(a=29, b=23)), "classes") == {}
@@ -125,7 +125,7 @@ def test_cells_that_hardly_changed_are_held_back_together_and_the_others_are_tol
 
 
 @pytest.mark.fault(
-    "a lead", "surveys a renamed export with one patient more", "held back: who is who follows from content"
+    "a lead", "surveys a renamed export with one patient more", "suppressed: who is who follows from content"
 )
 @pytest.mark.parametrize("grouped", [True, False])
 def test_a_renamed_export_with_one_patient_more_is_not_answered(memory, grouped):
@@ -255,7 +255,7 @@ def told_of(memory: AnswerMemory, data: Images, prefix: str = "p") -> frozenset[
     labelled = [[f"content {p}-{k} {label}" for k, label in images.items()] for p, images in data.items()]
     shares = [{label: float(n) for label, n in Counter(images.values()).items()} for images in data.values()]
     touched = torch.tensor([[label in one for label in "abc"] for one in shares])
-    free = frozenset(c for c, held in zip("abc", held_back(touched, FLOOR).tolist(), strict=True) if not held)
+    free = frozenset(c for c, held in zip("abc", suppressed_cells(touched, FLOOR).tolist(), strict=True) if not held)
     counts = {c: sum(c in one for one in shares) for c in "abc"}
     people = SurveyedPatients([f"{prefix}{p}" for p in data], contents, labelled, grouped=True)
     asked = [Countable("classes", "classes", {c: c for c in "abc"}, shares, counts, free)]

@@ -18,7 +18,7 @@ from privacy.ledger.registration import register
 from privacy.policy import Policy
 from protos.wire.codec import BundleFile
 from silo.admission.surveys import surveyed_patients
-from silo.reports.run_request import HELD_BACK, LEAVES, NOT_ANSWERED, RunRequest
+from silo.reports.run_request import LEAVES, NOT_ANSWERED, SUPPRESSED, RunRequest
 from silo.storage.home import Home
 from tests.support import until
 from tests.support.fake_coordinator import MEMBERS
@@ -123,7 +123,7 @@ def test_answers_that_are_kept_apart_need_a_word_of_their_own(ask):
 
 
 @pytest.mark.integration
-@pytest.mark.fault("a lead", "surveys again after one patient came or went", "held back")
+@pytest.mark.fault("a lead", "surveys again after one patient came or went", "suppressed")
 def test_two_answers_tell_of_no_patient_who_came_or_went(ask):
     before = ask(survey("classes"))
     assert before["classes", "a"] == (60, 30, 0)
@@ -137,7 +137,7 @@ def test_two_answers_tell_of_no_patient_who_came_or_went(ask):
 
 
 @pytest.mark.integration
-@pytest.mark.fault("a lead", "surveys a renamed, re-encoded export with one patient more", "held back")
+@pytest.mark.fault("a lead", "surveys a renamed, re-encoded export with one patient more", "suppressed")
 @pytest.mark.parametrize("named", [True, False])
 def test_a_renamed_export_with_one_more_is_known_by_its_pixels(ask, tmp_path, named):
     first = write_images(tmp_path / "images", range(40), named=named)
@@ -186,7 +186,7 @@ def test_images_of_data_that_name_no_patients_are_not_counted_as_patients(make, 
     assert rows["patients"]["patients", "1"] == LEAVES
 
 
-@pytest.mark.fault("a lead", "surveys the same patients in narrower bins", "held back")
+@pytest.mark.fault("a lead", "surveys the same patients in narrower bins", "suppressed")
 def test_narrower_bins_of_the_same_patients_are_held_back(ask):
     assert ask(survey("sizes:256"))["sizes", "0 to 256"] == (80, 40, 0)
     found = ask(survey("sizes:64", "images", name="survey-2"))
@@ -215,7 +215,7 @@ def test_what_the_hospital_approves_is_what_leaves(make, tmp_path):
         LEAVES,
     )
     assert rows["bits", "1 to 8"].becomes == NOT_ANSWERED
-    assert not any(row.becomes == HELD_BACK for row in shown.rows)
+    assert not any(row.becomes == SUPPRESSED for row in shown.rows)
     assert "A number that is not 0 is of at least 10 patients." in shown.sentence()
     service.store.approvals.decide(run.name, approved=True)
     hospital.sent()
@@ -230,7 +230,7 @@ def test_what_the_hospital_approves_is_what_leaves(make, tmp_path):
 @pytest.mark.fault(
     "a hospital's records",
     "change between the approval of a survey and its answer",
-    "held back: nothing leaves that nobody was shown",
+    "suppressed: nothing leaves that nobody was shown",
 )
 def test_other_numbers_than_the_approved_ones_are_held_back(make, tmp_path):
     home = Home(tmp_path / "home").make()

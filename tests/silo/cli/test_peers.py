@@ -1,4 +1,4 @@
-"""`silo peers`: the operator's consent to a key that is held back."""
+"""`silo peers`: the operator's consent to a key that is not confirmed."""
 
 from __future__ import annotations
 

@@ -96,8 +96,8 @@ def test_the_page_shows_what_left_what_was_spent_who_is_there_and_what_waits(hom
     assert "None is larger than the sums over records that its run lists." in text
     assert "38,379 numbers: changes of the model's parameters" in text
     assert re.search(r"Epsilon \d\.\d\d of 8 is spent for each record", text)
-    assert "center3 ◐ held back" in text
-    assert "1 held back: a key that you have not consented to" in text
+    assert "center3 ◐ not confirmed" in text
+    assert "1 not confirmed: a key that you have not consented to" in text
     assert "2 times: an image that cannot be read" in text
     assert "scans/0041.png, scans/0107.png" in text
     assert "531 90" in text
