@@ -7,8 +7,9 @@ Without noise, of each cell
     held       1 where the number is suppressed; both numbers are 0 then, and tell nothing
     unnamed    1 where the data name no patients, so that each record counts as one, in cells that are not suppressed
 
-A cell of 1 to `least` - 1 patients is suppressed. So that it cannot be subtracted from the sum of a question,
-which other questions have too, more cells are: those of the fewest patients, until the suppressed cells have `least` patients together, or nothing is left. A question with fewer than `least` patients in all is suppressed
+A cell of 1 to `least` - 1 patients is suppressed. So that it cannot be subtracted from the sum of a question, which
+other questions have too, more cells are: those of the fewest patients, until the suppressed cells have `least` patients
+together, or nothing is left. A question with fewer than `least` patients in all is suppressed
 as a whole, with its empty cells. An empty cell of another question is 0: that is a number about nobody.
 
 With noise (in private data) a patient adds the mean of its records' shares, so cells have patients, not images, and
