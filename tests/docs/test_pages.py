@@ -120,3 +120,9 @@ def test_the_index_of_decisions_has_each_of_them_once() -> None:
     assert len({record.name[:4] for record in records}) == len(records)
     for record in records:
         assert len(re.findall(rf"^\| \[{record.name[:4]}\]\({record.name}\)", index, re.MULTILINE)) == 1, record.name
+
+
+def test_the_vocabulary_has_at_most_twenty_words_of_our_own() -> None:
+    table = (ROOT / "docs/architecture.md").read_text().partition("| our word | is |")[2].partition("\n\n")[0]
+    words = [word for row in table.splitlines()[2:] for word in row.split("|")[1].split(",")]
+    assert 0 < len(words) <= 20
