@@ -55,7 +55,7 @@ def test_a_number_that_nobody_told_is_none_and_never_0():
     assert (cell.images, cell.patients, cell.held) == (None, None, 3)
     assert (other.images, other.patients, other.held) == (0.0, 0.0, 0)
     assert "│ 3 │ -      │ -        │ 3 of 3        │" in text(found)
-    assert "│ 3 │ 0      │ 0        │ -            │" in text(zero)
+    assert "│ 3 │ 0      │ 0        │ -             │" in text(zero)
     assert found.as_json()["answers"][0]["cells"][3]["patients"] is None
 
 
