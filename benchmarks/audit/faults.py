@@ -154,7 +154,7 @@ def drawn_by_position() -> Iterator[None]:
 def any_shape() -> Iterator[None]:
     """Batches as long as the sample makes them, without padding."""
     trimmed = changed_engine(lambda units, clip: (units[units != per_sample_gradients.PADDING], clip))
-    with replaced(private_data, "filled", lambda x, rows: x), trimmed:  # noqa: ARG005
+    with replaced(private_data, "pad_batch", lambda x, rows: x), trimmed:  # noqa: ARG005
         yield
 
 

@@ -106,7 +106,7 @@ def test_its_silo_refuses_to_train_whatever_the_coordinator_says(
     world: tuple[World, dict[str, Site]], name: str
 ) -> None:
     controls = HospitalControls(world[1][name].home, world[1][name].service.store)
-    with pytest.raises(RefusedError, match=r"E-POLICY-18.*trains nothing"):
+    with pytest.raises(RefusedError, match=r"E-POLICY-18.*does not train"):
         controls.admit(AdmissionRequest("run-of-a-liar", manifest(rounds=1, names=("north", name))))
 
 

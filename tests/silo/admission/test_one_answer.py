@@ -272,7 +272,7 @@ def test_of_classes_below_the_policys_floor_nothing_leaves_and_log_question_and_
     sent = BundleFile(file)[METRICS]
     assert sent.weight.tolist() == [0, 0, 0, 0, 36, 36, 0, 36, 0, 0]
     assert sent.total["correct"][6] == 0
-    assert "of test images of 6 nothing is sent" in caplog.text
+    assert "results withheld for 6: fewer than 20 test images" in caplog.text
     (task,) = hospital.service.store.history()[0].tasks
     assert sum(task.evaluation.examples) == 126
     page = HospitalPage(Home(hospital.folder))
