@@ -138,17 +138,17 @@ def prototypes(
                 chance += 1 / (1 + len(others)) / repeats
         return Tracing(n, z, auc(inside, outside), hits / repeats if steps else float("nan"), chance)
 
-    found = []
+    traced = []
     for n, z in cases:
         if able := [c for c, pool in pools.items() if len(pool) >= n + MIN_IMAGES]:
-            found.append(attacked(able, n, z))
-    if not found:
+            traced.append(attacked(able, n, z))
+    if not traced:
         raise ConfigError(
             "E-PRIV-29",
             f"expected a class of more than {MIN_IMAGES} images beside a third of all, found none in {target.name}: "
             "audit more data, or leave the prototypes out",
         )
-    return found
+    return traced
 
 
 def _unit_features(model: nn.Module, x: Tensor) -> Tensor:

@@ -67,9 +67,9 @@ def dirac(
     data = ListedExamples(x, torch.zeros(records, dtype=torch.long))
     training.run(model, data, loss, 1, noise, seed, watch)
     scores = {"distance": places[-1], "unsteadiness": np.diff(np.stack(places), axis=0).std(0)}
-    found = {n: one_run(s, present, training.delta, CONFIDENCE / len(scores)) for n, s in scores.items()}
-    best = max(found, key=lambda name: found[name].epsilon)
-    return CanaryResult(scores[best], present, found[best], best)
+    results = {n: one_run(s, present, training.delta, CONFIDENCE / len(scores)) for n, s in scores.items()}
+    best = max(results, key=lambda name: results[name].epsilon)
+    return CanaryResult(scores[best], present, results[best], best)
 
 
 def mislabelled(

@@ -105,7 +105,7 @@ def _audited(
 ) -> list[AuditVerdict]:
     from consilium.audit.runner import AUDITS, minutes_left, save
 
-    found: list[AuditVerdict] = []
+    verdicts: list[AuditVerdict] = []
     before = os.umask(0o077)
     try:
         about = {
@@ -125,13 +125,13 @@ def _audited(
                 typer.echo(f"{name} ({k + 1} of {len(chosen)}), {_time_left(left)}", err=True)
             outcome = AUDITS[name](target, setting, place)
             save(place / SUMMARY, name, outcome.json())
-            found += outcome.verdicts
+            verdicts += outcome.verdicts
             if not quiet:
                 sys.stdout.write("".join(f"{v.line()}\n" for v in outcome.verdicts))
                 sys.stdout.flush()
     finally:
         os.umask(before)
-    return found
+    return verdicts
 
 
 def _time_left(minutes: float | None) -> str:

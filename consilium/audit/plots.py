@@ -74,9 +74,9 @@ def tracing(runs: Sequence[Sequence[Tracing]], file: Path) -> None:
     cases = list(zip(*runs, strict=True))
     figure, axis = _new(len(cases) * 1.1 + 2)
     places = range(len(cases))
-    traced, found = ([fmean(getattr(f, of) for f in case) for case in cases] for of in ("tracing", "inversion"))
+    traced, inverted = ([fmean(getattr(f, of) for f in case) for case in cases] for of in ("tracing", "inversion"))
     axis.bar([p - 0.2 for p in places], traced, 0.4, label="tracing, AUC")
-    axis.bar([p + 0.2 for p in places], found, 0.4, label="inversion, share found (top 1)")
+    axis.bar([p + 0.2 for p in places], inverted, 0.4, label="inversion, share found (top 1)")
     for place, (f, *_) in zip(places, cases, strict=True):
         named = "" if place else "chance of the inversion"
         axis.plot([place, place + 0.4], [f.chance] * 2, color="C3", linewidth=1.5, label=named)

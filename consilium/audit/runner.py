@@ -115,16 +115,16 @@ def membership(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
 
     Of (epsilon, 0)-private training no attack has an AUC above e^eps / (1 + e^eps). Judged by the mean over seeds.
     """
-    found = {
+    results = {
         _name(t): [
             canaries.members(t, target, seed, setting.noise("membership", seed, str(t.epsilon)))
             for seed in range(setting.seeds)
         ]
         for t in setting.trainings
     }
-    plots.curves({name: pairs[0] for name, pairs in found.items()}, out / "membership.png")
-    by = {name: [auc(*pair) for pair in pairs] for name, pairs in found.items()}
-    n = len(found[PLAIN][0][0])
+    plots.curves({name: pairs[0] for name, pairs in results.items()}, out / "membership.png")
+    by = {name: [auc(*pair) for pair in pairs] for name, pairs in results.items()}
+    n = len(results[PLAIN][0][0])
     error = math.sqrt((2 * n + 1) / (12 * n * n) / setting.seeds)
     shown = {name: f"AUC {_repeat(values)}" for name, values in by.items()}
     verdicts = [AuditVerdict(f"membership by loss, {PLAIN}", "what can be seen at all", shown[PLAIN], None)]
@@ -142,11 +142,11 @@ def membership(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
 
 def presence(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
     """AU-8: an update shows which classes a hospital has, whatever protects its records; a sum over hospitals less."""
-    found = {_name(t): [_presence(target, setting, t, s) for s in range(setting.seeds)] for t in setting.trainings}
-    update_aucs = {name: [f.update_auc for f in runs] for name, runs in found.items()}
-    sum_aucs = {name: [f.sum_auc for f in runs] for name, runs in found.items()}
+    results = {_name(t): [_presence(target, setting, t, s) for s in range(setting.seeds)] for t in setting.trainings}
+    update_aucs = {name: [f.update_auc for f in runs] for name, runs in results.items()}
+    sum_aucs = {name: [f.sum_auc for f in runs] for name, runs in results.items()}
     plots.presence(update_aucs, sum_aucs, out / "class_presence.png")
-    numbers = {"one_update": update_aucs, "sum_only": sum_aucs, "hospitals": len(found[PLAIN][0].held)}
+    numbers = {"one_update": update_aucs, "sum_only": sum_aucs, "hospitals": len(results[PLAIN][0].held)}
     near = all(abs(a - 0.5) <= 0.1 for values in sum_aucs.values() for a in values)
     verdicts = [
         AuditVerdict(
@@ -172,20 +172,20 @@ def prototypes(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
         expected = "1 image: AUC > 0.95 bare, < 0.75 at noise 8"
         holds = min(by["1 image, bare"]) > 0.95 and max(by["1 image, noise 8"]) < 0.75
         verdict = AuditVerdict("prototype tracing", expected, _summary(by), holds)
-    return Outcome({"prototypes": [[asdict(f) for f in found] for found in runs]}, [verdict], "prototypes.png")
+    return Outcome({"prototypes": [[asdict(f) for f in results] for results in runs]}, [verdict], "prototypes.png")
 
 
 def hostile(target: AuditTarget, setting: Setting, out: Path) -> Outcome:  # noqa: ARG001
     """Attack made-up records as a coordinator that chooses the model and knows all records but one (hostile.py)."""
-    found: list[AttackResult] = []
+    results: list[AttackResult] = []
     for attack in attacks_of_a_coordinator():
         for _ in range(RETRIES + 1):
             measured = measure(attack, trials=setting.trials)
             if measured.holds:
                 break
-        found.append(measured)
+        results.append(measured)
     passed = accepted()
-    plots.refuted({m.attack: (m.printed, m.lower, m.gaussian) for m in found}, out / "hostile.png")
+    plots.refuted({m.attack: (m.printed, m.lower, m.gaussian) for m in results}, out / "hostile.png")
     verdicts = [
         AuditVerdict(
             f"hostile coordinator, {m.attack}",
@@ -193,11 +193,11 @@ def hostile(target: AuditTarget, setting: Setting, out: Path) -> Outcome:  # noq
             f"{max(m.lower, m.gaussian):.2f}",
             m.holds,
         )
-        for m in found
+        for m in results
     ]
     shown = ", ".join(passed) if passed else f"all {len(list(dishonest()))} refused"
     verdicts.append(AuditVerdict("hostile manifests", "all refused", shown, not passed))
-    numbers = {"attacks": [asdict(m) for m in found], "manifests_accepted": passed}
+    numbers = {"attacks": [asdict(m) for m in results], "manifests_accepted": passed}
     return Outcome(numbers, verdicts, "hostile.png")
 
 
@@ -226,8 +226,8 @@ def minutes_left(done: Sequence[str], left: Sequence[str], seconds: float) -> fl
 
 
 def save(file: Path, name: str, facts: Mapping[str, object]) -> None:
-    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    replace_file(file, f"{json.dumps({**found, name: facts}, indent=1)}\n".encode(), 0o600)
+    stored = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    replace_file(file, f"{json.dumps({**stored, name: facts}, indent=1)}\n".encode(), 0o600)
 
 
 def _canaries(target: AuditTarget) -> int:
@@ -237,12 +237,12 @@ def _canaries(target: AuditTarget) -> int:
 def _by_canaries(
     name: str, one: Callable[[Training, int], CanaryResult], m: int, setting: Setting, file: Path
 ) -> Outcome:
-    found: dict[str, list[CanaryResult]] = {}
+    results: dict[str, list[CanaryResult]] = {}
     verdicts = []
     for training in setting.trainings:
         most = QUIET if training.epsilon == 1 and setting.demanding else training.epsilon
         runs = [_without_canaries(one, training, seed, most) for seed in range(setting.seeds)]
-        found[_name(training)] = runs
+        results[_name(training)] = runs
         shown = ", ".join(f"{f.guesses.epsilon:.2f}" for f in runs)
         bounds = [f.guesses.epsilon for f in runs]
         if training.private:
@@ -253,8 +253,8 @@ def _by_canaries(
         expected = f"at least {FLAGGED:g}" if demanded else f"what {m} canaries can show: at most {ceiling:.2f}"
         verdicts.append(AuditVerdict(f"{name}, {PLAIN}", expected, shown, min(bounds) >= FLAGGED if demanded else None))
     claims = {_name(t): t.epsilon for t in setting.trainings if t.private}
-    plots.bounds(found, claims, file)
-    rows = {training: [_row(f) for f in runs] for training, runs in found.items()}
+    plots.bounds(results, claims, file)
+    rows = {training: [_row(f) for f in runs] for training, runs in results.items()}
     return Outcome({"bounds": rows, "ceiling": refuted(setting.delta, m, m, m)}, verdicts, file.name)
 
 
@@ -262,10 +262,10 @@ def _without_canaries(
     one: Callable[[Training, int], CanaryResult], training: Training, seed: int, most: float
 ) -> CanaryResult:
     for again in range(RETRIES + 1):
-        found = one(training, seed + 1000 * again)
-        if not training.private or found.guesses.epsilon <= most:
+        result = one(training, seed + 1000 * again)
+        if not training.private or result.guesses.epsilon <= most:
             break
-    return found
+    return result
 
 
 def _presence(target: AuditTarget, setting: Setting, training: Training, seed: int) -> attacks.Presence:
@@ -337,11 +337,11 @@ def dishonest() -> Iterator[tuple[str, RunManifest]]:
 
 
 def accepted() -> list[str]:
-    found = []
+    names = []
     for name, manifest in dishonest():
         try:
             CompiledRun.of(manifest)
         except FederationError:
             continue
-        found.append(name)
-    return found
+        names.append(name)
+    return names

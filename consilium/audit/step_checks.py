@@ -216,9 +216,9 @@ def mu(step: Step, runs: int, noises: tuple[NoiseSource, NoiseSource]) -> float:
 
 def mu_bounds(step: Step, runs: int, noises: Sequence[tuple[NoiseSource, NoiseSource]]) -> Floats:
     """Repeat AU-3 until it does not refute the claim, or three times: a correct step is refuted in 5 of 100."""
-    found: list[float] = []
+    bounds: list[float] = []
     for pair in noises[:3]:
-        found.append(mu(step, runs, pair))
-        if found[-1] <= 1:
+        bounds.append(mu(step, runs, pair))
+        if bounds[-1] <= 1:
             break
-    return np.array(found)
+    return np.array(bounds)

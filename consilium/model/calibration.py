@@ -70,7 +70,7 @@ class CalibrationFacts:
         counted = all(n >= 0 for n in (*self.fitted, *self.held))
         numbers = all(0 <= q <= 1 for q in self.quantiles) and math.isfinite(self.threshold or 0.0)
         categories = len(self.classes) * (2 if self.multi_label else 1)
-        if self.format != FORMAT or any(len(found) != categories for found in by_class):
+        if self.format != FORMAT or any(len(values) != categories for values in by_class):
             raise ConfigError("E-CFG-02", "expected a calibration of this version, a number per class: calibrate again")
         if not counted or not numbers or not 0 < self.temperature < math.inf:
             raise ConfigError("E-CFG-02", "expected numbers that a calibration can have: calibrate again")
@@ -200,7 +200,7 @@ def calibrate_labels(asked: CalibrationRequest, logits: Tensor, labels: Tensor) 
 
 
 def _require_numbers(*answers: Tensor) -> None:
-    if not all(bool(torch.isfinite(found).all()) for found in answers):
+    if not all(bool(torch.isfinite(values).all()) for values in answers):
         raise DataError("E-DATA-08", "expected a model that answers every example with numbers, found NaN or infinity")
 
 
@@ -232,8 +232,8 @@ def beside(model: Path) -> Path:
 
 def to_bytes(calibration: Calibration) -> bytes:
     tensors = dict[str, Tensor]()
-    for name, found in zip(DISTANCES, calibration.distances or (), strict=False):
-        tensors |= found.tensors(name)
+    for name, distance in zip(DISTANCES, calibration.distances or (), strict=False):
+        tensors |= distance.tensors(name)
     return save(tensors, metadata={"consilium": json.dumps(asdict(calibration.facts), sort_keys=True)})
 
 
@@ -242,11 +242,11 @@ def read(file: Path, model: str, classes: Sequence[str], multi_label: bool = Fal
 
     Raises StateError (E-STATE-22) on one of another model or that is none, ConfigError (E-CFG-02) on no such file.
     """
-    found = pretrained.read_file(file)
+    tensors = pretrained.read_file(file)
     try:
-        facts = structure(CalibrationFacts, found.facts, "")
+        facts = structure(CalibrationFacts, tensors.facts, "")
         features, logits = (
-            None if facts.multi_label else ClassDistances.read(found.tensors, name, len(facts.classes))
+            None if facts.multi_label else ClassDistances.read(tensors.tensors, name, len(facts.classes))
             for name in DISTANCES
         )
     except (ConversionError, ConfigError, ValueError) as error:

@@ -113,21 +113,21 @@ def predict(
     loaded = named.load()
     predictor = _predictor(model, loaded, calibration, raw)
     examples = _examples(loaded, inputs or (), data, split, data_root)
-    found = predictor.predictions(examples)
-    tallied = tally(found, loaded.facts.classes)
-    whole = output.document(predictor, found, tallied)
-    reports = None if sr is None else structured_report.write(sr, predictor, found)
+    predictions = predictor.predictions(examples)
+    tallied = tally(predictions, loaded.facts.classes)
+    whole = output.document(predictor, predictions, tallied)
+    reports = None if sr is None else structured_report.write(sr, predictor, predictions)
     if reports is not None:
         files = {name: str(file) for name, file in reports.files.items()}
         whole["structured_reports"] = {"files": files, "problems": reports.problems}
     for file in out or ():
-        output.write(file, found, whole, loaded.facts.classes)
-    failed = sum(bool(p.problem) for p in found)
+        output.write(file, predictions, whole, loaded.facts.classes)
+    failed = sum(bool(p.problem) for p in predictions)
     shown: list[Facts | Rows | str] = [Facts(_about(predictor))]
     if not out:
-        shown.append(output.table(found[:MAX_SHOWN], loaded.facts.untaught))
-        if len(found) > MAX_SHOWN:
-            shown.append(f"and {len(found) - MAX_SHOWN} more: --out writes all of them")
+        shown.append(output.table(predictions[:MAX_SHOWN], loaded.facts.untaught))
+        if len(predictions) > MAX_SHOWN:
+            shown.append(f"and {len(predictions) - MAX_SHOWN} more: --out writes all of them")
     if tallied.classes:
         shown.append(output.tally_table(tallied, predictor.calibration is not None))
     shown += [f"wrote {file}" for file in out or ()]
@@ -136,9 +136,9 @@ def predict(
         shown.append(f"wrote {counted(len(reports.files), 'structured report')} to {sr}")
         notes += [f"{name}: no structured report: {why}" for name, why in reports.problems.items()]
         if reports.not_dicom:
-            notes.append(f"no DICOM, and so without a structured report: {reports.not_dicom} of {len(found)}")
+            notes.append(f"no DICOM, and so without a structured report: {reports.not_dicom} of {len(predictions)}")
     if failed:
-        notes.append(f"{failed} of {len(found)} could not be classified: the note beside each says why")
+        notes.append(f"{failed} of {len(predictions)} could not be classified: the note beside each says why")
     return Reply(whole, shown, notes, status=2 if failed or (reports and reports.problems) else 0)
 
 
@@ -260,12 +260,12 @@ def _examples(
 def _about(predictor: Predictor) -> list[tuple[str, str]]:
     from consilium.model import output
 
-    facts, found = predictor.model.facts, predictor.calibration
+    facts, calibration = predictor.model.facts, predictor.calibration
     said = [("model", f"{facts.run or 'of a simulation'} (SHA-256 {predictor.model.sha256[:16]})")]
     said.append(("preprocessing", facts.preprocessing.sentence()))
-    if found is not None:
+    if calibration is not None:
         said.append(("probabilities", f"of this hospital's temperature, {predictor.temperature:.4g}"))
-        said.append(("sets", output.promise(found.facts, "the calibration's")))
+        said.append(("sets", output.promise(calibration.facts, "the calibration's")))
     elif predictor.temperature != 1:
         said.append(("probabilities", f"of a temperature estimated at export, {predictor.temperature:.4g}"))
     else:
@@ -275,8 +275,8 @@ def _about(predictor: Predictor) -> list[tuple[str, str]]:
 
 
 def _warnings(predictor: Predictor, examples: Inputs) -> list[str]:
-    found, untaught = predictor.calibration, predictor.model.facts.untaught
+    calibration, untaught = predictor.calibration, predictor.model.facts.untaught
     notes = [f"nobody taught the model {listed(untaught)}: it cannot recognise them"] if untaught else []
-    if found is not None and examples.fingerprint and examples.fingerprint == found.facts.data:
+    if calibration is not None and examples.fingerprint and examples.fingerprint == calibration.facts.data:
         notes.append("the model was calibrated with these examples: that sets hold their class shows nothing")
     return notes

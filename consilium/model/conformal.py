@@ -52,15 +52,15 @@ def estimate_temperature(bins: Sequence[ReliabilityBin], n_classes: int) -> floa
     that is too certain between two classes T comes out too near to 1. Bins are coarse: a factor of two is possible.
     None without an example.
     """
-    found = [b for b in bins if b.examples]
-    n = sum(b.examples for b in found)
+    filled = [b for b in bins if b.examples]
+    n = sum(b.examples for b in filled)
     if not n:
         return None
     others, spread = math.log(n_classes - 1), 1 / (n + 2)
-    p = np.clip([b.confidence / b.examples for b in found], 1 / n_classes, 1 - 1e-12)
+    p = np.clip([b.confidence / b.examples for b in filled], 1 / n_classes, 1 - 1e-12)
     margins = np.log(p) - np.log1p(-p) + others
-    examples = np.array([b.examples for b in found], dtype=np.float64)
-    right = (1 - spread) * np.array([b.correct for b in found]) + spread * examples / n_classes
+    examples = np.array([b.examples for b in filled], dtype=np.float64)
+    right = (1 - spread) * np.array([b.correct for b in filled]) + spread * examples / n_classes
 
     def loss(log_temperature: float) -> float:
         x = margins / math.exp(log_temperature) - others

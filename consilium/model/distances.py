@@ -51,12 +51,12 @@ class ClassDistances:
 
     def squared(self, vectors: Tensor) -> Tensor:
         """Return d^2 (n,) of vectors (n, d) from the nearest class that has a mean."""
-        found = torch.full((len(vectors),), torch.inf, dtype=torch.float64)
+        least = torch.full((len(vectors),), torch.inf, dtype=torch.float64)
         for mean in self.means[self.known]:
             rest = vectors.double() - mean
             along = (rest @ self.directions.T).square() @ self.weights
-            found = torch.minimum(found, (rest.square().sum(1) - along) / self.ridge)
-        return found
+            least = torch.minimum(least, (rest.square().sum(1) - along) / self.ridge)
+        return least
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """Return what a file holds: float64, `known` as 0 and 1."""

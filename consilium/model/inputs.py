@@ -68,8 +68,8 @@ def from_paths(paths: Sequence[Path], facts: ModelFileFacts, loader: ImageLoader
     """
     missing = [path for path in paths if not path.exists()]
     if missing or not paths:
-        found = f"nothing at {missing[0]}" if missing else "none"
-        raise DataError("E-DATA-02", f"expected image files, folders or a table, found {found}: check the path")
+        problem = f"nothing at {missing[0]}" if missing else "none"
+        raise DataError("E-DATA-02", f"expected image files, folders or a table, found {problem}: check the path")
     if facts.columns:
         if len(paths) > 1 or paths[0].is_dir() or paths[0].suffix.lower() not in _TABLES:
             raise ConfigError(
@@ -94,23 +94,23 @@ def from_paths(paths: Sequence[Path], facts: ModelFileFacts, loader: ImageLoader
 
 
 def _images(paths: Sequence[Path]) -> _Found:
-    found, seen = _Found(), set[Path]()
+    collected, seen = _Found(), set[Path]()
     for path in paths:
         if path.is_dir():
             below = class_folders.list_images(path)
             wanted = below.images
-            found.unread += len(below.unread)
-            found.problems += [(name, problem.what) for problem in below.problems for name in problem.first]
+            collected.unread += len(below.unread)
+            collected.problems += [(name, problem.what) for problem in below.problems for name in problem.first]
         elif path.suffix.lower() in SUFFIXES or is_dicom(path):
             wanted = [path]
         else:
-            found.problems.append((str(path), f"no image: expected DICOM, or {', '.join(sorted(SUFFIXES))}"))
+            collected.problems.append((str(path), f"no image: expected DICOM, or {', '.join(sorted(SUFFIXES))}"))
             continue
-        found.files += [file for file in wanted if file not in seen]
+        collected.files += [file for file in wanted if file not in seen]
         seen.update(wanted)
-    if len(found.files) > MAX_FILES:
+    if len(collected.files) > MAX_FILES:
         raise DataError("E-DATA-02", f"expected at most {MAX_FILES} images at once, found more: divide them")
-    return found
+    return collected
 
 
 def _rows(file: Path, columns: Sequence[Column]) -> Inputs:

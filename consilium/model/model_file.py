@@ -153,8 +153,8 @@ class LoadedModel:
             z = self.body(x)
             logits: Tensor = self.head(z)
             features = getattr(self.head, "features", None)
-            found: Tensor = logits if features is None else features(z)
-        return found, logits
+            values: Tensor = logits if features is None else features(z)
+        return values, logits
 
 
 def card_beside(file: Path) -> Path:
@@ -172,21 +172,21 @@ def load(file: Path, card: Path | None = None, sha256: str | None = None) -> Loa
         raise ConfigError(
             "E-CFG-02", f"expected the .safetensors file that `coordinator export` wrote, found {file}: check the path"
         )
-    found = pretrained.read_file(file)
+    content = pretrained.read_file(file)
     if sha256 is None:
-        _require_named(found.sha256, file, card or card_beside(file))
-    elif found.sha256 != sha256.lower():
+        _require_named(content.sha256, file, card or card_beside(file))
+    elif content.sha256 != sha256.lower():
         raise StateError(
-            "E-STATE-22", f"expected SHA-256 {sha256[:16]} of {file}, found {found.sha256[:16]}: fetch it again"
+            "E-STATE-22", f"expected SHA-256 {sha256[:16]} of {file}, found {content.sha256[:16]}: fetch it again"
         )
     try:
-        facts = structure(ModelFileFacts, found.facts, "")
+        facts = structure(ModelFileFacts, content.facts, "")
     except (ConversionError, ConfigError) as error:
         message = error.message if isinstance(error, ConfigError) else str(error)
         raise StateError(
             "E-STATE-22", f"expected a model file of this version in {file}, found: {message}. Export it again"
         ) from error
-    return LoadedModel(facts, found.sha256, *_in_parts(build(facts, found.tensors)))
+    return LoadedModel(facts, content.sha256, *_in_parts(build(facts, content.tensors)))
 
 
 def _require_named(sha256: str, file: Path, card: Path) -> None:

@@ -47,7 +47,7 @@ def document(predictor: Predictor, predictions: Sequence[Prediction], counted: T
         "temperature": predictor.temperature,
         "calibration": None if calibration is None else asdict(calibration.facts),
         "predictions": [_entry(p) for p in predictions],
-        "by_class": {name: asdict(found) for name, found in counted.classes.items()},
+        "by_class": {name: asdict(tally) for name, tally in counted.classes.items()},
         "in_all": asdict(counted.whole) if counted.classes else None,
     }
 
@@ -73,11 +73,25 @@ def csv_text(predictions: Sequence[Prediction], classes: Sequence[str]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     names = ("example", "answer", "class", "set", "none_of_the_classes", "label", "problem")
     writer.writerow([*names, *(_cell(f"p({c})") for c in classes)])
-    for found in predictions:
-        known = found.unknown if found.unknown is None else str(found.unknown).lower()
-        chosen = _labels_said(found.sets) if found.sets else None if found.set is None else "; ".join(found.set)
-        told = (found.name, found.said, found.answer, chosen, known, found.label, found.problem)
-        shares = [f"{p:.9g}" for p in found.probabilities] or [""] * len(classes)
+    for prediction in predictions:
+        known = prediction.unknown if prediction.unknown is None else str(prediction.unknown).lower()
+        chosen = (
+            _labels_said(prediction.sets)
+            if prediction.sets
+            else None
+            if prediction.set is None
+            else "; ".join(prediction.set)
+        )
+        told = (
+            prediction.name,
+            prediction.said,
+            prediction.answer,
+            chosen,
+            known,
+            prediction.label,
+            prediction.problem,
+        )
+        shares = [f"{p:.9g}" for p in prediction.probabilities] or [""] * len(classes)
         writer.writerow([*(_cell(v or "") for v in told), *shares])
     return text.getvalue()
 

@@ -142,14 +142,14 @@ def _check(kind: str, network: nn.Module, images: Tensor, file: Path) -> None:
         wanted = network(images)
     if kind == TORCH:
         with torch.no_grad():
-            found = torch.export.load(file).module()(images)
+            values = torch.export.load(file).module()(images)
     else:
         session = _require("onnxruntime").InferenceSession(str(file), providers=["CPUExecutionProvider"])
         (answer,) = session.run(["logits"], {"images": images.numpy()})
-        found = torch.from_numpy(answer)
-    if not torch.allclose(found, wanted, atol=TOLERANCE, rtol=TOLERANCE):
+        values = torch.from_numpy(answer)
+    if not torch.allclose(values, wanted, atol=TOLERANCE, rtol=TOLERANCE):
         file.unlink()
-        apart = float((found - wanted).abs().max())
+        apart = float((values - wanted).abs().max())
         raise ConfigError(
             "E-CFG-08",
             f"expected a {kind} file with the model's logits, found {apart:.1e} between them: take safetensors",

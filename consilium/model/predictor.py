@@ -86,11 +86,11 @@ class Predictor:
 
     def predictions(self, inputs: Inputs, progress: Progress = lambda *_: None) -> list[Prediction]:
         """Classify everything; files that break while they are read are problems, too."""
-        found = list[Prediction]()
+        results = list[Prediction]()
         for indices in _batches(inputs.examples, self.model):
-            found += self._batch(inputs, indices)
-            progress(len(found), len(inputs.names))
-        return found + [Prediction(name, problem=text) for name, text in inputs.problems]
+            results += self._batch(inputs, indices)
+            progress(len(results), len(inputs.names))
+        return results + [Prediction(name, problem=text) for name, text in inputs.problems]
 
     def _batch(self, inputs: Inputs, indices: Tensor) -> Iterator[Prediction]:
         try:
@@ -135,8 +135,8 @@ class Predictor:
             ", ".join(there := tuple(label for label, answer, _ in pairs if answer)),
             labels=there,
             sets={label: LABEL_SETS[not_there, there] for label, (not_there, there) in held},
-            label=", ".join(label for label, _, found in pairs if found == FOUND),
-            right=tuple(None if found == UNKNOWN else answer == (found == FOUND) for _, answer, found in pairs),
+            label=", ".join(label for label, _, finding in pairs if finding == FOUND),
+            right=tuple(None if finding == UNKNOWN else answer == (finding == FOUND) for _, answer, finding in pairs),
         )
 
     def _said(self, name: str, p: Tensor, chosen: Tensor | None, score: float | None, label: int) -> Prediction:

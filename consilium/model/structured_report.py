@@ -67,26 +67,26 @@ def write(folder: Path, predictor: Predictor, predictions: Sequence[Prediction])
     their owner alone; nothing of an image's tags is in a message. Raises ConfigError (E-CFG-02) where the folder cannot
     be written.
     """
-    found, series = Reports(), dict[str, str]()
+    reports, series = Reports(), dict[str, str]()
     with _writable(folder):
         folder.mkdir(mode=0o700, exist_ok=True)
     for prediction in predictions:
         if prediction.problem:
             continue
         if not is_dicom(Path(prediction.name)):
-            found.not_dicom += 1
+            reports.not_dicom += 1
             continue
         try:
             with without_contents("tags that make no report"):
-                report, uid = _encoded(predictor, prediction, series, len(found.files) + 1)
+                report, uid = _encoded(predictor, prediction, series, len(reports.files) + 1)
         except UnreadableError as error:
-            found.problems[prediction.name] = str(error)
+            reports.problems[prediction.name] = str(error)
             continue
         file = folder / f"{uid}.dcm"
         with _writable(folder):
             replace_file(file, report, 0o600)
-        found.files[prediction.name] = file
-    return found
+        reports.files[prediction.name] = file
+    return reports
 
 
 @contextmanager
@@ -102,16 +102,16 @@ def _writable(folder: Path) -> Iterator[None]:
 def _image(path: Path) -> Dataset:
     from pydicom import dcmread
 
-    found = dcmread(path, stop_before_pixels=True)
-    lacking = [name for name in _NEEDED if not found.get(name)]
+    dataset = dcmread(path, stop_before_pixels=True)
+    lacking = [name for name in _NEEDED if not dataset.get(name)]
     if lacking:
         raise UnreadableError(
             f"expected {', '.join(_NEEDED)}, found no {lacking[0]}: export the image from its archive"
         )
     for name in _COPIED:
-        if name not in found:
-            setattr(found, name, None)
-    return found
+        if name not in dataset:
+            setattr(dataset, name, None)
+    return dataset
 
 
 def _encoded(predictor: Predictor, prediction: Prediction, series: dict[str, str], number: int) -> tuple[bytes, str]:

@@ -145,10 +145,10 @@ def _notes(files: Sequence[FileCheck], page: str, own: Sequence[OwnRecord]) -> l
 
 
 def _digits(text: str) -> str:
-    found = text.replace(":", "").replace(" ", "").strip().lower()
-    if len(found) != 64 or set(found) - set("0123456789abcdef"):
+    digits = text.replace(":", "").replace(" ", "").strip().lower()
+    if len(digits) != 64 or set(digits) - set("0123456789abcdef"):
         raise ConfigError(
             "E-CFG-02",
             f"expected --authority of 64 hexadecimal digits, with colons or without, found {text[:80]!r}: copy it",
         )
-    return found
+    return digits

@@ -108,8 +108,8 @@ def export_model(
 
 
 def _temperature(manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> float:
-    found = accuracy.clinical_of(rounds[-1]) if rounds else None
-    suggested = None if found is None else suggested_temperature(found)
+    metrics = accuracy.clinical_of(rounds[-1]) if rounds else None
+    suggested = None if metrics is None else suggested_temperature(metrics)
     if suggested is None:
         raise ConfigError(
             "E-CFG-08",

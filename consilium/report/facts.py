@@ -172,8 +172,8 @@ def survey_of(manifest: RunManifest, asked: RunManifest, detail: pb.RunDetail, f
 
 
 def _software(detail: pb.RunDetail, manifest: RunManifest) -> Mapping[str, str]:
-    found = software_json(detail.software)
-    ours = found["coordinator"] or manifest.software
+    packages = software_json(detail.software)
+    ours = packages["coordinator"] or manifest.software
     return {"coordinator": str(ours), **{name: text for name, text in sorted(detail.software.items()) if name}}
 
 
@@ -248,8 +248,8 @@ def share_of(right: float, of: float) -> CardShare:
     k, n = round(right), round(of)
     if not 0 <= k <= n or abs(right - k) > 1e-3 or abs(of - n) > 1e-3:
         return CardShare(withheld=uncertainty.IMPOSSIBLE)
-    found = intervals.share(k, n)
-    return CardShare() if found is None else CardShare(k / n, found.low, found.high, of=SAMPLING)
+    interval = intervals.share(k, n)
+    return CardShare() if interval is None else CardShare(k / n, interval.low, interval.high, of=SAMPLING)
 
 
 def _noisy(found: Estimate) -> CardShare:
@@ -269,16 +269,16 @@ def _clinical(rounds: Sequence[pb.RoundInfo]) -> ClinicalMetrics | None:
 def _classes(
     manifest: RunManifest, rounds: Sequence[pb.RoundInfo], silos: Sequence[pb.SiloInfo], coverage: ClassCoverage
 ) -> tuple[ClassFacts, ...]:
-    last, found = _last(rounds), _clinical(rounds)
+    last, clinical = _last(rounds), _clinical(rounds)
     noise = profiles.result_noise(manifest).of(last.included)
     members = {member.name for member in manifest.members}
     noisy = uncertainty.by_class(last.correct, last.examples, noise) if noise else []
     made = []
     for k, name in enumerate(manifest.schema.classes):
-        auc = found.auc[k] if found else None
+        auc = clinical.auc[k] if clinical else None
         counts = list(zip(last.correct[k : k + 1], last.examples[k : k + 1], strict=False))
         if manifest.schema.multi_label:  # most are right where they are absent; who has one, clinical metrics alone say
-            counts = [(found.labels[k].tp, found.labels[k].there)] if found and found.labels else []
+            counts = [(clinical.labels[k].tp, clinical.labels[k].there)] if clinical and clinical.labels else []
         made.append(
             ClassFacts(
                 name=name,
@@ -287,7 +287,7 @@ def _classes(
                 declared_by=tuple(sorted(s.name for s in silos if s.name in members and name in s.data.holds)),
                 trained_at=coverage.hospitals_of(name),
                 taught=name not in coverage.untaught,
-                specificity=found.specificity[k] if found else None,
+                specificity=clinical.specificity[k] if clinical else None,
                 auc_low=auc.low if auc else None,
                 auc_high=auc.high if auc else None,
             )
@@ -304,11 +304,11 @@ def _results(manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> Results:
     last = _last(rounds)
     noise = profiles.result_noise(manifest).of(last.included)
     result = replace(accuracy.result_of(last), noise=noise)
-    found, counts = result.clinical, _counts(last)
-    auc = found.macro_auc if found else None
+    clinical, counts = result.clinical, _counts(last)
+    auc = clinical.macro_auc if clinical else None
     exact = noise is None and counts
     several = manifest.schema.multi_label
-    tested = found.classes_present if found and several else sum(n > 0 for n in last.examples) if exact else 0
+    tested = clinical.classes_present if clinical and several else sum(n > 0 for n in last.examples) if exact else 0
     return Results(
         accuracy=_share(ACCURACY, result, counts=counts),
         balanced=_share(BALANCED, result, counts=counts),
@@ -317,14 +317,18 @@ def _results(manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> Results:
         level_of_chance=1 / 2 if several else 1 / (tested or len(manifest.schema.classes)),
         of_exported_model=last.kind == pb.EVALUATE,
         classes_tested=tested if exact and rounds else None,
-        calibration_error=found.calibration_error if found else None,
+        calibration_error=clinical.calibration_error if clinical else None,
         macro_auc_low=auc.low if auc else None,
         macro_auc_high=auc.high if auc else None,
-        confusion=found.confusion if found else (),
-        why_no_more="" if found else why_basic(manifest),
-        labels=found.labels if found else (),
-        reliability=tuple((float(b.examples), float(b.correct), b.confidence) for b in found.bins) if found else (),
-        temperature=suggested_temperature(found) if found and (found.calibration_error or 0) > _EXPLAINED else None,
+        confusion=clinical.confusion if clinical else (),
+        why_no_more="" if clinical else why_basic(manifest),
+        labels=clinical.labels if clinical else (),
+        reliability=tuple((float(b.examples), float(b.correct), b.confidence) for b in clinical.bins)
+        if clinical
+        else (),
+        temperature=suggested_temperature(clinical)
+        if clinical and (clinical.calibration_error or 0) > _EXPLAINED
+        else None,
         others=tuple(
             Figure(measure.name, measure.label, share, measure.percent)
             for measure in measures.of_model()
@@ -354,8 +358,8 @@ def _share(measure: Measure, result: EvaluationResult, *, counts: bool) -> CardS
 
 def _best(rounds: Sequence[pb.RoundInfo], manifest: RunManifest) -> CardShare:
     noise = profiles.result_noise(manifest)
-    found = accuracy.best_of([(r.correct, r.examples, noise.of(r.included)) for r in rounds])
-    return CardShare(found.point) if found.exact else _noisy(found)
+    best = accuracy.best_of([(r.correct, r.examples, noise.of(r.included)) for r in rounds])
+    return CardShare(best.point) if best.exact else _noisy(best)
 
 
 def _impossible() -> CardShare:

@@ -34,7 +34,7 @@ def _records_of(home: Path | None, signed: SignedCard, card: Card) -> list[OwnRe
 def _compared(store: SiloStore, name: str, card: Card) -> list[OwnRecord]:
     """Say whether this hospital, by its name, was in the run, how often, and in which configuration."""
     claimed = next((hospital.rounds for hospital in card.hospitals if hospital.name == name), None)
-    run = next((found for found in store.history() if found.run_id == card.run.id), None)
+    run = next((record for record in store.history() if record.run_id == card.run.id), None)
     if run is None:
         known = OwnRecord("own records", "have no such run", agrees=not claimed)
         return [known] if claimed is None else [known, _claimed(claimed, agrees=not claimed)]

@@ -75,9 +75,9 @@ class SignedCard:
         """Read a card, or a page that holds one; raises ConfigError (E-CFG-02, E-ID-34) on a file that is neither."""
         text = card_text(file)
         if text.lstrip().startswith("<"):
-            _, found, rest = text.partition(OPENING)
+            _, opening, rest = text.partition(OPENING)
             inside, closed, _ = rest.partition(CLOSING)
-            if not (found and closed):
+            if not (opening and closed):
                 raise _unsound("a card's page", "a page without a signed card in it")
             text = inside
         return cls.from_json(text)
@@ -102,18 +102,18 @@ class SignedCard:
         certificate that does not fit.
         """
         try:
-            found = certificate_fingerprint(self.authority)
+            fingerprint = certificate_fingerprint(self.authority)
             signer = identity_of(self.certificate)
             holder = certificates.load_certificate(self.certificate, "the card")
             ca = certificates.load_certificate(self.authority, "the card")
             public = certificates.public_key(holder)
         except (ValueError, FederationError) as error:
             raise _unsound("a card with its certificates", f"one that cannot be read ({error})") from None
-        if found != authority:
+        if fingerprint != authority:
             raise RefusedError(
                 "E-ID-10",
-                f"expected a card under the authority {colons(authority)}, found one under {colons(found)}: it is of "
-                "another consortium, or somebody made it up; compare the fingerprint with the lead by telephone",
+                f"expected a card under the authority {colons(authority)}, found one under {colons(fingerprint)}: it is "
+                "of another consortium, or somebody made it up; compare the fingerprint with the lead by telephone",
             )
         if not certificates.issued_by(holder, ca):
             raise _unsound("a signature of a lead of this consortium", "a certificate that the authority did not issue")
@@ -143,14 +143,14 @@ class FileCheck:
 
 def check_files(card: Card, folder: Path) -> list[FileCheck]:
     """Hold the files beside a card against the digests in it; a name that would lead out of the folder is refused."""
-    found = []
+    checks = []
     for name, digest in sorted(card.files.items()):
         if Path(name).name != name:
             raise _unsound("names of files", f"{name[:60]!r}")
         file = folder / name
         same = file.is_file() and file_sha256(file) == digest
-        found.append(FileCheck(name, "the same" if same else "another" if file.is_file() else "not here"))
-    return found
+        checks.append(FileCheck(name, "the same" if same else "another" if file.is_file() else "not here"))
+    return checks
 
 
 def card_text(file: Path) -> str:
@@ -177,10 +177,10 @@ def utc(unix: float) -> str:
 
 def _time(text: str) -> datetime:
     try:
-        found = datetime.fromisoformat(text)
+        time = datetime.fromisoformat(text)
     except ValueError:
         raise _unsound("a time", f"{text[:40]!r}") from None
-    return found if found.tzinfo else found.replace(tzinfo=UTC)
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 def _unsound(expected: str, found: str) -> ConfigError:

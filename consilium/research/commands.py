@@ -116,7 +116,7 @@ def _shown(result: Result) -> Iterator[str | Table]:
         yield make_table("By class", clinical_report.class_head(result.clinical), rows)
         yield clinical_report.sentence(result.clinical)
     else:
-        rows = [(name, found.text()) for name, found in result.by_class().items()]
+        rows = [(name, accuracy.text()) for name, accuracy in result.by_class().items()]
         yield make_table("By class", ("class", "accuracy"), rows)
     if result.clinical is None and result.noise.evaluation is not None:
         yield clinical_report.NOT_MEASURED
@@ -198,11 +198,11 @@ def methods(
     shown = [
         r | {"sends": ", ".join(r["sends"]), "personal_model": "yes" if r["personal_model"] else "no"} for r in rows
     ]
-    found = [make_table("Methods", head, [tuple(r.values()) for r in shown])]
+    tables = [make_table("Methods", head, [tuple(r.values()) for r in shown])]
     others = [(point.kind, point.name, point.reference) for point in registry.entry_points()]
     if others:
-        found.append(make_table("Installed extensions", ("kind", "name", "place"), others))
-    return Reply(rows, found)
+        tables.append(make_table("Installed extensions", ("kind", "name", "place"), others))
+    return Reply(rows, tables)
 
 
 def _papers() -> Reply:
@@ -210,8 +210,8 @@ def _papers() -> Reply:
     rows: list[dict[str, Any]] = []
     for name, kind in METHODS.items():
         paper = asdict(paper_of(kind) or Paper("", "", "", ""))
-        found = {"tables": list(TABLES.get(name, ())), "claims": [asdict(claim) for claim in claims_of(name)]}
-        rows.append({"name": name, **paper, "needs": needs(kind()), **found})
+        facts = {"tables": list(TABLES.get(name, ())), "claims": [asdict(claim) for claim in claims_of(name)]}
+        rows.append({"name": name, **paper, "needs": needs(kind()), **facts})
     lines = [
         (
             str(row["name"]),
@@ -329,11 +329,11 @@ def split(
 ) -> Reply:
     """Show which silo gets how many training examples of which class, as a table and as a picture."""
     spec = compose_spec(overrides or [])
-    found = partition_plot.published(spec) if published else partition_plot.on_disk(spec, data_root)
+    partition = partition_plot.published(spec) if published else partition_plot.on_disk(spec, data_root)
     if plot is not None:
-        partition_plot.draw(found, plot)
-    wide = len(found.classes) > partition_plot.SHOWN
-    head = ("silo", "train", "test", "classes", *(() if wide else found.classes))
+        partition_plot.draw(partition, plot)
+    wide = len(partition.classes) > partition_plot.SHOWN
+    head = ("silo", "train", "test", "classes", *(() if wide else partition.classes))
     rows = [
         (
             name,
@@ -342,7 +342,9 @@ def split(
             str(sum(n > 0 for n in train)),
             *([] if wide else (str(n or ".") for n in train)),
         )
-        for name, train, test in zip(found.silos, found.train, found.test, strict=True)
+        for name, train, test in zip(partition.silos, partition.train, partition.test, strict=True)
     ]
     drawn = [] if plot is None else [f"drawn: {plot}"]
-    return Reply(found.as_json() | ({"plot": str(plot)} if plot else {}), [make_table(found.title, head, rows), *drawn])
+    return Reply(
+        partition.as_json() | ({"plot": str(plot)} if plot else {}), [make_table(partition.title, head, rows), *drawn]
+    )

@@ -97,9 +97,9 @@ class RunRanking:
             return "not compared"
         if run not in self.ahead:
             return "best" if self.ahead else "-"
-        found = self.ahead[run]
-        behind = Difference(0.0 - found.point, 0.0 - found.high, 0.0 - found.low)
-        return behind.text() if found.told_apart else f"{behind.text()}, not told apart"
+        difference = self.ahead[run]
+        behind = Difference(0.0 - difference.point, 0.0 - difference.high, 0.0 - difference.low)
+        return behind.text() if difference.told_apart else f"{behind.text()}, not told apart"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ def compare(runs: Sequence[ComparedRun]) -> RunComparison:
         )
     keys = sorted({key for run in runs for key in run.configuration})
     values = {key: tuple(run.configuration.get(key) for run in runs) for key in keys}
-    differences = {key: found for key, found in values.items() if len(set(found)) > 1}
+    differences = {key: variants for key, variants in values.items() if len(set(variants)) > 1}
     standing = _standing(runs)
     return RunComparison(tuple(runs), differences, standing, _notes(runs, standing))
 
@@ -210,9 +210,9 @@ def _standing(runs: Sequence[ComparedRun]) -> RunRanking:
     best = max(known, key=known.__getitem__)
     share = (1 - LEVEL) / (len(compared) - 1)
     ahead = {
-        name: found
+        name: difference
         for name in known
-        if name != best and (found := _difference(last[best], last[name], share)) is not None
+        if name != best and (difference := _difference(last[best], last[name], share)) is not None
     }
     return RunRanking(measured, values, best, ahead if len(ahead) == len(compared) - 1 else {}, excluded)
 
@@ -222,8 +222,8 @@ def _excluded(run: ComparedRun, first: ComparedRun) -> str:
         return "was not measured"
     if run.classes != first.classes:
         return "has other classes"
-    found = run.evaluated[-1].differs(first.evaluated[-1])
-    return found and f"was measured {found}"
+    difference = run.evaluated[-1].differs(first.evaluated[-1])
+    return difference and f"was measured {difference}"
 
 
 def _difference(mine: ModelEvaluation, theirs: ModelEvaluation, share: float) -> Difference | None:
@@ -277,7 +277,7 @@ def score_rows(found: RunComparison) -> list[tuple[str, tuple[str, ...]]]:
 
 def flatten(spec: Mapping[str, object]) -> dict[str, str]:
     """Write a configuration as KEY=VALUE does: `method` for the name of that group, `method.mu1` for an option."""
-    found: dict[str, str] = {}
+    flat: dict[str, str] = {}
     left: list[tuple[str, object, int]] = [(key, value, 1) for key, value in spec.items()]
     while left:
         key, value, level = left.pop()
@@ -285,8 +285,8 @@ def flatten(spec: Mapping[str, object]) -> dict[str, str]:
             left += [(f"{key}.{name}", inner, level + 1) for name, inner in value.items()]
             continue
         group, _, name = key.rpartition(".")
-        found[group if name == "name" and group in _GROUPS else key] = _text(value)
-    return found
+        flat[group if name == "name" and group in _GROUPS else key] = _text(value)
+    return flat
 
 
 def _text(value: object) -> str:
@@ -322,12 +322,12 @@ def _notes(runs: Sequence[ComparedRun], standing: RunRanking) -> tuple[str, ...]
 
 def _mapping(text: str, what: str) -> Mapping[str, object]:
     try:
-        found = parse_json(text)
+        value = parse_json(text)
     except ConversionError as error:
         raise ProtocolError("E-WIRE-06", f"the {what} of a run: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ProtocolError("E-WIRE-06", f"expected the {what} of a run, found another value: upgrade the older side")
-    return found
+    return value
 
 
 def _texts(found: object) -> tuple[str, ...]:
@@ -371,8 +371,8 @@ def comparison_json(found: RunComparison) -> dict[str, object]:
 
 
 def _scores_json(scores: Scores) -> dict[str, object]:
-    found = {"final": scores.final, "best": scores.best, "mean_last": scores.last}
-    return {name: _estimate_json(value) for name, value in found.items()}
+    facts = {"final": scores.final, "best": scores.best, "mean_last": scores.last}
+    return {name: _estimate_json(value) for name, value in facts.items()}
 
 
 def _estimate_json(value: Estimate) -> dict[str, object]:

@@ -64,7 +64,7 @@ def curves(rounds: Sequence[pb.RoundInfo]) -> dict[str, Curve]:
     Raises ProtocolError (E-WIRE-06) on clinical metrics that no evaluation gives.
     """
     results, first = list(map(accuracy.result_of, rounds)), _first(rounds)
-    found = {}
+    drawn = {}
     for measure in measures.MEASURES:
         values = tuple(map(measure.estimate, results))
         sums = tuple(map(measure.sums, results)) if measure.sums else ()
@@ -72,18 +72,18 @@ def curves(rounds: Sequence[pb.RoundInfo]) -> dict[str, Curve]:
         # Personal models are measured after a round's training: that round is behind them too.
         done = (rounds[k].round + (rounds[k].kind == pb.TRAIN) if measure.personal else behind(rounds[k]) for k in kept)
         began = 1 if measure.personal else first
-        found[measure.name] = Curve(measure, tuple(done), tuple(values[k] for k in kept), began, sums)
-    return {name: curve for name, curve in found.items() if curve.measured}
+        drawn[measure.name] = Curve(measure, tuple(done), tuple(values[k] for k in kept), began, sums)
+    return {name: curve for name, curve in drawn.items() if curve.measured}
 
 
 def by_class(rounds: Sequence[pb.RoundInfo], most: int = 10_000) -> list[Curve]:
     """Return the accuracy of each class over the rounds, in the order of the run's classes, of at most so many."""
-    found: list[Curve] = []
+    drawn: list[Curve] = []
     for c in range(min(most, max((len(r.examples) for r in rounds), default=0))):
         sums = [(tuple(r.correct[c : c + 1]), tuple(r.examples[c : c + 1]), accuracy.noise_of(r)) for r in rounds]
         values = tuple(ACCURACY.estimate(EvaluationResult(*each)) for each in sums)
-        found.append(Curve(ACCURACY, tuple(map(behind, rounds)), values, _first(rounds), tuple(sums)))
-    return found
+        drawn.append(Curve(ACCURACY, tuple(map(behind, rounds)), values, _first(rounds), tuple(sums)))
+    return drawn
 
 
 def behind(info: pb.RoundInfo) -> int:

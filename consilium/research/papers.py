@@ -35,11 +35,11 @@ def paper_of(method: type[FedAvg]) -> Paper | None:
     if len(paragraphs) < 2:
         return None
     sentence = re.split(r"\.(?:\s|$)| \(", " ".join(paragraphs[1].split()), maxsplit=1)[0]
-    found = _CITATION.match(sentence)
-    if found is None:
+    citation = _CITATION.match(sentence)
+    if citation is None:
         return None
-    where = re.split(r", (?:with|in) ", found["where"] or "")[0]
-    return Paper(found["authors"], found["title"], found["venue"], where)
+    where = re.split(r", (?:with|in) ", citation["where"] or "")[0]
+    return Paper(citation["authors"], citation["title"], citation["venue"], where)
 
 
 def needs(method: FedAvg) -> list[str]:
@@ -50,12 +50,12 @@ def needs(method: FedAvg) -> list[str]:
         Capability.PARTIAL_PARTICIPATION: "every silo in every round",
         Capability.ADAPTIVE_OPTIMIZER: "SGD",
     }
-    found = [words for capability, words in lacking.items() if _lacks(method, capability)]
+    needed = [words for capability, words in lacking.items() if _lacks(method, capability)]
     if "prototypes" in method.sends:
-        found.append("prototypes of the silos")
+        needed.append("prototypes of the silos")
     if method.coupling is Coupling.BATCH:
-        found.append("batches of several examples of a class")
-    return found
+        needed.append("batches of several examples of a class")
+    return needed
 
 
 def _lacks(method: FedAvg, capability: Capability) -> bool:

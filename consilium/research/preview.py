@@ -86,14 +86,14 @@ def preview(
     if sizes is not None and online:
         raise ConfigError("E-CFG-01", "expected --sizes or --online, found both: leave one out")
     manifest = _online(spec, home) if online else _given(spec, sizes) if sizes else _simulated(spec, data_root)
-    found, form = preview(CompiledRun.of(manifest)), private_form(manifest.to_json())
-    facts: dict[str, Any] = {**found, "private_form": dict(manifest.private_form)}
-    if expected and found["silos"]:
+    projection, form = preview(CompiledRun.of(manifest)), private_form(manifest.to_json())
+    facts: dict[str, Any] = {**projection, "private_form": dict(manifest.private_form)}
+    if expected and projection["silos"]:
         from consilium.research.simulate.expectation import expect
 
         outcome = expect(spec, expected, data_root, ERR.print)
-        return Reply({**facts, "expected": outcome.facts()}, chain(_shown(found, form), outcome.lines()))
-    return Reply(facts, chain(_shown(found, form), _HINT if found["silos"] else ()))
+        return Reply({**facts, "expected": outcome.facts()}, chain(_shown(projection, form), outcome.lines()))
+    return Reply(facts, chain(_shown(projection, form), _HINT if projection["silos"] else ()))
 
 
 def _shown(found: Mapping[str, Any], form: str) -> Iterator[str | Table]:

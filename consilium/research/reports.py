@@ -36,8 +36,8 @@ def compare(runs: Runs, home: Place) -> Reply:
     Compared is the last evaluation of each, as `show` has it, where all were made at the same hospitals on as many test
     images.
     """
-    found = compare_runs([ComparedRun.of(detail) for detail in _details(home, runs)])
-    return Reply(comparison_json(found), _compared(found))
+    comparison = compare_runs([ComparedRun.of(detail) for detail in _details(home, runs)])
+    return Reply(comparison_json(comparison), _compared(comparison))
 
 
 def _compared(found: RunComparison) -> Iterator[str | Table]:

@@ -185,9 +185,9 @@ class _MlFlow:
         client = self._client
         experiment = client.get_experiment_by_name(_EXPERIMENT)
         number = self._new_experiment() if experiment is None else experiment.experiment_id
-        found = client.search_runs([number], f"tags.`{_RUN_TAG}` = '{run}'", max_results=1)
-        if found:
-            return str(found[0].info.run_id)
+        runs = client.search_runs([number], f"tags.`{_RUN_TAG}` = '{run}'", max_results=1)
+        if runs:
+            return str(runs[0].info.run_id)
         made = client.create_run(number, tags={_RUN_TAG: run}, run_name=run)
         for name, value in about.items():
             client.log_param(made.info.run_id, name, printable(value)[:500])
@@ -197,10 +197,10 @@ class _MlFlow:
         try:
             return self._client.create_experiment(_EXPERIMENT)
         except Exception:  # another run of a sweep made it meanwhile, or MLflow says again what is wrong
-            found = self._client.get_experiment_by_name(_EXPERIMENT)
-            if found is None:
+            experiment = self._client.get_experiment_by_name(_EXPERIMENT)
+            if experiment is None:
                 raise
-            return found.experiment_id
+            return experiment.experiment_id
 
     def log(self, step: int, values: Mapping[str, float], tags: Mapping[str, str]) -> None:
         def send() -> None:

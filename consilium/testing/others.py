@@ -68,8 +68,8 @@ def every_parameter_that_trains_gets_a_finite_gradient(case: ModelCase) -> None:
     model = case.built().train()
     loss = torch.nn.functional.cross_entropy(model(case.batch()), torch.zeros(5, dtype=torch.int64))
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    for name, gradient in zip(named, found, strict=True):
+    gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    for name, gradient in zip(named, gradients, strict=True):
         assert gradient is not None, name
         assert torch.isfinite(gradient).all(), name
 
@@ -122,16 +122,16 @@ def reading_repeats(case: DataCase) -> None:
 
 
 def both_splits_have_examples_and_training_has_every_class(case: DataCase) -> None:
-    found = user_data.read(case.name, case.root)
-    assert len(found.test.y)
-    missing = sorted(set(range(len(found.classes))) - set(found.train.y.tolist()))
-    assert not missing, f"no training example of {[found.classes[c] for c in missing]}"
+    data = user_data.read(case.name, case.root)
+    assert len(data.test.y)
+    missing = sorted(set(range(len(data.classes))) - set(data.train.y.tolist()))
+    assert not missing, f"no training example of {[data.classes[c] for c in missing]}"
 
 
 def no_training_example_is_tested(case: DataCase) -> None:
-    found = user_data.read(case.name, case.root)
-    seen = {row.numpy().tobytes() for row in found.train.x}
-    shared = sum(row.numpy().tobytes() in seen for row in found.test.x)
+    data = user_data.read(case.name, case.root)
+    seen = {row.numpy().tobytes() for row in data.train.x}
+    shared = sum(row.numpy().tobytes() in seen for row in data.test.x)
     assert not shared, f"{shared} test examples are training examples, too"
 
 
@@ -168,9 +168,9 @@ def the_name_of_a_partition_reads_back(case: PartitionCase) -> None:
 
 
 def parts_of_different_silos_are_disjoint(case: PartitionCase) -> None:
-    found = case.partitioner.partition(*case.labels, case.n_classes)
+    parts = case.partitioner.partition(*case.labels, case.n_classes)
     for split in ("train", "test"):
-        every = np.concatenate([getattr(part, split) for part in found])
+        every = np.concatenate([getattr(part, split) for part in parts])
         assert len(np.unique(every)) == len(every), f"some {split} examples are in two silos"
 
 

@@ -78,19 +78,19 @@ class PredictionPage:
             "sentence": self.predictor.model.facts.preprocessing.sentence(),
             "temperature": self.predictor.temperature,
             "calibration": calibration and calibration.facts,
-            "shown": [(found, found.likeliest(classes)) for found in shown],
+            "shown": [(image, image.likeliest(classes)) for image in shown],
             "forget_digest": version,
         }
 
     def take(self, name: str, file: Path) -> None:
         """Classify an image; raises DataError (E-DATA-04) on a file that is none."""
         examples = self.predictor.model.facts.preprocessing.examples([file], self._loader)
-        (found,) = self.predictor.predictions(Inputs((name,), examples))
-        if found.problem:
-            raise DataError("E-DATA-04", found.problem.replace(file.name, name))
+        (prediction,) = self.predictor.predictions(Inputs((name,), examples))
+        if prediction.problem:
+            raise DataError("E-DATA-04", prediction.problem.replace(file.name, name))
         seen = _png(examples.stored(torch.zeros(1, dtype=torch.int64))[0])
         with self._lock:
-            self._shown.append(Shown(next(self._numbers), found, seen))
+            self._shown.append(Shown(next(self._numbers), prediction, seen))
             self._changes += 1
 
     def _forget(self, form: Parameters) -> str:
@@ -102,14 +102,14 @@ class PredictionPage:
 
     def _download(self, id: str) -> Download | None:
         with self._lock:
-            found = next((s for s in self._shown if id == f"{_SEEN}{s.number}"), None)
-        return None if found is None else Download(f"{found.number}.png", "image/png", found.seen)
+            image = next((s for s in self._shown if id == f"{_SEEN}{s.number}"), None)
+        return None if image is None else Download(f"{image.number}.png", "image/png", image.seen)
 
 
 def _headline(shown: list[Shown]) -> str:
     if not shown:
         return "Drop images here: nothing leaves this machine"
-    none = sum(bool(found.prediction.unknown) for found in shown)
+    none = sum(bool(image.prediction.unknown) for image in shown)
     what = f"{len(shown)} {'image is' if len(shown) == 1 else 'images are'} classified"
     return f"{what}, {none} of them as none of the classes" if none else what
 

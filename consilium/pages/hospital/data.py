@@ -128,14 +128,14 @@ class DataCheck:
 
     def _wait(self, process: subprocess.Popen[bytes], served: Served) -> None:
         out, err = process.communicate()
-        found: dict[str, Any]
+        result: dict[str, Any]
         try:
-            found = {"report": json.loads(out)}
+            result = {"report": json.loads(out)}
         except (ValueError, RecursionError):
-            found = {"error": err.decode("utf-8", "replace").strip()[:2000] or f"it ended with {process.returncode}"}
+            result = {"error": err.decode("utf-8", "replace").strip()[:2000] or f"it ended with {process.returncode}"}
         with self._lock:
             if not self._closed:
-                self._keep(served, found)
+                self._keep(served, result)
             self._process = None
 
     def _keep(self, served: Served, found: Mapping[str, Any]) -> None:
@@ -151,14 +151,14 @@ def _report(raw: Mapping[str, Any]) -> Report:
     at = float(raw["at"])
     if "error" in raw:
         return Report(at, error=str(raw["error"]))
-    found = raw["report"]
-    names, counts = [str(c) for c in found["classes"]], found["counts"]
+    report = raw["report"]
+    names, counts = [str(c) for c in report["classes"]], report["counts"]
     train, test = ([int(n) for n in counts.get(split, [0] * len(names))] for split in ("train", "test"))
     problems = tuple(
         Problem(
             str(p["what"]), int(p["count"]), tuple(map(str, p["first"][:_FILES])), str(p["remedy"]), len(p["first"])
         )
-        for p in found["problems"][:_PROBLEMS]
+        for p in report["problems"][:_PROBLEMS]
     )
     classes = tuple(ClassCount(*row) for row in zip(names, train, test, strict=True))[:_CLASSES]
-    return Report(at, str(found["origin"]), classes, problems, str(found["fingerprint"]))
+    return Report(at, str(report["origin"]), classes, problems, str(report["fingerprint"]))

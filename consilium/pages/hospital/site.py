@@ -161,11 +161,11 @@ class HospitalPage:
 
     def _known(self) -> PolicyAndLedger:
         report = self.data.report()
-        found = PolicyAndLedger.of(
+        state = PolicyAndLedger.of(
             self.home, report.fingerprint if report else "", self._ledger, self.store.answers.measured_today()
         )
-        self._ledger = found.ledger
-        return found
+        self._ledger = state.ledger
+        return state
 
     def _spending(self, known: PolicyAndLedger) -> list[Spending]:
         ledger = known.ledger
@@ -180,8 +180,8 @@ class HospitalPage:
         return False
 
     def _lines(self) -> list[Mapping[str, object]]:
-        found = last_lines(self.home.path, LINES)
-        return [{"at": line.at, "number": line.number, "entry": line.entry} for line in reversed(found)]
+        lines = last_lines(self.home.path, LINES)
+        return [{"at": line.at, "number": line.number, "entry": line.entry} for line in reversed(lines)]
 
     def _doctor(self) -> list[Finding]:
         if time.monotonic() - self._findings[0] > FINDINGS_S or not self._findings[1]:
@@ -237,8 +237,10 @@ class Decisions:
 
     def waiting(self, known: PolicyAndLedger) -> tuple[dict[str, PendingDecision], int]:
         """Return the runs that wait by an id for the page, the oldest question first, and how many more there are."""
-        found = [a for a in self.store.approvals.all() if a.decided is None]
-        return {_id(a): PendingDecision.of(a, known) for a in found[:_MAX_SHOWN]}, max(0, len(found) - _MAX_SHOWN)
+        undecided = [a for a in self.store.approvals.all() if a.decided is None]
+        return {_id(a): PendingDecision.of(a, known) for a in undecided[:_MAX_SHOWN]}, max(
+            0, len(undecided) - _MAX_SHOWN
+        )
 
     def decided(self) -> list[Approval]:
         """Return the newest decisions, the newest question first."""
@@ -252,8 +254,8 @@ class Decisions:
         return next((a for a in self.store.approvals.all() if _id(a) == form.get("question")), None)
 
     def _digest(self, form: Mapping[str, str]) -> str | None:
-        found = self._find(form)
-        return None if found is None else PendingDecision.of(found, self.known()).digest
+        decision = self._find(form)
+        return None if decision is None else PendingDecision.of(decision, self.known()).digest
 
     def _decide(self, form: Mapping[str, str], approve: bool) -> str:
         """Decide, with a line in the audit log; raises ChangedError where somebody else just did."""
@@ -289,8 +291,8 @@ def pictures(folder: Path | None) -> list[AuditPicture]:
     """Read what the audits found; empty without a folder, or where nothing in it can be read."""
     raw = None if folder is None else _read(folder / SUMMARY)
     try:
-        found: Any = {} if raw is None else json.loads(raw)
-        audits = {str(name): value for name, value in found.items() if isinstance(value, dict) and "picture" in value}
+        results: Any = {} if raw is None else json.loads(raw)
+        audits = {str(name): value for name, value in results.items() if isinstance(value, dict) and "picture" in value}
         made = [
             AuditPicture(name, str(value["picture"]), tuple(map(_verdict, value.get("verdicts", ()))))
             for name, value in audits.items()
@@ -302,7 +304,7 @@ def pictures(folder: Path | None) -> list[AuditPicture]:
 
 def picture(folder: Path | None, id: str) -> Download | None:
     """Return a picture that the summary names; no other file of the folder, and no link."""
-    if folder is None or id not in {found.id for found in pictures(folder)} or Path(id).name != id:
+    if folder is None or id not in {shown.id for shown in pictures(folder)} or Path(id).name != id:
         return None
     content = _read(folder / id)
     if content is None or not content.startswith(b"\x89PNG\r\n"):
@@ -311,10 +313,10 @@ def picture(folder: Path | None, id: str) -> Download | None:
 
 
 def _verdict(raw: Mapping[str, object]) -> str:
-    audit, expected, found = (str(raw[key]) for key in ("audit", "expected", "found"))
+    audit, expected, measured = (str(raw[key]) for key in ("audit", "expected", "found"))
     if raw["holds"] is None:
-        return f"{audit}: {found} ({expected})"
-    return f"{audit}: {'holds' if raw['holds'] else 'fails'}, expected {expected}, found {found}"
+        return f"{audit}: {measured} ({expected})"
+    return f"{audit}: {'holds' if raw['holds'] else 'fails'}, expected {expected}, found {measured}"
 
 
 def _read(path: Path) -> bytes | None:

@@ -82,14 +82,14 @@ def certificates(silos: Sequence[pb.SiloInfo], own: OwnCertificates, now: float)
     renewal = (
         "its service renews it by itself, from 30 days before the end on; once ended: coordinator invite NAME --again"
     )
-    found = [
+    expiring = [
         _certificate(s.name, s.certificate_until_unix, renewal, now)
         for s in silos
         if s.state != "revoked" and s.certificate_until_unix
     ]
-    found.append(_certificate(f"{own.lead} (you)", own.lead_until, f"coordinator leads renew {own.lead}", now))
-    found.append(_certificate("the authority", own.authority_until, "a new consortium, long before that day", now))
-    return sorted(found, key=lambda c: c.until)
+    expiring.append(_certificate(f"{own.lead} (you)", own.lead_until, f"coordinator leads renew {own.lead}", now))
+    expiring.append(_certificate("the authority", own.authority_until, "a new consortium, long before that day", now))
+    return sorted(expiring, key=lambda c: c.until)
 
 
 def _certificate(whose: str, until: float, renewal: str, now: float) -> ExpiringCertificate:

@@ -75,8 +75,8 @@ class WatchedRun:
         """Draw the accuracy of each class: a class is in the same chart, in the same colour, whatever was measured."""
         names, title = self.compared.classes, "Of the test images of each class, classified correctly"
         curves = zip(names, by_class(self.detail.rounds, _MAX_CLASSES), strict=False)
-        found = {name: curve for name, curve in curves if curve.measured}
-        charts = [chart_of(title, found, group) for group in _sixes(names)]
+        measured = {name: curve for name, curve in curves if curve.measured}
+        charts = [chart_of(title, measured, group) for group in _sixes(names)]
         return tuple(chart for chart in charts if chart is not None)
 
     @cached_property
@@ -120,17 +120,17 @@ class WatchedRun:
     @cached_property
     def clinical(self) -> Clinical | None:
         classes, rounds = self.compared.classes, self.detail.rounds
-        found = accuracy.clinical_of(rounds[-1]) if rounds else None
-        if found is None or len(classes) != len(found.auc):
+        metrics = accuracy.clinical_of(rounds[-1]) if rounds else None
+        if metrics is None or len(classes) != len(metrics.auc):
             return None
-        sentence = clinical_report.sentence(found, sum(rounds[-1].examples))
-        few = [n < clinical_report.FEW for n in found.per_class]
+        sentence = clinical_report.sentence(metrics, sum(rounds[-1].examples))
+        few = [n < clinical_report.FEW for n in metrics.per_class]
         return Clinical(
             sentence=f"{sentence[:1].upper()}{sentence[1:]}",
-            head=clinical_report.class_head(found),
-            by_class=tuple(zip(clinical_report.class_rows(found, classes), few, strict=True)),
-            confusion_head=clinical_report.confusion_head(found, classes),
-            confusion=tuple(clinical_report.confusion_rows(found, classes)),
+            head=clinical_report.class_head(metrics),
+            by_class=tuple(zip(clinical_report.class_rows(metrics, classes), few, strict=True)),
+            confusion_head=clinical_report.confusion_head(metrics, classes),
+            confusion=tuple(clinical_report.confusion_rows(metrics, classes)),
         )
 
 

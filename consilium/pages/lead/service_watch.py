@@ -100,27 +100,27 @@ class ServiceWatch:
         with self._lock:
             new = run_id not in self._followed
             self._looked[run_id] = time.monotonic()
-        found = self.current(fresh=new)
+        snapshot = self.current(fresh=new)
         with self._lock:
-            return found, self._followed.get(run_id)
+            return snapshot, self._followed.get(run_id)
 
     def version(self) -> str:
         """Return another text whenever the facts have changed, or a countdown has gone on. Waits for nothing."""
         with self._lock:
             if self._stale():
                 self._want()
-            found, followed = self._snapshot, dict(self._followed)
-        digest = hashlib.sha256(repr(found.away is not None).encode())
-        for silo in found.silos:
+            snapshot, followed = self._snapshot, dict(self._followed)
+        digest = hashlib.sha256(repr(snapshot.away is not None).encode())
+        for silo in snapshot.silos:
             shown = pb.SiloInfo()
             shown.CopyFrom(silo)
             shown.ClearField("last_seen_unix")
             digest.update(shown.SerializeToString(deterministic=True))
-        for run in found.runs:
+        for run in snapshot.runs:
             digest.update(settled(run).SerializeToString(deterministic=True))
             digest.update(repr((run.waiting.round, run.waiting.there, [s.name for s in run.waiting.silos])).encode())
         digest.update(repr(sorted((name, each.last) for name, each in followed.items())).encode())
-        if any(run.waiting.silos for run in found.runs):
+        if any(run.waiting.silos for run in snapshot.runs):
             digest.update(str(self._clock() // _COUNTDOWN_S).encode())
         return digest.hexdigest()
 
@@ -146,9 +146,9 @@ class ServiceWatch:
                     break
                 self._wanted = False
                 self._begun += 1
-            found = self._asked()
+            snapshot = self._asked()
             with self._lock:
-                self._snapshot, self._tried = found, time.monotonic()
+                self._snapshot, self._tried = snapshot, time.monotonic()
                 self._done = self._begun
                 self._lock.notify_all()
         self._disconnect()
@@ -159,15 +159,15 @@ class ServiceWatch:
             if self._client is None:
                 self._client = self._connect()
             silos, runs = self._client.silos(), self._client.runs()
-            found = ServiceSnapshot(self._clock(), silos.silos, silos.invitations, runs)
-            self._fetch(self._client, found)
+            snapshot = ServiceSnapshot(self._clock(), silos.silos, silos.invitations, runs)
+            self._fetch(self._client, snapshot)
         except FederationError as error:
             why = str(error)
         except Exception as error:  # an answer that no sound service gives must not end the page
             log.exception("the service could not be asked")
             why = f"its answer was not understood: {error!r}"
         else:
-            return found
+            return snapshot
         self._disconnect()
         since = before.away.since if before.away else self._clock()
         return replace(before, away=ServiceUnreachable(since, why))
@@ -202,9 +202,9 @@ class ServiceWatch:
 
 def settled(run: pb.RunInfo) -> pb.RunInfo:
     """Return what is known of a run without what changes while a round is open."""
-    found = pb.RunInfo()
-    found.CopyFrom(run)
-    found.ClearField("waiting")
-    found.ClearField("bytes_up")
-    found.ClearField("bytes_down")
-    return found
+    info = pb.RunInfo()
+    info.CopyFrom(run)
+    info.ClearField("waiting")
+    info.ClearField("bytes_up")
+    info.ClearField("bytes_down")
+    return info

@@ -71,29 +71,29 @@ class LeadPage:
     # ---- views -----------------------------------------------------------------------------------------------------
 
     def _home(self, _: Parameters) -> Mapping[str, object]:
-        found, now = self.watch.current(), self.clock()
-        head, below = overview.headline(found, now)
-        hospitals = sorted(found.silos, key=lambda s: (s.state == "revoked" and not s.alarm, s.name))
+        snapshot, now = self.watch.current(), self.clock()
+        head, below = overview.headline(snapshot, now)
+        hospitals = sorted(snapshot.silos, key=lambda s: (s.state == "revoked" and not s.alarm, s.name))
         return {
-            **self._about(found),
+            **self._about(snapshot),
             "headline": head,
             "text": below,
             "hospitals": hospitals[: overview.MAX_ROWS],
             "hospitals_left_out": max(0, len(hospitals) - overview.MAX_ROWS),
-            "invitations": [i for i in found.invitations if i.expires_unix > now][: overview.MAX_ROWS],
-            "runs": found.runs[: overview.MAX_ROWS],
-            "runs_left_out": max(0, len(found.runs) - overview.MAX_ROWS),
-            "certificates": overview.certificates(found.silos, self.own, now)[: overview.MAX_ROWS],
+            "invitations": [i for i in snapshot.invitations if i.expires_unix > now][: overview.MAX_ROWS],
+            "runs": snapshot.runs[: overview.MAX_ROWS],
+            "runs_left_out": max(0, len(snapshot.runs) - overview.MAX_ROWS),
+            "certificates": overview.certificates(snapshot.silos, self.own, now)[: overview.MAX_ROWS],
         }
 
     def _run(self, parameters: Parameters) -> Mapping[str, object]:
-        found, info, followed = self._followed(parameters["run"])
+        snapshot, info, followed = self._followed(parameters["run"])
         facts = run_facts(info, followed, self.clock())
         halted = info.state in ("paused", "failed")
         kind = kind_of(info.method, info.rounds)
         found_out = self.exporter.answers(info) if not kind.measures and info.state == "finished" else None
         return {
-            **self._about(found),
+            **self._about(snapshot),
             "headline": facts.headline,
             "run": facts,
             "measures": kind.measures,
@@ -109,11 +109,11 @@ class LeadPage:
     def _compare(self, parameters: Parameters) -> Mapping[str, object]:
         chosen = list(dict.fromkeys(parameters[name] for name in PLACES if parameters.get(name)))
         chosen_runs = [self._followed(run_id)[2].record.compared for run_id in chosen]
-        found = self.watch.current()
-        offered = [run.run_id for run in found.runs[: overview.MAX_ROWS]]
+        snapshot = self.watch.current()
+        offered = [run.run_id for run in snapshot.runs[: overview.MAX_ROWS]]
         preset = dict(zip(PLACES, offered[1::-1], strict=False)) if len(chosen) < 2 else {}
         choice = {name: parameters.get(name) or preset.get(name, "") for name in PLACES}
-        about = {**self._about(found), "runs": offered, "choice": choice}
+        about = {**self._about(snapshot), "runs": offered, "choice": choice}
         if len(chosen) < 2:
             return {**about, "headline": "Which runs are to be compared?", "comparison": None}
         compared = comparison_facts(compare(chosen_runs))
@@ -124,22 +124,22 @@ class LeadPage:
         return {"at": found.at, "away": found.away, "lead": self.own.lead, **words}
 
     def _followed(self, run_id: str) -> tuple[ServiceSnapshot, pb.RunInfo, FollowedRun]:
-        found, followed = self.watch.follow(run_id)
-        info = found.run(run_id)
+        snapshot, followed = self.watch.follow(run_id)
+        info = snapshot.run(run_id)
         if info is None:
             raise MissingError("There is no such run, or the coordinator has not answered yet.")
         if followed is None:
             raise MissingError("The coordinator does not answer, and this page has not looked at this run before.")
-        return found, info, followed
+        return snapshot, info, followed
 
     # ---- orders ----------------------------------------------------------------------------------------------------
 
     def _digest(self, form: Parameters) -> str | None:
         """Return the digest of the run that a form names, as the service says it now; None where there is none."""
-        found = self.watch.current(fresh=True)
-        if found.away is not None:
+        snapshot = self.watch.current(fresh=True)
+        if snapshot.away is not None:
             raise ChangedError("The coordinator does not answer: nothing was ordered.")
-        info = found.run(form.get("run", ""))
+        info = snapshot.run(form.get("run", ""))
         return None if info is None else state_digest(info)
 
     def _order(self, order: Order) -> Callable[[Parameters], str]:
@@ -154,9 +154,9 @@ class LeadPage:
 
     def _download(self, id: str) -> Download | None:
         run_id = id.partition("/")[0]
-        found, followed = self.watch.follow(run_id)
+        snapshot, followed = self.watch.follow(run_id)
         detail = None if followed is None else followed.record.detail
-        return exports.download(id, self.exporter, found.run(run_id), detail)
+        return exports.download(id, self.exporter, snapshot.run(run_id), detail)
 
 
 def _page_of(form: Parameters) -> str:

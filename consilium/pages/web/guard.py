@@ -103,14 +103,14 @@ class Sessions:
 
     def find(self, cookie: str) -> BrowserSession | None:
         """Return an open session, used now."""
-        found = self._open.get(cookie)  # 256 random bits: the time of a look-up tells nothing of use
-        if found is None:
+        session = self._open.get(cookie)  # 256 random bits: the time of a look-up tells nothing of use
+        if session is None:
             return None
-        if self.clock() - found.used > SESSION_S:
+        if self.clock() - session.used > SESSION_S:
             del self._open[cookie]
             return None
-        found.used = self.clock()
-        return found
+        session.used = self.clock()
+        return session
 
 
 class PageGuard:
@@ -176,8 +176,8 @@ class PageGuard:
         for header in _values(scope, b"cookie"):
             for pair in header.decode("latin-1").split(";"):
                 name, _, value = pair.strip().partition("=")
-                if name == self._cookie and (found := self._sessions.find(value)) is not None:
-                    return found
+                if name == self._cookie and (session := self._sessions.find(value)) is not None:
+                    return session
         return None
 
     async def _form(self, scope: Scope, receive: Receive) -> Response | None:

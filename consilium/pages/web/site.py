@@ -263,15 +263,15 @@ class Application:
         return hashlib.sha256((await self._run(self._site.version)).encode("utf-8", "replace")).hexdigest()[:16]
 
     async def _file(self, request: Request) -> Response:
-        found = await self._run(self._site.download, request.path_params["id"])
-        if found is None:
+        download = await self._run(self._site.download, request.path_params["id"])
+        if download is None:
             raise MissingError("There is no such file.")
-        inline = found.media_type in _SHOWN_IN_PAGE
-        name = re.sub(r"[^A-Za-z0-9._-]", "_", found.name)[:100] or "file"
+        inline = download.media_type in _SHOWN_IN_PAGE
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", download.name)[:100] or "file"
         how = {"Content-Disposition": f'{"inline" if inline else "attachment"}; filename="{name}"'}
-        if isinstance(found.content, bytes):
-            return Response(found.content, media_type=found.media_type, headers=how)
-        return FileResponse(found.content, media_type=found.media_type, headers=how)
+        if isinstance(download.content, bytes):
+            return Response(download.content, media_type=download.media_type, headers=how)
+        return FileResponse(download.content, media_type=download.media_type, headers=how)
 
     async def _run(self, function: Callable[..., T], *arguments: object) -> T:
         return await anyio.to_thread.run_sync(partial(function, *arguments), limiter=self._threads)

@@ -54,16 +54,16 @@ def _half(name: str, folder: Path, numbers: dict[str, int]) -> SplitArrays:
 def _users(file: Path) -> list[tuple[str, list[object], list[object]]]:
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-        found = [(str(u), list(raw["user_data"][u]["x"]), list(raw["user_data"][u]["y"])) for u in raw["users"]]
+        users = [(str(u), list(raw["user_data"][u]["x"]), list(raw["user_data"][u]["y"])) for u in raw["users"]]
         sizes = [int(n) for n in raw["num_samples"]]
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise _contradiction(file, f"{type(error).__name__} {error}") from error
-    for (user, rows, labels), size in zip(found, sizes, strict=False):
+    for (user, rows, labels), size in zip(users, sizes, strict=False):
         if not len(rows) == len(labels) == size:
             raise _contradiction(file, f"{user}: {len(rows)} examples, {len(labels)} labels, num_samples {size}")
-    if len(sizes) != len(found) or not found:
-        raise _contradiction(file, f"{len(found)} users, {len(sizes)} sizes")
-    return found
+    if len(sizes) != len(users) or not users:
+        raise _contradiction(file, f"{len(users)} users, {len(sizes)} sizes")
+    return users
 
 
 def _contradiction(file: Path, found: str) -> DataError:

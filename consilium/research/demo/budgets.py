@@ -56,13 +56,13 @@ def open_budget(home: Path, data: str) -> None:
 
 def spending(folder: Path, manifest: RunManifest) -> dict[str, PrivateRunSpending]:
     """Return each hospital's spending by its ledger, with the projection of the run."""
-    found = {}
+    spent = {}
     for member, planned in zip(manifest.members, CompiledRun.of(manifest).profile.project(), strict=True):
         status = Ledger(folder / member.name / LEDGER_FILE).status(
             registration.collection(COLLECTION, TRAIN), prv=False
         )
         delta = DELTA if status.delta is None else status.delta
-        found[member.name] = PrivateRunSpending(
+        spent[member.name] = PrivateRunSpending(
             status.spent_rdp, delta, planned.epsilon, planned.epsilon_tight, planned.noise
         )
-    return found
+    return spent

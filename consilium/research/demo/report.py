@@ -94,12 +94,12 @@ def report(
     drawn = [curves(d.rounds) for d in details.values()]
     picture = plots.picture(["accuracy"], [LABELS[m] for m in details], drawn, "png")
     write_public(out / "accuracy.png", picture)
-    found = [_by_run(details), _by_class(details), _by_hospital(details, scores, silos), _spending(spent)]
+    tables = [_by_run(details), _by_class(details), _by_hospital(details, scores, silos), _spending(spent)]
     lines = {SHORT[m]: [e.point for e in _series(d)] for m, d in details.items()}
-    write_page(out / "index.html", *_headline(details), Holdings(_classes(ours), held), lines, found)
+    write_page(out / "index.html", *_headline(details), Holdings(_classes(ours), held), lines, tables)
     written = ", ".join(str(out / name) for name in ("summary.json", "accuracy.png", "index.html"))
     show_reply(
-        Reply(summary, [*(make_table(*table) for table in found), f"{seconds:.0f} s; wrote {written}"]), as_json=quiet
+        Reply(summary, [*(make_table(*table) for table in tables), f"{seconds:.0f} s; wrote {written}"]), as_json=quiet
     )
     if not quiet:
         open_file(out / "index.html")
@@ -134,8 +134,8 @@ def _model_name(detail: pb.RunDetail) -> str:
 
 
 def _classes(detail: pb.RunDetail) -> Sequence[str]:
-    found: list[str] = json.loads(detail.manifest_json)["schema"]["classes"]
-    return found
+    classes: list[str] = json.loads(detail.manifest_json)["schema"]["classes"]
+    return classes
 
 
 def _series(detail: pb.RunDetail) -> list[Estimate]:

@@ -111,11 +111,11 @@ class Checkpoint:
             raise ValueError(f"format {shown(file.format)}, expected {_FORMAT}")
         if digest(file.body.encode()) != file.digest:
             raise ValueError(f"{_FACTS} is not what was written")
-        found = structure(cls, parse_json(file.body), _FACTS)
-        for name, wanted in found.files.items():
+        checkpoint = structure(cls, parse_json(file.body), _FACTS)
+        for name, wanted in checkpoint.files.items():
             if file_digest(folder / name) != wanted:
                 raise ValueError(f"{name} is not what was written")
-        return found
+        return checkpoint
 
     def into(self, progress: SimulationState, folder: Path) -> ResumePoint:
         """Put what was kept into a simulation that begins, and return where it goes on."""
@@ -174,20 +174,20 @@ class Checkpoints:
         damaged = list[str]()
         for folder in self._folders():
             try:
-                found = Checkpoint.read(folder)
+                checkpoint = Checkpoint.read(folder)
             except (OSError, ValueError, RecursionError) as error:  # also what our errors are
                 damaged.append(f"{folder.name}: {shown(str(error))}")
                 continue
-            if differ := differences(asdict(found.identity), asdict(identity)):
+            if differ := differences(asdict(checkpoint.identity), asdict(identity)):
                 raise ConfigError(
                     "E-CFG-08",
                     f"expected checkpoints of this run in {self.folder}, found those of another one "
                     f"({'; '.join(differ[:8])}): give the words and data of that run, or name another folder",
                 )
             for text in damaged:
-                log.warning("a damaged checkpoint is passed over (%s); going on after round %d", text, found.round)
-            log.info("going on after round %d, from %s", found.round, folder)
-            return found.into(progress, folder)
+                log.warning("a damaged checkpoint is passed over (%s); going on after round %d", text, checkpoint.round)
+            log.info("going on after round %d, from %s", checkpoint.round, folder)
+            return checkpoint.into(progress, folder)
         if damaged:
             raise StateError(
                 "E-STATE-22",
@@ -209,7 +209,7 @@ class Checkpoints:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
         history, silos = progress.history, _write_states(aside, progress)
-        found = Checkpoint(
+        checkpoint = Checkpoint(
             round,
             progress.threads,
             identity,
@@ -220,7 +220,7 @@ class Checkpoints:
             [kept.releases for kept in progress.logs],
             {file.name: file_digest(file) for file in sorted(aside.iterdir())},
         )
-        body = json.dumps(CONVERTER.unstructure(found), sort_keys=True)
+        body = json.dumps(CONVERTER.unstructure(checkpoint), sort_keys=True)
         (aside / _FACTS).write_text(json.dumps(asdict(_File(_FORMAT, digest(body.encode()), body))))
         for file in aside.iterdir():
             _sync(file)
@@ -234,8 +234,8 @@ class Checkpoints:
 
     def _folders(self) -> list[Path]:
         """List the checkpoints, the newest first."""
-        found = [(int(m[1]), p) for p in self.folder.iterdir() if p.is_dir() and (m := _NAME.fullmatch(p.name))]
-        return [path for _, path in sorted(found, reverse=True)]
+        numbered = [(int(m[1]), p) for p in self.folder.iterdir() if p.is_dir() and (m := _NAME.fullmatch(p.name))]
+        return [path for _, path in sorted(numbered, reverse=True)]
 
 
 def run_with_checkpoints(
@@ -315,12 +315,12 @@ def _tensors(bundles: Mapping[int, Bundle]) -> State:
 
 
 def _bundles(state: State) -> dict[int, Bundle]:
-    found: dict[int, dict[str, Part]] = {}
+    parts: dict[int, dict[str, Part]] = {}
     for group, values in state.items():
         k, _, name = group.partition("/")
         total: dict[str, Tensor] = {key[len("total/") :]: v for key, v in values.items() if key != "weight"}
-        found.setdefault(int(k), {})[name] = Part(total, values["weight"])
-    return dict(found)
+        parts.setdefault(int(k), {})[name] = Part(total, values["weight"])
+    return dict(parts)
 
 
 def _sync(file: Path) -> None:

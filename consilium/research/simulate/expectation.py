@@ -42,11 +42,11 @@ class Expectation:
         return max(self.balanced) > _GUESSING * self.chance
 
     def lines(self) -> Iterator[str]:
-        found = f"expected accuracy: {_between(self.accuracies)} %, balanced {_between(self.balanced)} %"
+        sentence = f"expected accuracy: {_between(self.accuracies)} %, balanced {_between(self.balanced)} %"
         made = f"{len(self.accuracies)} runs on {self.data}, dealt to {len(self.sizes)} hospitals of"
         read = "; ".join(dict.fromkeys(e.text() for e in self.read))
         yield (
-            f"{found} (guessing: {100 * self.chance:.0f} %), from {made} {min(self.sizes)} to {max(self.sizes)} "
+            f"{sentence} (guessing: {100 * self.chance:.0f} %), from {made} {min(self.sizes)} to {max(self.sizes)} "
             f"images; their leads read: {read}"
         )
         if not self.teaches:
@@ -76,18 +76,18 @@ def expect(
     ConfigError (E-CFG-08) for a method without a global model, and what `runner.run` raises.
     """
     spec = replace(spec, silos=None, privacy={**spec.privacy, "rng": "test"})
-    found = []
+    answers = []
     for k in range(runs):
-        found.append(_once(_seeded(spec, spec.seed + k), data_root))
+        answers.append(_once(_seeded(spec, spec.seed + k), data_root))
         tell(f"simulation {k + 1} of {runs} done")
     data = str(spec.data.get("path") or spec.data["name"])
-    rights, of = [r for r, _, _, _ in found], [n for _, n, _, _ in found]
+    rights, of = [r for r, _, _, _ in answers], [n for _, n, _, _ in answers]
     return Expectation(
         data,
-        found[0][3],
+        answers[0][3],
         [uncertainty.accuracy(r, n, None).point or 0.0 for r, n in zip(rights, of, strict=True)],
         [uncertainty.balanced(r, n, None).point or 0.0 for r, n in zip(rights, of, strict=True)],
-        [read for _, _, read, _ in found],
+        [read for _, _, read, _ in answers],
         1 / len(rights[0]),
     )
 

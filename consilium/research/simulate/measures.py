@@ -114,9 +114,9 @@ class LatestPersonal:
         if len(record.included) == len(silos) or not record.personal:
             return record.personal
         msg = self._runtime.method.broadcast(self._initial if before is None else before)
-        found = [self.newest[k] if k in self.newest else self._untrained(k, msg, record.round) for k in silos]
-        total = dict(found[0])
-        for own in found[1:]:
+        models = [self.newest[k] if k in self.newest else self._untrained(k, msg, record.round) for k in silos]
+        total = dict(models[0])
+        for own in models[1:]:
             total = {part: total[part] + own[part] for part in total}
         return personal_scores(total)
 
@@ -229,7 +229,7 @@ def fine_tuned(
     n_classes = len(manifest.schema.classes)
     msg = runtime.method.broadcast(server)
     context = RoundContext(len(shares), n_classes, manifest.rounds, round, len(shares))
-    found: list[float] = []
+    accuracies: list[float] = []
     for k, share in enumerate(shares):
         model: Module = runtime.method.global_model(runtime.reset_model(), msg)
         at_silo = context.for_silo(k, rng.derive(manifest.seed, "fine-tune"))
@@ -237,8 +237,8 @@ def fine_tuned(
         if len(share.train):
             data.sgd(model, FedAvg.loss, SgdOptions(epochs=epochs))
         part = evaluate(model, data, n_classes)
-        found.append(weighted_accuracy(part.total["correct"], part.weight, part.weight.new_ones(n_classes)))
-    return FineTuned(tuple(found))
+        accuracies.append(weighted_accuracy(part.total["correct"], part.weight, part.weight.new_ones(n_classes)))
+    return FineTuned(tuple(accuracies))
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -193,9 +193,9 @@ class _Reporter(Observer):
 
     def closed(self, record: RoundRecord, server: State) -> None:
         del server
-        found = uncertainty.accuracy(record.correct, record.examples, self._noise.of(record.included))
+        accuracy = uncertainty.accuracy(record.correct, record.examples, self._noise.of(record.included))
         if record.kind.trains:
-            self._progress(Progress(record.round + 1, self._rounds, found.point))
+            self._progress(Progress(record.round + 1, self._rounds, accuracy.point))
 
 
 def _path(given: str | Path | None) -> Path | None:

@@ -90,8 +90,8 @@ class Result:
         return max(1, self.method.exchanges)
 
     def by_class(self) -> dict[str, Estimate]:
-        found = uncertainty.by_class(*self.sums[-1])
-        return dict(zip(self.manifest.schema.classes, found, strict=True))
+        estimates = uncertainty.by_class(*self.sums[-1])
+        return dict(zip(self.manifest.schema.classes, estimates, strict=True))
 
     @property
     def clinical(self) -> ClinicalMetrics | None:
@@ -166,10 +166,10 @@ class Result:
         """Return what a federation would see: accuracies over the test sets of each round's cohort, and its scores."""
         if not self.measured:
             return {}
-        found = [uncertainty.accuracy(r.correct, r.examples, self.noise.of(r.included)) for r in self.records]
+        estimates = [uncertainty.accuracy(r.correct, r.examples, self.noise.of(r.included)) for r in self.records]
         scores = [uncertainty.shown_scores(r.personal, self.noise.scores) for r in self.records if r.personal]
         return {
-            "cohort_accuracy_by_round": [e.point for e in found],
+            "cohort_accuracy_by_round": [e.point for e in estimates],
             **({"cohort_personal_by_round": scores} if scores else {}),
         }
 
@@ -263,8 +263,8 @@ def _of_round(result: Result, k: int) -> Iterator[MetricValue]:
     for measure in measures.of_model():
         if measure.json or evaluation.clinical is not None:
             yield _estimated(k, measure.name, "", measure.estimate(evaluation))
-    for name, found in zip(result.manifest.schema.classes, evaluation.by_class(), strict=False):
-        yield _estimated(k, "class_accuracy", name, found)
+    for name, estimate in zip(result.manifest.schema.classes, evaluation.by_class(), strict=False):
+        yield _estimated(k, "class_accuracy", name, estimate)
     if evaluation.clinical is not None:
         yield from _of_classes(k, evaluation.clinical, result.manifest.schema.classes)
     if result.measured:
@@ -341,12 +341,12 @@ class ResultFolder:
 
     def differences(self, spec: RunSpec) -> list[str]:
         """Name the keys in which the folder's configuration differs from `spec`, with both values; none without one."""
-        found = self.configuration()
-        if found is None:
+        lines = self.configuration()
+        if lines is None:
             return []
-        if isinstance(model := found.get("model"), dict) and "adapter" in spec.model:
+        if isinstance(model := lines.get("model"), dict) and "adapter" in spec.model:
             model.setdefault("adapter", "none")  # of a folder from before it existed
-        return differences(found, plain(spec))
+        return differences(lines, plain(spec))
 
     def configuration(self) -> Mapping[str, object] | None:
         """Read the configuration in the folder; raises StateError (E-STATE-22) on a damaged one."""
@@ -392,8 +392,8 @@ class ResultFolder:
 
 def plain(spec: RunSpec) -> dict[str, object]:
     """Turn a configuration into plain values, as JSON has them."""
-    found: dict[str, object] = json.loads(spec.to_json())
-    return found
+    fields: dict[str, object] = json.loads(spec.to_json())
+    return fields
 
 
 def write_table(folder: Path, name: str, rows: Sequence[Mapping[str, object]]) -> list[str]:
@@ -418,8 +418,8 @@ def write_table(folder: Path, name: str, rows: Sequence[Mapping[str, object]]) -
 
 def typed(row: Mapping[str, str]) -> dict[str, object]:
     """Give a row of history.csv its types back."""
-    found: dict[str, object] = {**row, "round": int(row["round"])}
-    return found | {name: float(row[name]) if row[name] else None for name in ("value", "low", "high")}
+    fields: dict[str, object] = {**row, "round": int(row["round"])}
+    return fields | {name: float(row[name]) if row[name] else None for name in ("value", "low", "high")}
 
 
 def left_out() -> dict[str, str]:

@@ -48,10 +48,10 @@ def combinations(words: Sequence[str], config_dir: Path | None = None) -> list[l
             choices.append([f"{key}={getattr(value, 'text', value)}" for value in values])
     except HydraException as error:
         raise ConfigError("E-CFG-01", unreadable_word(error)) from error
-    found = [list(words) for words in itertools.product(*choices)]
-    for words in found:
+    products = [list(words) for words in itertools.product(*choices)]
+    for words in products:
         compose_simulation(words, config_dir)
-    return found
+    return products
 
 
 def swept(words: Sequence[str]) -> list[str]:

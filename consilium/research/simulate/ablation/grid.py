@@ -137,13 +137,13 @@ class Control(NamedTuple):
 
 def controls(grid: Grid) -> list[Control]:
     """List what is checked once: epsilon = inf is the plain run, share 0 is the variant without prototypes."""
-    seed, found = grid.seeds[0], list[Control]()
+    seed, runs = grid.seeds[0], list[Control]()
     for name, variant in ((name, VARIANTS[name]) for name in grid.variants if not VARIANTS[name].personal):
         epsilons = [e for e in grid.epsilons if not math.isinf(e)][:1] if variant.finite else [math.inf]
         if not variant.finite:
             top = GridRun(name, math.inf, 1.0, seed)
-            found.append(Control(f"epsilon=inf of {name} is the run without privacy", top, None))
+            runs.append(Control(f"epsilon=inf of {name} is the run without privacy", top, None))
         for epsilon in epsilons if variant.zero else ():
             zero = GridRun(name, epsilon, 0.0, seed)
-            found.append(Control(f"share 0 of {name} is {variant.zero}", zero, canonical(zero)))
-    return found
+            runs.append(Control(f"share 0 of {name} is {variant.zero}", zero, canonical(zero)))
+    return runs

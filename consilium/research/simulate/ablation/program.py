@@ -148,15 +148,15 @@ def _report(plan: AblationPlan) -> list[Check]:
     write_public(plan.folder / "table5.md", f"{text}\n{report.by_epsilon(accuracy, grid)}".encode())
     report.draw(accuracy, grid, plan.folder / "acc_vs_eps.png", f"{first.data['name']}, {split}, {first.rounds} rounds")
     helps = report.full_share_helps(accuracy, grid)
-    found = [
+    checks = [
         report.monotone(accuracy, grid),
         *([helps] if helps else []),
         report.spent(list(mine.values())),
         report.above_chance(accuracy, grid, classes),
     ]
-    found += _controls(plan) if plan.controls else []
+    checks += _controls(plan) if plan.controls else []
     facts = {
-        "checks": [asdict(c) for c in found],
+        "checks": [asdict(c) for c in checks],
         "runs": len(mine),
         "cells": len(cells),
         "software": software(),
@@ -166,7 +166,7 @@ def _report(plan: AblationPlan) -> list[Check]:
         "rates": {f"{e:g}": r for e, r in plan.rates.items()},
     }
     write_public(plan.folder / "report.json", f"{json.dumps(facts, indent=1)}\n".encode())
-    return found
+    return checks
 
 
 def _controls(plan: AblationPlan) -> list[Check]:
@@ -244,11 +244,11 @@ def _row(words: Words) -> Row:
 
 def _commit() -> str:
     """Name the commit that this software was checked out at; "none" outside of a checkout."""
-    found = subprocess.run(
+    result = subprocess.run(
         ["git", "rev-parse", "HEAD"],  # noqa: S607
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
         check=False,
     )
-    return found.stdout.strip() or "none"
+    return result.stdout.strip() or "none"

@@ -41,11 +41,11 @@ class SeedMean:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> SeedMean:
-        found = list(values)
-        n, mean = len(found), sum(found) / len(found)
+        numbers = list(values)
+        n, mean = len(numbers), sum(numbers) / len(numbers)
         if n < 2:
             return cls(mean, math.nan, math.nan)
-        error = math.sqrt(sum((v - mean) ** 2 for v in found) / (n - 1) / n)
+        error = math.sqrt(sum((v - mean) ** 2 for v in numbers) / (n - 1) / n)
         return cls(mean, error, float(t.ppf(0.975, n - 1)) * error)
 
 
@@ -78,7 +78,7 @@ def full_share_helps(accuracy: Accuracy, grid: Grid) -> Check | None:
     if not asked or not {0.0, 1.0} <= set(grid.shares) or not math.isinf(top):
         return None
     lead = {v: _paired(accuracy, grid, (v, top, 0.0), (v, top, 1.0)) for v in asked}
-    bad = [v for v, found in lead.items() if not found <= 0]
+    bad = [v for v, gain in lead.items() if not gain <= 0]
     return Check("without privacy, share 1 is no worse than share 0, within 2 SE", not bad, ", ".join(bad) or "none")
 
 
@@ -92,12 +92,14 @@ def spent(rows: Sequence[Mapping[str, str]], least: float = 0.95) -> Check:
 
 def above_chance(accuracy: Accuracy, grid: Grid, classes: int) -> Check:
     low = min(grid.epsilons)
-    found = {v: e for v in grid.variants for p in grid.shares_of(v)[-1:] if (e := estimate(accuracy, grid, v, low, p))}
-    found = {v: e for v, e in found.items() if not math.isnan(e.mean)}
-    if not found:
+    estimates = {
+        v: e for v in grid.variants for p in grid.shares_of(v)[-1:] if (e := estimate(accuracy, grid, v, low, p))
+    }
+    estimates = {v: e for v, e in estimates.items() if not math.isnan(e.mean)}
+    if not estimates:
         return Check(f"epsilon {low:g} is above chance", False, "withheld: noise larger than signal")
-    best = max(found, key=lambda v: found[v].mean)
-    mean = found[best].mean
+    best = max(estimates, key=lambda v: estimates[v].mean)
+    mean = estimates[best].mean
     return Check(f"epsilon {low:g} is above chance", mean > 1 / classes, f"{best} {mean:.4f}, chance {1 / classes:.4f}")
 
 
