@@ -107,8 +107,8 @@ def members(
     model = target.network(seed)
     data = ListedExamples(target.x[inside], target.y[inside])
     training.run(model, data, losses, target.n_classes, noise, seed)
-    found = [negative_losses(model, target.x[i], target.y[i]).numpy() for i in (inside, outside)]
-    return found[0], found[1]
+    trained, others = (negative_losses(model, target.x[i], target.y[i]).numpy() for i in (inside, outside))
+    return trained, others
 
 
 def _drawn(n: int, seed: int) -> NDArray[np.bool_]:

@@ -242,11 +242,11 @@ def read(file: Path, model: str, classes: Sequence[str], multi_label: bool = Fal
 
     Raises StateError (E-STATE-22) on one of another model or that is none, ConfigError (E-CFG-02) on no such file.
     """
-    tensors = pretrained.read_file(file)
+    content = pretrained.read_file(file)
     try:
-        facts = structure(CalibrationFacts, tensors.facts, "")
+        facts = structure(CalibrationFacts, content.facts, "")
         features, logits = (
-            None if facts.multi_label else ClassDistances.read(tensors.tensors, name, len(facts.classes))
+            None if facts.multi_label else ClassDistances.read(content.tensors, name, len(facts.classes))
             for name in DISTANCES
         )
     except (ConversionError, ConfigError, ValueError) as error:

@@ -184,10 +184,10 @@ def calibrate(
             "expected no --false-flags for a model of several labels at once, of which no example is called none, "
             f"found {false_flags:g}: leave it out",
         )
-    found = calibrated(loaded, examples, coverage, FALSE_FLAGS if false_flags is None else false_flags)
+    made = calibrated(loaded, examples, coverage, FALSE_FLAGS if false_flags is None else false_flags)
     file = out or calibration.beside(model)
-    replace_file(file, calibration.to_bytes(found), 0o600)
-    facts = found.facts
+    replace_file(file, calibration.to_bytes(made), 0o600)
+    facts = made.facts
     said = [("temperature", f"{facts.temperature:.4g}"), ("sets", output.promise(facts, "these"))]
     if facts.false_flags is not None:
         flagged = f"is said of at most {100 * facts.false_flags:g} % of images of known classes like these"

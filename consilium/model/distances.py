@@ -65,13 +65,13 @@ class ClassDistances:
     @classmethod
     def read(cls, tensors: Mapping[str, Tensor], prefix: str, n_classes: int) -> ClassDistances:
         """Take it from a file's tensors; raises ValueError on others."""
-        found = [tensors.get(f"{prefix}.{name}", torch.zeros(0)) for name in _NAMES]
-        means, known, directions, weights, ridge = found
+        stored = [tensors.get(f"{prefix}.{name}", torch.zeros(0)) for name in _NAMES]
+        means, known, directions, weights, ridge = stored
         d = means.shape[-1] if means.ndim == 2 else -1
         shapes = [(n_classes, d), (n_classes,), (len(weights), d), (len(weights),), ()]
-        if [tuple(v.shape) for v in found] != shapes or any(v.dtype != torch.float64 for v in found):
+        if [tuple(v.shape) for v in stored] != shapes or any(v.dtype != torch.float64 for v in stored):
             raise ValueError(f"{prefix}: shapes that do not go together")
-        sound = all(bool(torch.isfinite(v).all()) for v in found) and bool(((known == 0) | (known == 1)).all())
+        sound = all(bool(torch.isfinite(v).all()) for v in stored) and bool(((known == 0) | (known == 1)).all())
         if (
             not sound
             or not bool(known.any())

@@ -73,26 +73,12 @@ def csv_text(predictions: Sequence[Prediction], classes: Sequence[str]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     names = ("example", "answer", "class", "set", "none_of_the_classes", "label", "problem")
     writer.writerow([*names, *(_cell(f"p({c})") for c in classes)])
-    for prediction in predictions:
-        known = prediction.unknown if prediction.unknown is None else str(prediction.unknown).lower()
-        chosen = (
-            _labels_said(prediction.sets)
-            if prediction.sets
-            else None
-            if prediction.set is None
-            else "; ".join(prediction.set)
-        )
-        told = (
-            prediction.name,
-            prediction.said,
-            prediction.answer,
-            chosen,
-            known,
-            prediction.label,
-            prediction.problem,
-        )
-        shares = [f"{p:.9g}" for p in prediction.probabilities] or [""] * len(classes)
-        writer.writerow([*(_cell(v or "") for v in told), *shares])
+    for p in predictions:
+        unknown = p.unknown if p.unknown is None else str(p.unknown).lower()
+        chosen = _labels_said(p.sets) if p.sets else None if p.set is None else "; ".join(p.set)
+        cells = (p.name, p.said, p.answer, chosen, unknown, p.label, p.problem)
+        shares = [f"{share:.9g}" for share in p.probabilities] or [""] * len(classes)
+        writer.writerow([*(_cell(v or "") for v in cells), *shares])
     return text.getvalue()
 
 

@@ -227,13 +227,13 @@ class Tally:
 
 def tally(predictions: Sequence[Prediction], classes: Sequence[str]) -> Tally:
     """Count the predictions whose label is known; classes without any are left out."""
-    found = Tally()
+    sums = Tally()
     for prediction in predictions:
         for label, right in zip(classes, prediction.right, strict=False):
             if right is not None:
-                for counted in (found.classes.setdefault(label, ClassTally()), found.whole):
+                for counted in (sums.classes.setdefault(label, ClassTally()), sums.whole):
                     counted.add_label(right, (label in prediction.labels) == right, prediction.sets.get(label))
         if not prediction.right and prediction.label and not prediction.problem:
-            found.classes.setdefault(prediction.label, ClassTally()).add(prediction)
-            found.whole.add(prediction)
-    return Tally({c: found.classes[c] for c in classes if c in found.classes}, found.whole)
+            sums.classes.setdefault(prediction.label, ClassTally()).add(prediction)
+            sums.whole.add(prediction)
+    return Tally({c: sums.classes[c] for c in classes if c in sums.classes}, sums.whole)

@@ -112,8 +112,8 @@ class SignedCard:
         if fingerprint != authority:
             raise RefusedError(
                 "E-ID-10",
-                f"expected a card under the authority {colons(authority)}, found one under {colons(fingerprint)}: it is "
-                "of another consortium, or somebody made it up; compare the fingerprint with the lead by telephone",
+                f"expected a card under the authority {colons(authority)}, found {colons(fingerprint)}: it is of "
+                "another consortium, or somebody made it up; compare the fingerprint with the lead by telephone",
             )
         if not certificates.issued_by(holder, ca):
             raise _unsound("a signature of a lead of this consortium", "a certificate that the authority did not issue")

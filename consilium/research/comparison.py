@@ -84,7 +84,7 @@ class RunRanking:
         """Say who is ahead in one sentence. names: what runs are called in it."""
         if not self.ahead:
             return f"{len(names)} runs side by side"
-        tied = {run: found for run, found in self.ahead.items() if not found.told_apart}
+        tied = {run: lead for run, lead in self.ahead.items() if not lead.told_apart}
         nearest, difference = min((tied or self.ahead).items(), key=lambda item: item[1].point)
         if tied:
             all_of_them = " and ".join(names[run] for run in (self.best, *tied))

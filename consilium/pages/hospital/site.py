@@ -238,9 +238,8 @@ class Decisions:
     def waiting(self, known: PolicyAndLedger) -> tuple[dict[str, PendingDecision], int]:
         """Return the runs that wait by an id for the page, the oldest question first, and how many more there are."""
         undecided = [a for a in self.store.approvals.all() if a.decided is None]
-        return {_id(a): PendingDecision.of(a, known) for a in undecided[:_MAX_SHOWN]}, max(
-            0, len(undecided) - _MAX_SHOWN
-        )
+        shown = {_id(a): PendingDecision.of(a, known) for a in undecided[:_MAX_SHOWN]}
+        return shown, len(undecided) - len(shown)
 
     def decided(self) -> list[Approval]:
         """Return the newest decisions, the newest question first."""

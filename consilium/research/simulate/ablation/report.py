@@ -169,13 +169,13 @@ def by_epsilon(accuracy: Accuracy, grid: Grid) -> str:
     return "\n".join([*lines, ""])
 
 
-def _cell(found: SeedMean | None) -> str:
-    if found is None:
+def _cell(average: SeedMean | None) -> str:
+    if average is None:
         return "-"
-    if math.isnan(found.mean):
+    if math.isnan(average.mean):
         return "withheld"
-    error = "" if math.isnan(found.error) else f" ± {100 * found.error:.2f}"
-    return f"{100 * found.mean:.2f}{error}"
+    error = "" if math.isnan(average.error) else f" ± {100 * average.error:.2f}"
+    return f"{100 * average.mean:.2f}{error}"
 
 
 _APART = 0.04
@@ -196,9 +196,9 @@ def draw(accuracy: Accuracy, grid: Grid, file: Path, title: str) -> None:
     for panel, share in zip(axes, grid.shares, strict=True):
         for number, variant in enumerate(grid.variants):
             points = [
-                (places[e], found)
+                (places[e], average)
                 for e in grid.epsilons_of(variant)
-                if (found := estimate(accuracy, grid, variant, e, share)) is not None
+                if (average := estimate(accuracy, grid, variant, e, share)) is not None
             ]
             beside = _APART * (number - (len(grid.variants) - 1) / 2)
             x, mean = [p + beside for p, _ in points], [100 * f.mean for _, f in points]
