@@ -28,7 +28,7 @@ from silo.storage.store import SiloStore
 def prove(
     store: SiloStore, key: TaskKey, run: CompiledRun, proof: Callable[[], Path] | None
 ) -> tuple[ClassCoverage, bool]:
-    """Return the census of a run, and whether it is new: it is computed from its proof once and kept.
+    """Return the census of a run, and whether it is new: then the caller keeps it.
 
     Raises SecaggError where nothing proves it: as `silo_side.verify_census`, E-RUN-48 on other bytes or none.
     """
@@ -43,7 +43,6 @@ def prove(
     coverage = run.coverage([int(n) for n in counts])
     if (start := run.manifest.start) is not None and start.run:
         coverage = coverage.after(None, trains=True)  # what the earlier run taught is not counted here
-    store.secagg.keep_coverage(key.run_id, coverage)
     return coverage, True
 
 

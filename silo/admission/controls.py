@@ -70,17 +70,22 @@ class AwaitingDecisionError(Exception):
     """The hospital has not decided about the run yet: `silo approve`."""
 
 
+class DataChangedError(DataError):
+    """Data other than those that a run began with (E-DATA-10); says nothing of any record."""
+
+
 @dataclass(frozen=True, eq=False)
 class DataQuestion:
     """With which data a run would work here, at its member `index`.
 
-    version: of the data, as `RunData` has it   size: of this hospital, `typed` or counted   prototypes: False: this
-    hospital submits none to any run.
+    version: of the data, as `RunData` has it   began: that of the data that the run began with; "": it has not
+    size: of this hospital, `typed` or counted   prototypes: False: this hospital submits none to any run.
     """
 
     index: int
     dataset: SiloDataset
     version: str
+    began: str = ""
     size: float = 0.0
     typed: bool = True
     prototypes: bool = True
@@ -89,20 +94,19 @@ class DataQuestion:
 class TaskQuestion(NamedTuple):
     """One task of a run, with what the door gave the run before.
 
-    cohort: size of the round's, as offered   base_digest: of what was sent   message: that, as this hospital read it;
-    None for a census   incarnation: of the coordinator, which has one model for each round of training   proof:
-    fetches the proof of the run's census, where the coordinator sent one   data_now: describes the data, for a run that
-    begins with them; None before round 1, when nothing begins.
+    cohort: size of the round's, as offered   base_digest: of what was sent   message: fetches and checks that; nothing
+    for a census   incarnation: of the coordinator, which has one model for each round of training   proof: fetches the
+    proof of the run's census, where the coordinator sent one   begins: the data, where this is the first task of a run.
     """
 
     access: RunAccess
     key: TaskKey
     cohort: int
     base_digest: str = ""
-    message: State | None = None
+    message: Callable[[], State] = dict
     incarnation: str = ""
     proof: Callable[[], Path] | None = None
-    data_now: Callable[[], RunData] | None = None
+    begins: RunData | None = None
 
 
 class AdmissionRequest(NamedTuple):
@@ -141,11 +145,13 @@ class RunAccess:
 class TaskAccess:
     """What one admitted task may do: the only way to records.
 
-    times_charged: how often its round was charged before   census: of the run, where this task proved it.
+    message: what the coordinator sent   times_charged: how often its round was charged before   census: of the run,
+    where this task proved it.
     """
 
     key: TaskKey
     cohort: int
+    message: State
     times_charged: int
     census: ClassCoverage | None
     _access: RunAccess
@@ -162,8 +168,7 @@ class TaskAccess:
             self._refused(error)
             raise
 
-    @staticmethod
-    def open_for_hospital(data: RoundData) -> LocalData:
+    def open_for_hospital(self, data: RoundData) -> LocalData:
         """Open examples without floors and without a charge, for numbers that never leave this hospital."""
         return PlainLocalData(data)
 
@@ -303,9 +308,10 @@ class HospitalControls:
         """Admit a question of any kind of run, or raise: the one door to this hospital's data, budget and memory.
 
         A run is checked against the policy, the declared classes, the hospital's decision and the day's room for runs
-        that measure models. Data are checked against the policy's parts and the ledger's registrations. A task is
-        checked against the run's plan, its data, its census and what was answered before, which is noted before any
-        record is read: one question has one answer. A private round of training is charged instead, when it opens.
+        that measure models. Data are checked against the policy's parts, the ledger's registrations and what the run
+        began with. A task is checked against the run's plan, its census and what was answered before, which is noted
+        before any record is read: one question has one answer. A refused task leaves nothing noted. A private round of
+        training is charged instead, when it opens.
         Code of another distribution is imported here, and only here, once the policy has allowed it (E-POLICY-15).
 
         Raises AwaitingDecisionError; RefusedError, which the ledger records: E-POLICY-.., E-BUDGET-.., and E-RUN-38
@@ -378,33 +384,24 @@ class HospitalControls:
             if run.private:  # a round that the plan does not have would be one more release
                 refused(error)
             raise
-        self._keep_to_data(task)
-        proved = None if key.kind.census else self._proved_census(run, task)
+        message = task.message()
+        proved = None if key.kind.census else self._proved_census(run, task, message)
         if not (key.kind.census or (run.private and key.kind.trains)):
-            model = adaptive_guards.method_state(task.message or {}, adaptive_guards.groups(run.guards.silo))
+            model = adaptive_guards.method_state(message, adaptive_guards.groups(run.guards.silo))
             content = run.updates.one_set_content(model)
             self.store.answers.claim(key, task.base_digest, content, task.incarnation, a_day)
+        if proved is not None:
+            self.store.secagg.keep_coverage(key.run_id, proved)
+        if task.begins is not None:
+            self.store.run_data.begin(key.run_id, task.begins)
         times = 0
         if access._ledger is not None:
             times = access._ledger.charged(key.run_id, key.round, key.kind.trains)
             access._ledger.begin(key.run_id)
-        return TaskAccess(key, task.cohort, times, proved, access, refused)
+        return TaskAccess(key, task.cohort, message, times, proved, access, refused)
 
-    def _keep_to_data(self, task: TaskQuestion) -> None:
-        """Keep a run to the data that it began with; raises DataError (E-DATA-10) on others."""
-        if task.data_now is None:
-            return
-        asked, began = task.access.data, self.store.run_data.find(task.key.run_id)
-        if began is None:
-            self.store.run_data.begin(task.key.run_id, task.data_now())
-        elif began.version != asked.version:
-            raise DataError(
-                "E-DATA-10",
-                f"expected the data that run {task.key.run_id} began with, found {asked.dataset.origin} changed",
-            )
-
-    def _proved_census(self, run: CompiledRun, task: TaskQuestion) -> ClassCoverage | None:
-        """Hold what the coordinator says of classes against the proof, which is kept; return it where it is new.
+    def _proved_census(self, run: CompiledRun, task: TaskQuestion, message: State) -> ClassCoverage | None:
+        """Compare what the coordinator says of classes with the proof; return the census where it is new.
 
         Raises SecaggError: E-RUN-48 on other numbers, and as `census.prove`.
         """
@@ -412,7 +409,7 @@ class HospitalControls:
         if floor is None and task.proof is None:
             return None
         coverage, new = census.prove(self.store, task.key, run, task.proof)
-        sent = (task.message or {}).get(HOSPITALS, {}).get(HOSPITALS)
+        sent = message.get(HOSPITALS, {}).get(HOSPITALS)
         if floor is not None and (sent is None or sent.tolist() != list(coverage.hospitals)):
             raise SecaggError(
                 "E-RUN-48",
@@ -448,7 +445,8 @@ class HospitalControls:
         """Give a run what its tasks will open, within the floors.
 
         Raises RefusedError: E-POLICY-05 on a part that the policy does not allow, E-BUDGET-04 on data that is not
-        registered; as the profile's `data_factory`; DataError (E-DATA-05), SchemaError as `_check_dictionary`.
+        registered; as the profile's `data_factory`; DataError (E-DATA-05), SchemaError as `_check_dictionary`;
+        DataChangedError.
         """
         profile, index, dataset = run.profile, asked.index, asked.dataset
         if run.private:
@@ -474,6 +472,11 @@ class HospitalControls:
         elif not run.private:
             warn_of_few(run, len(dataset.train))
         profile.require_submission(submits)
+        if asked.began not in ("", asked.version):
+            raise DataChangedError(
+                "E-DATA-10",
+                f"expected the data that run {run.manifest.name!r} began with, found {dataset.origin} changed",
+            )
         return RunAccess(asked, submits, floors, factory, ledger)
 
     def _remembered(self, run: CompiledRun, floors: ReleaseFloors, factory: DataFactory, policy: Policy) -> DataFactory:

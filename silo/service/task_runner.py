@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -34,6 +34,7 @@ from silo.events import EmitEvent, error_event, event
 from silo.service.secagg import MAX_KEYS_BYTES, SecaggMember, TaskMasks
 from silo.service.task_queue import PreflightTask, QueuedTask, TaskQueue
 from silo.storage.outbox import Outbox, PendingEntry
+from silo.storage.run_data import RunData
 from silo.storage.tasks import OutboxEntry
 from silo.training import evaluation_summary
 from silo.training.data_source import BrokenRecords
@@ -276,25 +277,24 @@ class TaskRunner:
         offer, key = task.offer, task.key
         killed = self._past_kill(task)
         self.queue.set_activity(task, pb.FETCHING)
-        prepared = self._prepare(task)
+        prepared, data, begins = self._prepare(task)
         name, private = prepared.run.manifest.name, prepared.run.private
         masks = self._masks(task, prepared) if prepared.run.masked else None
         self.queue.accept(task)
         if killed is not None:
             self.queue.tell(task, killed)
-        msg = {} if key.kind.census else self._fetch_base(task, prepared)
-        access = self._admit_task(prepared, self._question(task, prepared, msg))
+        state, own = self._kept_state(task, prepared), self._comparison_model(task, prepared)
+        access = self._admit_task(prepared, self._question(task, prepared, data if begins else None))
         begun = f"{key} of {name} ({prepared.run.updates.reading}): {key.kind.doing}"
         self.emit(event("training", begun, key, {"name": name}))
         self._tell_repeated_charge(access)
         self.queue.set_activity(task, pb.TRAINING)
-        state, own = self._kept_state(task, prepared), self._comparison_model(task, prepared)
         progress = self._progress(task, pb.TRAINING, quiet=private)
         self.timing.begin((key, offer.base_digest), private)
         try:
             with self._marked(task):
-                broken = self._broken_records(key)
-                result = self.trainer.train(prepared, access, msg, state, progress, own, broken)
+                broken = self._broken_records(key, data.broken)
+                result = self.trainer.train(prepared, access, state, progress, own, broken)
         except CancelledError:
             raise
         except Exception:
@@ -321,19 +321,17 @@ class TaskRunner:
         access.commit(pending.entry.object_digest)
         return pending
 
-    def _question(self, task: QueuedTask, prepared: PreparedRun, msg: State) -> TaskQuestion:
+    def _question(self, task: QueuedTask, prepared: PreparedRun, begins: RunData | None) -> TaskQuestion:
         offer, fetch = task.offer, self._fetch_of(task)
-        if not task.key.kind.census:
-            self.trainer.check_message(prepared, task.key, msg)
         return TaskQuestion(
             prepared.access,
             task.key,
             offer.cohort,
             offer.base_digest,
-            msg,
+            dict if task.key.kind.census else partial(self._message, task, prepared),
             offer.incarnation,
             proof=partial(fetch, offer.secagg_census_digest) if offer.secagg_census_digest else None,
-            data_now=self.trainer.data_now,
+            begins=begins,
         )
 
     def _admit_task(self, prepared: PreparedRun, question: TaskQuestion) -> TaskAccess:
@@ -347,10 +345,14 @@ class TaskRunner:
             self.emit(event("census", text, facts={"run": question.key.run_id, "withheld": left_out}))
         return access
 
-    def _fetch_base(self, task: QueuedTask, prepared: PreparedRun) -> State:
+    def _message(self, task: QueuedTask, prepared: PreparedRun) -> State:
+        """Fetch what the coordinator sends for a task; raises as `Trainer.check_message`."""
         offer, progress = task.offer, self._progress(task, pb.FETCHING)
         most = max_object_bytes(prepared.run.manifest, _numbers(prepared.broadcast))
-        return codec.read_state(self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, progress, most))
+        file = self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, progress, most)
+        message = codec.read_state(file)
+        self.trainer.check_message(prepared, task.key, message)
+        return message
 
     def _fetch_of(self, task: QueuedTask) -> Callable[[str], Path]:
         def fetch(digest: str) -> Path:
@@ -418,10 +420,12 @@ class TaskRunner:
             self.emit(event("alone", f"{key}: no model of this hospital alone to compare with: {error}", key))
             return None
 
-    def _prepare(self, task: QueuedTask) -> PreparedRun:
+    def _prepare(self, task: QueuedTask) -> tuple[PreparedRun, RunData, bool]:
+        """Return a run that fits, the data that it began with, and whether it begins with this task."""
         run = self._admitted_run(task, task.offer.manifest_digest)
         began = self.outbox.store.run_data.find(task.key.run_id)
         prepared = self.trainer.prepare(task.key.run_id, run, self._fetch_weights(task), began)
+        data = began or self.trainer.data_now()
         self.trainer.require_memory(prepared)
         self.outbox.store.record_run(
             task.key.run_id,
@@ -431,12 +435,11 @@ class TaskRunner:
             leaves=update_contents(run).to_json(),
             privacy=privacy_of(run),
         )
-        return prepared
+        return prepared, data, began is None
 
-    def _broken_records(self, key: TaskKey) -> BrokenRecords:
+    def _broken_records(self, key: TaskKey, known: Collection[str]) -> BrokenRecords:
         """Return the unreadable records that a run excludes; new ones are noted and logged here, and sent to nobody."""
         store = self.outbox.store.run_data
-        known = store.find(key.run_id)
 
         def keep(names: Sequence[str]) -> None:
             number = store.leave_out(key.run_id, names)
@@ -444,7 +447,7 @@ class TaskRunner:
             text = f"{key}: {counted(number, 'record')} unreadable, excluded from the run from now on: {shown}"
             self.emit(event("broken", text, key, {"left_out": number}))
 
-        return BrokenRecords(set(known.broken) if known else set(), keep)
+        return BrokenRecords(set(known), keep)
 
     def _admitted_run(self, task: QueuedTask | PreflightTask, digest: str) -> CompiledRun:
         """Fetch the manifest of a run that the hospital takes part in.

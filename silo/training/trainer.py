@@ -38,7 +38,15 @@ from privacy.compiled_run import CompiledRun
 from privacy.profiles.base import MadeUpStep
 from protos.wire.tasks import TaskKey
 from service_core.version import version
-from silo.admission.controls import AdmissionRequest, DataQuestion, HospitalControls, RunAccess, TaskAccess
+from silo.admission.controls import (
+    AdmissionRequest,
+    AwaitingDecisionError,
+    DataChangedError,
+    DataQuestion,
+    HospitalControls,
+    RunAccess,
+    TaskAccess,
+)
 from silo.connection.retry import CancelledError
 from silo.storage.feature_cache import Block, FeatureCache, FeatureKey, KeptFeatures
 from silo.storage.outbox import TrainingResult
@@ -241,9 +249,10 @@ class Trainer:
                 f"expected the bundle layout that {manifest.method.name} has here, found another in the manifest: "
                 "both sides must run the same version",
             )
-        with _hide_details(run.private, ConfigError, RefusedError, SchemaError):
+        with _hide_details(run.private, ConfigError, RefusedError, SchemaError, DataChangedError):
             size, typed = self._data.nominal_size, self._data.typed
-            question = DataQuestion(index, dataset, data_version, size, typed, self._prototypes)
+            began_version = "" if began is None else began.version
+            question = DataQuestion(index, dataset, data_version, began_version, size, typed, self._prototypes)
             access = self._controls.admit(self.request(run_id, manifest)._replace(data=question)).access
         assert access is not None
         if manifest.start is not None and manifest.start.weights is not None:
@@ -294,7 +303,6 @@ class Trainer:
         self,
         prepared: PreparedRun,
         access: TaskAccess,
-        msg: State,
         state: State | None,
         progress: Progress,
         own: nn.Module | None = None,
@@ -317,7 +325,7 @@ class Trainer:
             if own is not None:
                 prepared = replace(prepared, runtime=replace(prepared.runtime, own=own.to(self.device)))
             for left in reversed(range(TRIES)):
-                outcome = self._attempt(prepared, access, msg, state, context, progress, broken, left=left)
+                outcome = self._attempt(prepared, access, state, context, progress, broken, left=left)
                 if outcome is not None:
                     break
         assert outcome is not None  # the last attempt raises
@@ -343,7 +351,6 @@ class Trainer:
         self,
         prepared: PreparedRun,
         access: TaskAccess,
-        msg: State,
         state: State | None,
         context: RoundContext,
         progress: Progress,
@@ -360,10 +367,11 @@ class Trainer:
         data = access.open(replace(opened, test=sent))
         try:
             with _hide_details(private):
-                done = self._run_round(prepared.runtime, msg, state, data, context, access.key.kind)
+                done = self._run_round(prepared.runtime, access.message, state, data, context, access.key.kind)
                 if (private or sent is not test) and METRICS in done.measured:
                     exact = access.open_for_hospital(replace(opened, progress=None))
-                    done = done._replace(measured=measure_exactly(prepared.runtime, msg, exact, context.n_classes))
+                    measured = measure_exactly(prepared.runtime, access.message, exact, context.n_classes)
+                    done = done._replace(measured=measured)
                 return done
         except DataError as error:
             if private or not left or error.code != UNREADABLE:
@@ -556,7 +564,7 @@ def _hide_details(private: bool, *disclosed: type[FederationError]) -> Iterator[
     try:
         yield
     except Exception as error:
-        if not private or isinstance(error, (CancelledError, *disclosed)):
+        if not private or isinstance(error, (AwaitingDecisionError, CancelledError, *disclosed)):
             raise
         log.exception("a task of a private run failed")
         raise StateError("E-RUN-31", f"the task failed at this silo: {type(error).__name__}: {error}") from error

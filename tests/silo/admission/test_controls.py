@@ -81,7 +81,9 @@ def asked(tmp_path: Path) -> Ask:
         store.close_database()
         assert access is not None
         key = TaskKey("run-1", 0, TaskKind.TRAIN if run.rounds else TaskKind.EVALUATE)
-        return AdmissionRequest("run-1", run, task=TaskQuestion(access, key, len(MEMBERS), base * 64, MODEL, "c1"))
+        return AdmissionRequest(
+            "run-1", run, task=TaskQuestion(access, key, len(MEMBERS), base * 64, lambda: MODEL, "c1")
+        )
 
     return ask
 

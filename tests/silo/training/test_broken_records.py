@@ -122,9 +122,10 @@ class Bench:
         prepared = self.trainer.prepare(RUN, self.run, lambda _: {}, began)
         known = BrokenRecords(self.broken, lambda names: self.store.run_data.leave_out(RUN, names) and None)
         key = TaskKey(RUN, number, TaskKind.TRAIN)
-        task = TaskQuestion(prepared.access, key, len(MEMBERS), message=self.state, data_now=self.trainer.data_now)
+        begins = self.trainer.data_now() if began is None else None
+        task = TaskQuestion(prepared.access, key, len(MEMBERS), message=lambda: self.state, begins=begins)
         access = self.controls.admit(self.trainer.request(RUN, self.run.manifest)._replace(task=task)).task
-        result = self.trainer.train(prepared, access, self.state, None, lambda *_: None, broken=known)
+        result = self.trainer.train(prepared, access, None, lambda *_: None, broken=known)
         parts = {f"{name}/{key}": value for name, part in result.bundle.items() for key, value in part.total.items()}
         return tensor_maps.digest(parts), float(result.bundle["delta"].weight)
 

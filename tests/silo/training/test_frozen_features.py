@@ -87,13 +87,15 @@ class Bench:
         return self.trainer.prepare("run-1", self.run, lambda _: {})
 
     def admitted(self, prepared):
-        task = TaskQuestion(prepared.access, TaskKey("run-1", 0, TaskKind.TRAIN), len(MEMBERS), message=self.state)
+        task = TaskQuestion(
+            prepared.access, TaskKey("run-1", 0, TaskKind.TRAIN), len(MEMBERS), message=lambda: self.state
+        )
         return self.controls.admit(self.trainer.request("run-1", self.run.manifest)._replace(task=task)).task
 
     def round(self):
         prepared = self.prepared()
         return self.trainer.train(
-            prepared, self.admitted(prepared), self.state, None, lambda done, total: self.told.append((done, total))
+            prepared, self.admitted(prepared), None, lambda done, total: self.told.append((done, total))
         )
 
 
@@ -123,7 +125,7 @@ def test_a_cancelled_pass_leaves_nothing_and_the_next_one_ends(bench):
 
     prepared = bench.prepared()
     with pytest.raises(StoppedError):
-        bench.trainer.train(prepared, bench.admitted(prepared), bench.state, None, stop)
+        bench.trainer.train(prepared, bench.admitted(prepared), None, stop)
     assert bench.features.files() == []
     assert not list(bench.features.folder.glob("*.part"))
     assert bench.round().bundle["delta"].total
