@@ -170,7 +170,7 @@ def test_images_are_dropped_chosen_and_forgotten(browser, made: Exported, server
     tab.evaluate(DROP, [dropped, "#drop"])
     tab.wait_for_selector("#answers tbody tr:has-text('three.png')")
     until(lambda: "Not classified: broken.png" in tab.inner_text("#drop [role=status]"))
-    assert tab.evaluate("document.querySelector('img.seen').naturalWidth") == 8
+    until(lambda: tab.evaluate("document.querySelector('img.seen').naturalWidth") == 8)  # once it is loaded
 
     tab.set_input_files("#files", [image(made, "unknown"), image(made, "new/5")])
     tab.wait_for_selector("#answers tbody tr:nth-child(3)")
