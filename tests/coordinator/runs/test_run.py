@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -35,11 +36,12 @@ def test_a_silo_that_connects_while_its_update_is_looked_for_is_not_asked_for_it
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[Line] = []
-    look = ContributionStore.contribution
+    look, listening = ContributionStore.contribution, threading.Event()
 
     def connect_then_look(store: ContributionStore, contribution_id: str) -> Contribution | None:
         found = look(store, contribution_id)
         if found is not None and found.silo == "north" and not lines:
+            assert listening.wait(200)  # runs are resumed before the test knows the new port
             lines.append(Line(world, "north", HELLO))
             until(lambda: lines[0].of("welcome"), "the welcome, behind which all is that north missed")
         return found
@@ -50,6 +52,7 @@ def test_a_silo_that_connects_while_its_update_is_looked_for_is_not_asked_for_it
         world.stop()
         monkeypatch.setattr(ContributionStore, "contribution", connect_then_look)
         world.start()
+        listening.set()
         until(lambda: lines and lines[0].of("welcome"), "north's session")
         send(world.transfer("east"), "east", offer, DATA)
         north = lines[0]
