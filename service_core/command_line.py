@@ -20,7 +20,7 @@ from rich.markup import escape
 
 from fl_core.errors.extras import requires_extra
 from service_core import startup
-from service_core.console import PrintableFormatter, Reply, show_reply
+from service_core.console import CommandResult, PrintableFormatter, show_reply
 from service_core.operations.exit_status import status_of
 from service_core.tls.connect import require_tls13, silence_grpc_logs
 from service_core.version import PROTOCOL, software
@@ -40,8 +40,8 @@ class Depends:
     make: Callable[..., Any]
 
 
-def command(function: Callable[..., Reply | None]) -> Callable[..., None]:
-    """Turn a function into a command that prints the returned Reply, as JSON with `--json`.
+def command(function: Callable[..., CommandResult | None]) -> Callable[..., None]:
+    """Turn a function into a command that prints the returned CommandResult, as JSON with `--json`.
 
     A parameter with `Depends` is replaced by the options of its `make`. A function that needs `as_json` itself declares
     it as a parameter. A function that returns None prints by itself; it has `--json` only if it declares `as_json`.

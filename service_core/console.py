@@ -148,14 +148,14 @@ def make_table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class KeyValues:
     """Names and values, one pair per line; separated by a tab when the output is not a terminal."""
 
     facts: Iterable[tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TextTable:
     """A table on a terminal, else tab-separated lines, which begin with the head (headings) and the title (titled)."""
 
     title: str
@@ -166,7 +166,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class CommandResult:
     """The result of a command.
 
     Attributes:
@@ -177,12 +177,12 @@ class Reply:
     """
 
     value: object
-    shown: Iterable[str | Table | Facts | Rows] = ()
+    shown: Iterable[str | Table | KeyValues | TextTable] = ()
     notes: Iterable[str] = ()
     status: int = 0
 
 
-def show_reply(reply: Reply, as_json: bool) -> None:
+def show_reply(reply: CommandResult, as_json: bool) -> None:
     """Print a reply, as JSON or for people."""
     if as_json:
         print_json(reply.value)
@@ -193,13 +193,13 @@ def show_reply(reply: Reply, as_json: bool) -> None:
         ERR.print(note, soft_wrap=True)
 
 
-def show(item: str | Table | Facts | Rows) -> None:
+def show(item: str | Table | KeyValues | TextTable) -> None:
     """Print one item for people. The terminal wraps text."""
     if isinstance(item, Table):
         OUT.print(item)
     elif isinstance(item, str):
         OUT.print(item, soft_wrap=True)
-    elif isinstance(item, Facts):
+    elif isinstance(item, KeyValues):
         for name, value in ((printable(name), printable(value)) for name, value in item.facts):
             OUT.print(f"{name + ':':<14} {value}" if OUT.is_terminal else f"{name}\t{value}", soft_wrap=True)
     elif OUT.is_terminal:
@@ -210,7 +210,7 @@ def show(item: str | Table | Facts | Rows) -> None:
             OUT.print("\t".join(map(printable, row)), soft_wrap=True)
 
 
-def counted(number: int, word: str) -> str:
+def pluralize(number: int, word: str) -> str:
     """Return a number with its noun: "1 silo", "2 silos"."""
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
@@ -220,7 +220,7 @@ def local_time(unix: float | None) -> str:
     return datetime.fromtimestamp(unix).astimezone().strftime("%Y-%m-%d %H:%M:%S") if unix else "-"
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration."""
     if seconds < 90:
         return f"{seconds:.0f} s"

@@ -20,7 +20,7 @@ from fl_core.errors import ConfigError, RefusedError
 from fl_core.errors.extras import require
 from fl_core.suggest import suggest
 from service_core.command_line import Json, command
-from service_core.console import Facts, print_json, show
+from service_core.console import KeyValues, print_json, show
 from silo.cli.options import DataRootOption, label_space
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def audit(
     if as_json:
         print_json(json.loads((out / SUMMARY).read_text(encoding="utf-8")))
     elif all(v.holds is not False for v in verdicts):
-        show(Facts([("written to", str(out)), ("keep it here", "it is about single records of this hospital")]))
+        show(KeyValues([("written to", str(out)), ("keep it here", "it is about single records of this hospital")]))
     if refuted := [v.audit for v in verdicts if v.holds is False]:
         raise RefusedError(
             "E-PRIV-28",

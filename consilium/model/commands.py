@@ -14,7 +14,7 @@ from consilium.pages.command import Bind, Browser, serve_until_told
 from fl_core.errors import ConfigError
 from fl_core.types.class_coverage import listed
 from service_core.command_line import Depends, Json, command
-from service_core.console import Facts, Reply, Rows, counted
+from service_core.console import CommandResult, KeyValues, TextTable, pluralize
 
 if TYPE_CHECKING:
     from consilium.model.inputs import Inputs
@@ -98,7 +98,7 @@ def predict(
     data_root: DataRoot = None,
     *,
     named: Named,
-) -> Reply:
+) -> CommandResult:
     """Classify images or rows with an exported model; exit status 2 where one of them could not be.
 
     Probabilities, a set of classes at the calibration's coverage, and "none of the classes". With --data, whose labels
@@ -123,7 +123,7 @@ def predict(
     for file in out or ():
         output.write(file, predictions, whole, loaded.facts.classes)
     failed = sum(bool(p.problem) for p in predictions)
-    shown: list[Facts | Rows | str] = [Facts(_about(predictor))]
+    shown: list[KeyValues | TextTable | str] = [KeyValues(_about(predictor))]
     if not out:
         shown.append(output.table(predictions[:MAX_SHOWN], loaded.facts.untaught))
         if len(predictions) > MAX_SHOWN:
@@ -133,13 +133,13 @@ def predict(
     shown += [f"wrote {file}" for file in out or ()]
     notes = [*examples.notes, *_warnings(predictor, examples)]
     if reports is not None:
-        shown.append(f"wrote {counted(len(reports.files), 'structured report')} to {sr}")
+        shown.append(f"wrote {pluralize(len(reports.files), 'structured report')} to {sr}")
         notes += [f"{name}: no structured report: {why}" for name, why in reports.problems.items()]
         if reports.not_dicom:
             notes.append(f"no DICOM, and so without a structured report: {reports.not_dicom} of {len(predictions)}")
     if failed:
         notes.append(f"{failed} of {len(predictions)} could not be classified: the note beside each says why")
-    return Reply(whole, shown, notes, status=2 if failed or (reports and reports.problems) else 0)
+    return CommandResult(whole, shown, notes, status=2 if failed or (reports and reports.problems) else 0)
 
 
 @command
@@ -164,7 +164,7 @@ def calibrate(
     data_root: DataRoot = None,
     *,
     named: Named,
-) -> Reply:
+) -> CommandResult:
     """Calibrate a model with labelled images of this hospital: probabilities, sets of classes, none of the classes.
 
     The file that it writes holds class means of features and no image, and is for this hospital. What it promises is
@@ -196,7 +196,7 @@ def calibrate(
     said.append((what[0], f"{sum(facts.fitted)} to fit {what[1]}, {sum(facts.held)} held out"))
     said.append(("file", str(file)))
     value = {"file": str(file), **{name: getattr(facts, name) for name in facts.__slots__}}
-    return Reply(value, [Facts(said), output.calibration_table(facts)])
+    return CommandResult(value, [KeyValues(said), output.calibration_table(facts)])
 
 
 @command
@@ -221,7 +221,7 @@ def page(
         raise ConfigError("E-CFG-23", "expected a model of images for a page, found one of other examples: use predict")
     with tempfile.TemporaryDirectory(prefix="consilium-") as folder:
         shown = PredictionPage(_predictor(model, loaded, calibration, raw=False), Path(folder))
-        serve_until_told(shown.site(), Path(folder), bind, browser, as_json, lambda facts: [Facts(facts)])
+        serve_until_told(shown.site(), Path(folder), bind, browser, as_json, lambda facts: [KeyValues(facts)])
 
 
 def _predictor(model: Path, loaded: LoadedModel, file: Path | None, raw: bool) -> Predictor:

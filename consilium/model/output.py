@@ -12,7 +12,7 @@ from pathlib import Path
 from consilium.model.calibration import ANSWERS, CalibrationFacts
 from consilium.model.predictor import ClassTally, LabelSet, Prediction, Predictor, Tally
 from fl_core.errors import ConfigError
-from service_core.console import Rows, printable
+from service_core.console import TextTable, printable
 from service_core.storage.private_files import replace_file
 
 SUFFIXES = (".csv", ".json")
@@ -102,9 +102,9 @@ def write(file: Path, predictions: Sequence[Prediction], whole: Mapping[str, obj
         ) from error
 
 
-def table(predictions: Sequence[Prediction], untaught: Collection[str] = ()) -> Rows:
+def table(predictions: Sequence[Prediction], untaught: Collection[str] = ()) -> TextTable:
     """Return a row per example. untaught: as in `ModelFacts`; an answer that is one of them says so."""
-    return Rows("predictions", HEAD, [_row(p, untaught) for p in predictions], headings=True)
+    return TextTable("predictions", HEAD, [_row(p, untaught) for p in predictions], headings=True)
 
 
 def _row(found: Prediction, untaught: Collection[str]) -> tuple[str, ...]:
@@ -125,11 +125,11 @@ def _row(found: Prediction, untaught: Collection[str]) -> tuple[str, ...]:
     return found.name, found.said, ", ".join(shares), chosen, note
 
 
-def tally_table(found: Tally, calibrated: bool) -> Rows:
+def tally_table(found: Tally, calibrated: bool) -> TextTable:
     """Return a row per class of what was right, where labels are known."""
     head = ("class", "examples", "right", *(("in the set", "answers per set", "flagged") if calibrated else ()))
     rows = [*found.classes.items(), ("all", found.whole)]
-    return Rows("against the labels", head, [(name, *_counts(t, calibrated)) for name, t in rows], headings=True)
+    return TextTable("against the labels", head, [(name, *_counts(t, calibrated)) for name, t in rows], headings=True)
 
 
 def _counts(found: ClassTally, calibrated: bool) -> Iterator[str]:
@@ -160,7 +160,7 @@ def promise(facts: CalibrationFacts, those: str) -> str:
     return f"hold the right class of {share} of images like {those}"
 
 
-def calibration_table(facts: CalibrationFacts) -> Rows:
+def calibration_table(facts: CalibrationFacts) -> TextTable:
     head = ("class", "to fit", "held out", "enters sets at p", "by the quantile of", "none of the classes")
     several = facts.multi_label
     names = [f"{name}: {answer}" for name in facts.classes for answer in ANSWERS] if several else facts.classes
@@ -171,5 +171,5 @@ def calibration_table(facts: CalibrationFacts) -> Rows:
         )
     ]
     if several:  # of which none is flagged
-        return Rows("calibration", ("label", *head[1:-1]), [row[:-1] for row in rows], headings=True)
-    return Rows("calibration", head, rows, headings=True)
+        return TextTable("calibration", ("label", *head[1:-1]), [row[:-1] for row in rows], headings=True)
+    return TextTable("calibration", head, rows, headings=True)

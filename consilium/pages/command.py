@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from service_core.console import Facts, Reply, show_reply
+from service_core.console import CommandResult, KeyValues, show_reply
 from service_core.operations.exit_status import ShutdownSignals
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def serve_until_told(
     bind: str | None,
     browser: bool,
     as_json: bool,
-    words: Callable[[Sequence[tuple[str, str]]], Iterable[str | Facts]],
+    words: Callable[[Sequence[tuple[str, str]]], Iterable[str | KeyValues]],
 ) -> None:
     """Serve a site until SIGTERM or Ctrl-C, say where, and open it. words: of these facts, for people."""
     from consilium.pages.web.serve import PageServer
@@ -46,7 +46,7 @@ def serve_until_told(
     with ShutdownSignals() as signals, PageServer(site, home, OPENED_PAGE, bind) as server:
         facts = [("page", server.link), ("or open", str(server.file)), ("end", "Ctrl-C")]
         value = {"link": server.link, "file": str(server.file), "address": server.host}
-        show_reply(Reply(value, words(facts)), as_json)
+        show_reply(CommandResult(value, words(facts)), as_json)
         sys.stdout.flush()
         if browser:
             open_file(server.file)

@@ -16,8 +16,8 @@ from consilium.report.card import Card
 from consilium.report.signed_card import FileCheck, SignedCard, card_text, check_files
 from fl_core.errors import ConfigError
 from service_core.command_line import command
-from service_core.console import Facts, Reply
-from service_core.pki.identity import colons
+from service_core.console import CommandResult, KeyValues
+from service_core.pki.identity import format_fingerprint
 from service_core.storage.private_files import write_public
 
 File = Annotated[Path, typer.Argument(help="RUN.card.json, or the page RUN.card.html.")]
@@ -53,7 +53,7 @@ def make_app(pinned: Pinned, records: Records, help: str) -> typer.Typer:
 
     @app.command("verify")
     @command
-    def verify(file: File, authority: Authority = None, home: Home = None) -> Reply:
+    def verify(file: File, authority: Authority = None, home: Home = None) -> CommandResult:
         """Say whether a lead of the consortium signed this card as it is; exit status 2 where not.
 
         The files that it names are held against it where they lie beside it, a page against the card within it, and
@@ -68,7 +68,7 @@ def make_app(pinned: Pinned, records: Records, help: str) -> typer.Typer:
         notes = _notes(files, page, own)
         facts = [
             ("signed by", f"{signer.identity}, at {card.written} by the lead's clock"),
-            ("authority", colons(wanted)),
+            ("authority", format_fingerprint(wanted)),
             ("run", f"{card.run.id} ({card.run.name}), {card.run.state}"),
             ("card", signed.digest),
             *((check.name, check.outcome) for check in files),
@@ -85,7 +85,7 @@ def make_app(pinned: Pinned, records: Records, help: str) -> typer.Typer:
             "agrees": not notes,
             "card": asdict(card),
         }
-        return Reply(value, [Facts(facts)], notes, int(bool(notes)))
+        return CommandResult(value, [KeyValues(facts)], notes, int(bool(notes)))
 
     @app.command("write")
     @command
@@ -94,7 +94,7 @@ def make_app(pinned: Pinned, records: Records, help: str) -> typer.Typer:
         out: Annotated[Path, typer.Option("--out", help="The folder to write into.")] = Path(),
         authority: Authority = None,
         home: Home = None,
-    ) -> Reply:
+    ) -> CommandResult:
         """Check a card, then write its page, an impact assessment and technical documentation.
 
         Both (GDPR, Article 35; AI Act, Annex IV) are filled in as far as the card can answer, and say whom to ask for
@@ -103,7 +103,7 @@ def make_app(pinned: Pinned, records: Records, help: str) -> typer.Typer:
         signed = SignedCard.read(file)
         card, _ = signed.verify(_digits(authority) if authority else pinned(home))
         written = write_documents(signed, card, out)
-        return Reply({"files": [str(path) for path in written]}, [f"wrote {', '.join(map(str, written))}"])
+        return CommandResult({"files": [str(path) for path in written]}, [f"wrote {', '.join(map(str, written))}"])
 
     return app
 

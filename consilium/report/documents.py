@@ -21,8 +21,8 @@ from consilium.report.signed_card import CLOSING, OPENING, SignedCard
 from fl_core.converter import Option
 from fl_core.training import clinical_report
 from fl_core.types import intervals
-from service_core.console import counted, printable
-from service_core.pki.identity import certificate_fingerprint, colons
+from service_core.console import pluralize, printable
+from service_core.pki.identity import certificate_fingerprint, format_fingerprint
 
 _STYLE = Path(__file__).parents[1] / "pages/web/static/page.css"
 _LISTED = 30
@@ -51,7 +51,7 @@ def page(signed: SignedCard, card: Card) -> str:
         card,
         tables=_tables(card),
         digest=signed.digest,
-        authority=colons(certificate_fingerprint(signed.authority)),
+        authority=format_fingerprint(certificate_fingerprint(signed.authority)),
         style=Markup(_STYLE.read_text(encoding="utf-8")),  # noqa: S704 - our own file, in a style element
         signed=Markup(OPENING + inside + CLOSING),  # noqa: S704 - JSON without a "<"
     )
@@ -69,7 +69,7 @@ def _render(name: str, card: Card, **facts: object) -> str:
         card=card,
         sentence=_sentence(line + "\n"),
         code=(Markup("<code>{}</code>") if html else Markup("`{}`")).format,
-        counted=counted,
+        pluralize=pluralize,
         options=_options,
         **facts,
     )

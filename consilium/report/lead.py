@@ -19,7 +19,7 @@ from coordinator.pki.authority import Authority
 from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import ConfigError
 from service_core.command_line import command
-from service_core.console import Reply
+from service_core.console import CommandResult
 from service_core.pki.identity import identity_of
 
 
@@ -48,7 +48,7 @@ def export(
     extension: Extensions = None,
     *,
     home: Place,
-) -> Reply:
+) -> CommandResult:
     """Write a run's newest model as safetensors, with its card; with --format also for other programs.
 
     RUN.md and RUN.card.html are the card for people, and RUN.card.json is the card as you signed it: whoever has the
@@ -86,7 +86,7 @@ def export(
     files |= {"signed_card": str(made.signed_card), "card_page": str(made.card_page)}
     shown = f"wrote {', '.join(map(str, (made.model, *made.others)))} and {made.card}; signed card {made.signed_card}, "
     shown += f"its page {made.card_page}"
-    return Reply({**files, "model_digest": detail.info.model_digest}, [shown])
+    return CommandResult({**files, "model_digest": detail.info.model_digest}, [shown])
 
 
 # ---- a model's card --------------------------------------------------------------------------------------------------

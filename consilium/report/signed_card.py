@@ -24,7 +24,13 @@ from consilium.report.card import Card
 from fl_core.converter import ConversionError, parse_json
 from fl_core.errors import ConfigError, FederationError, RefusedError
 from service_core.pki import certificates
-from service_core.pki.identity import CertificateRole, PeerCertificate, certificate_fingerprint, colons, identity_of
+from service_core.pki.identity import (
+    CertificateRole,
+    PeerCertificate,
+    certificate_fingerprint,
+    format_fingerprint,
+    identity_of,
+)
 from service_core.storage.private_files import Credentials
 
 CONTEXT = "consilium model card v1"
@@ -112,8 +118,9 @@ class SignedCard:
         if fingerprint != authority:
             raise RefusedError(
                 "E-ID-10",
-                f"expected a card under the authority {colons(authority)}, found {colons(fingerprint)}: it is of "
-                "another consortium, or somebody made it up; compare the fingerprint with the lead by telephone",
+                f"expected a card under the authority {format_fingerprint(authority)}, found "
+                f"{format_fingerprint(fingerprint)}: it is of another "
+                "consortium, or somebody made it up; compare the fingerprint with the lead by telephone",
             )
         if not certificates.issued_by(holder, ca):
             raise _unsound("a signature of a lead of this consortium", "a certificate that the authority did not issue")

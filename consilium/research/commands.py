@@ -35,7 +35,7 @@ from fl_core.training import clinical_report
 from fl_core.types.records import update_outcomes
 from privacy.accounting.measures import EvaluationResult, plain
 from service_core.command_line import Json, command
-from service_core.console import ERR, Reply, make_table, print_json, show, span
+from service_core.console import ERR, CommandResult, format_duration, make_table, print_json, show
 
 
 @command
@@ -67,7 +67,7 @@ def simulate(
     ray_actors: Annotated[int, typer.Option(help="Silos at work at a time.", min=1)] = 2,
     ray_gpus: Annotated[float, typer.Option(help="GPUs per actor; fractions share one.", min=0)] = 0.0,
     as_json: Json = False,
-) -> Reply | None:
+) -> CommandResult | None:
     """Run a federation in this process, with the code that the hospitals run.
 
     On your own images, dealt to simulated hospitals: data=folder data.path=/data/images (one folder per class), or
@@ -84,7 +84,7 @@ def simulate(
     return _simulate(job, overrides or [], jobs if multirun else None, as_json)
 
 
-def _simulate(job: SimulationJob, words: Sequence[str], sweep_jobs: int | None, as_json: bool) -> Reply | None:
+def _simulate(job: SimulationJob, words: Sequence[str], sweep_jobs: int | None, as_json: bool) -> CommandResult | None:
     if sweep_jobs is not None:
         _sweep(words, job, sweep_jobs, as_json)
         return None
@@ -98,7 +98,7 @@ def _simulate(job: SimulationJob, words: Sequence[str], sweep_jobs: int | None, 
         raise
     if job.out is not None:
         _say_where(job.out)
-    return Reply(result.summary(), _shown(result))
+    return CommandResult(result.summary(), _shown(result))
 
 
 def _shown(result: Result) -> Iterator[str | Table]:
@@ -150,7 +150,9 @@ def _sweep(words: Sequence[str], job: SimulationJob, jobs: int, as_json: bool) -
             table.add(result)
         spent = time.monotonic() - started
         what = "" if as_json else f"  {' '.join(map('='.join, zip(keys, values, strict=True)))}  accuracy {numbers[0]}"
-        ERR.print(f"{done} of {number} done, left {span(spent / done * (number - done))}{what}", soft_wrap=True)
+        ERR.print(
+            f"{done} of {number} done, left {format_duration(spent / done * (number - done))}{what}", soft_wrap=True
+        )
     if not as_json:
         shown = [(*values, *numbers) for values, numbers in sorted(rows.items())]
         show(make_table("Runs", (*keys, "accuracy", "best", "balanced", "epsilon spent"), shown))
@@ -179,7 +181,7 @@ def methods(
     papers: Annotated[
         bool, typer.Option("--papers", help="Which paper and equations, what it needs, its tables.")
     ] = False,
-) -> Reply:
+) -> CommandResult:
     """List the methods: what the server must see, whether the loss mixes examples, what a silo sends."""
     if papers:
         return _papers()
@@ -202,10 +204,10 @@ def methods(
     others = [(point.kind, point.name, point.reference) for point in registry.entry_points()]
     if others:
         tables.append(make_table("Installed extensions", ("kind", "name", "place"), others))
-    return Reply(rows, tables)
+    return CommandResult(rows, tables)
 
 
-def _papers() -> Reply:
+def _papers() -> CommandResult:
     """Say where each method is from, what a run must offer it, what of its paper reproduces, which tables have it."""
     rows: list[dict[str, Any]] = []
     for name, kind in METHODS.items():
@@ -224,7 +226,7 @@ def _papers() -> Reply:
         for row in rows
     ]
     claims = [(c.method, c.claim, c.printed, c.ours, _verdict(c), c.scale or "-") for c in CLAIMS]
-    return Reply(
+    return CommandResult(
         rows,
         [
             make_table("Papers", ("method", "paper", "where", "needs", "reproduces", "tables"), lines),
@@ -246,7 +248,7 @@ def _verdict(claim: Claim) -> str:
 @command
 def models(
     overrides: Annotated[list[str] | None, typer.Argument(help="data=isic2019 ...: count for these examples")] = None,
-) -> Reply:
+) -> CommandResult:
     """List the models with their parameter counts: as the papers use them, or those that take the chosen data."""
     rows = _chosen_rows(compose_spec(overrides)) if overrides else _published_rows()
     head = ("model", "data", "example", "classes", "feature dimension", "parameters", "with buffers", "paper, options")
@@ -263,7 +265,7 @@ def models(
         )
         for r in rows
     ]
-    return Reply(rows, [make_table("Models", head, lines)])
+    return CommandResult(rows, [make_table("Models", head, lines)])
 
 
 def _published_rows() -> list[dict[str, Any]]:
@@ -326,7 +328,7 @@ def split(
         bool, typer.Option("--published", help="Deal the published class counts; needs no data on disk.")
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw silos by classes into this PNG file.")] = None,
-) -> Reply:
+) -> CommandResult:
     """Show which silo gets how many training examples of which class, as a table and as a picture."""
     spec = compose_spec(overrides or [])
     partition = partition_plot.published(spec) if published else partition_plot.on_disk(spec, data_root)
@@ -345,6 +347,6 @@ def split(
         for name, train, test in zip(partition.silos, partition.train, partition.test, strict=True)
     ]
     drawn = [] if plot is None else [f"drawn: {plot}"]
-    return Reply(
+    return CommandResult(
         partition.as_json() | ({"plot": str(plot)} if plot else {}), [make_table(partition.title, head, rows), *drawn]
     )

@@ -19,7 +19,7 @@ from coordinator.lead.tables import private_form
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import RunManifest
 from service_core.command_line import command
-from service_core.console import ERR, Reply, counted, make_table
+from service_core.console import ERR, CommandResult, make_table, pluralize
 
 _FACTS = ("hospital", "size", "q", "steps", "rounds")
 _NUMBERS = {
@@ -66,7 +66,7 @@ def preview(
     ] = 0,
     *,
     home: Place,
-) -> Reply:
+) -> CommandResult:
     """Show what a run would cost each hospital, before anyone starts: its epsilon, and the noise that this takes.
 
     The noise leaves a reserve (privacy.reserve_rounds), so that a round may be repeated after a crash: "epsilon" is
@@ -92,8 +92,8 @@ def preview(
         from consilium.research.simulate.expectation import expect
 
         outcome = expect(spec, expected, data_root, ERR.print)
-        return Reply({**facts, "expected": outcome.facts()}, chain(_shown(projection, form), outcome.lines()))
-    return Reply(facts, chain(_shown(projection, form), _HINT if projection["silos"] else ()))
+        return CommandResult({**facts, "expected": outcome.facts()}, chain(_shown(projection, form), outcome.lines()))
+    return CommandResult(facts, chain(_shown(projection, form), _HINT if projection["silos"] else ()))
 
 
 def _shown(found: Mapping[str, Any], form: str) -> Iterator[str | Table]:
@@ -118,7 +118,7 @@ def _parts(found: Mapping[str, Any]) -> str:
     kept, again = "nothing is kept to repeat a round after a crash", found["reserve_rounds"]
     if again:
         kept = (
-            f"a reserve to repeat {counted(again, 'round')} after a crash takes {with_reserve - spent:.2f} (with "
+            f"a reserve to repeat {pluralize(again, 'round')} after a crash takes {with_reserve - spent:.2f} (with "
             f"privacy.reserve_rounds=0 the run has it: noise z {most['noise_unreserved']:.3f}, not {most['noise']:.3f})"
         )
     return (

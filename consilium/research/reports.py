@@ -20,7 +20,7 @@ from privacy.accounting.measures import MEASURES
 from privacy.accounting.uncertainty import NOTHING
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.command_line import command
-from service_core.console import Reply, local_time, make_table
+from service_core.console import CommandResult, local_time, make_table
 
 Runs = Annotated[list[str], typer.Argument(help="Ids or names of runs, or `latest`.")]
 _NAMES = ", ".join(measure.name for measure in MEASURES)
@@ -30,14 +30,14 @@ _HEADS_CHARS = 40
 
 
 @command
-def compare(runs: Runs, home: Place) -> Reply:
+def compare(runs: Runs, home: Place) -> CommandResult:
     """Show runs side by side: how their configurations differ, what their models reached, and which are told apart.
 
     Compared is the last evaluation of each, as `show` has it, where all were made at the same hospitals on as many test
     images.
     """
     comparison = compare_runs([ComparedRun.of(detail) for detail in _details(home, runs)])
-    return Reply(comparison_json(comparison), _compared(comparison))
+    return CommandResult(comparison_json(comparison), _compared(comparison))
 
 
 def _compared(found: RunComparison) -> Iterator[str | Table]:
@@ -95,12 +95,12 @@ def plot(
     ] = None,
     *,
     home: Place,
-) -> Reply:
+) -> CommandResult:
     """Draw the curves of runs into one picture. What noise hides is a gap."""
     from consilium.research import plots
 
     drawn = plots.plot(_details(home, runs), measure or (), out)
-    return Reply({"picture": str(out), "measures": drawn}, [f"wrote {out}: {', '.join(drawn)}"])
+    return CommandResult({"picture": str(out), "measures": drawn}, [f"wrote {out}: {', '.join(drawn)}"])
 
 
 def _details(home: Path, runs: Sequence[str]) -> list[pb.RunDetail]:

@@ -23,8 +23,8 @@ from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import ConfigError
 from fl_core.text import read_text
 from service_core.command_line import Json, command
-from service_core.console import Reply, local_time, make_table
-from service_core.pki.identity import certificate_fingerprint, colons
+from service_core.console import CommandResult, local_time, make_table
+from service_core.pki.identity import certificate_fingerprint, format_fingerprint
 from service_core.pki.offline_signing import Admission, SigningRequest
 from service_core.pki.roster import Roster
 from service_core.storage import private_files
@@ -55,13 +55,13 @@ def _read(file: Path) -> str:
 @command
 def service(
     out: Annotated[Path, typer.Option(help="Folder to write; it becomes HOME/pki of the service.")], home: SigningPlace
-) -> Reply:
+) -> CommandResult:
     """Write what the service's machine needs, without the authority's key; its certificate is a new one each time."""
     with _authority(home) as (authority, _, _):
         authority.write_service(out)
         fingerprint = authority.fingerprint()
     shown = f"wrote {out}: copy it to the service's machine as HOME/pki, and delete it here"
-    return Reply({"folder": str(out), "authority_fingerprint": fingerprint}, [shown])
+    return CommandResult({"folder": str(out), "authority_fingerprint": fingerprint}, [shown])
 
 
 @ca.command()
@@ -72,7 +72,7 @@ def sign(
     out: Out = None,
     *,
     home: SigningPlace,
-) -> Reply:
+) -> CommandResult:
     """Certify a hospital's key. The answer goes back to the hospital, and to the service (`coordinator ca admit`)."""
     with _authority(home) as (authority, members, _):
         answer = sign_request(authority, members, name, SigningRequest.from_json(_read(request)))
@@ -81,7 +81,7 @@ def sign(
 
 @ca.command()
 @command
-def roster(out: Out = None, *, home: SigningPlace) -> Reply:
+def roster(out: Out = None, *, home: SigningPlace) -> CommandResult:
     """Write the newest list of members, for instance after `coordinator revoke` on this machine."""
     with _authority(home) as (authority, members, _):
         answer = export_roster(authority, members)
@@ -96,7 +96,7 @@ def change_passphrase(
     remove: Annotated[bool, typer.Option("--remove", help="Keep the key without a passphrase from now on.")] = False,
     *,
     home: SigningPlace,
-) -> Reply:
+) -> CommandResult:
     """Give the authority's key another passphrase, or a first one; without a file or variable it is asked for.
 
     A service that runs must be started again to know it.
@@ -106,16 +106,16 @@ def change_passphrase(
     new = None if remove else PassphraseSource(new_file, new_env).read("new passphrase", repeat=True)
     authority.change_passphrase(new)
     shown = "the authority's key has " + ("no passphrase now" if remove else "its new passphrase")
-    return Reply({"passphrase": new is not None}, [shown])
+    return CommandResult({"passphrase": new is not None}, [shown])
 
 
-def _written(answer: Admission, out: Path) -> Reply:
+def _written(answer: Admission, out: Path) -> CommandResult:
     private_files.write_public(out, answer.to_json().encode())
     fingerprint = certificate_fingerprint(answer.ca_pem)
-    return Reply(
+    return CommandResult(
         {"file": str(out), "authority_fingerprint": fingerprint},
         [f"wrote {out}; on the service's machine: coordinator ca admit {out.name}"],
-        [f"read the authority's fingerprint to a new hospital: {colons(fingerprint)}"],
+        [f"read the authority's fingerprint to a new hospital: {format_fingerprint(fingerprint)}"],
     )
 
 
@@ -124,13 +124,13 @@ def _written(answer: Admission, out: Path) -> Reply:
 def admit(
     file: Annotated[Path, typer.Argument(help="The file that `coordinator ca sign` or `ca roster` wrote.")],
     home: Place,
-) -> Reply:
+) -> CommandResult:
     """Let the service on this machine take over what its authority has signed; also while it runs."""
     with _authority(home) as (_, _, store):
         admitted: Roster = import_roster(home, store, Admission.from_json(_read(file)))
     names = [member.name for member in admitted.members]
     shown = f"members by roster {admitted.version}: {', '.join(names) or 'none'}"
-    return Reply({"version": admitted.version, "members": names}, [shown])
+    return CommandResult({"version": admitted.version, "members": names}, [shown])
 
 
 # ---- leads -----------------------------------------------------------------------------------------------------------
@@ -152,13 +152,13 @@ def _opened(home: Path) -> closing[CoordinatorStore]:
 
 @leads.command("list")
 @command
-def show(home: Place) -> Reply:
+def show(home: Place) -> CommandResult:
     """List the leads, revoked ones included."""
     with _opened(home) as store:
         rows = Leads(home, store).all()
         alarms = {lead.name: store.members.alarm(lead.name) for lead in rows}
     table = [(lead.name, _state(lead), local_time(lead.until), lead.fingerprint[:23]) for lead in rows]
-    return Reply(
+    return CommandResult(
         [_json(lead) | {"alarm": alarms[lead.name] or None} for lead in rows],
         [
             make_table("Leads", ("lead", "state", "certificate until", "fingerprint"), table),
@@ -169,7 +169,7 @@ def show(home: Place) -> Reply:
 
 @leads.command()
 @command
-def add(name: Name, home: SigningPlace) -> Reply:
+def add(name: Name, home: SigningPlace) -> CommandResult:
     """Certify a new lead; its key stays in the authority's folder. CONSILIUM_LEAD=NAME gives commands as this lead."""
     with _opened(home) as store:
         made = Leads(home, store).add(name)
@@ -178,7 +178,7 @@ def add(name: Name, home: SigningPlace) -> Reply:
 
 @leads.command()
 @command
-def renew(name: Name, home: SigningPlace) -> Reply:
+def renew(name: Name, home: SigningPlace) -> CommandResult:
     """Give a lead a new key and certificate, also after the old one has expired."""
     with _opened(home) as store:
         made = Leads(home, store).renew(name)
@@ -194,18 +194,18 @@ def revoke(
     ] = "revoked by the consortium",
     *,
     home: Place,
-) -> Reply:
+) -> CommandResult:
     """Exclude a lead: what it is watching ends within seconds, and its runs go on."""
     with _opened(home) as store:
         of_home = Leads(home, store)
         of_home.revoke(name, reason)
         remaining = [lead for lead in of_home.all() if lead.revoked is None]
     notes = [] if remaining else ["no lead is left: coordinator leads add NAME"]
-    return Reply({"name": name, "revoked": True, "reason": reason}, [f"{name} is revoked: {reason}"], notes)
+    return CommandResult({"name": name, "revoked": True, "reason": reason}, [f"{name} is revoked: {reason}"], notes)
 
 
-def _made(lead: Lead, text: str) -> Reply:
-    return Reply(_json(lead), [text, f"certificate until {local_time(lead.until)}"])
+def _made(lead: Lead, text: str) -> CommandResult:
+    return CommandResult(_json(lead), [text, f"certificate until {local_time(lead.until)}"])
 
 
 def _json(lead: Lead) -> dict[str, object]:

@@ -24,10 +24,10 @@ from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import ConfigError
 from service_core import startup
 from service_core.command_line import command
-from service_core.console import Reply, local_time
+from service_core.console import CommandResult, local_time
 from service_core.operations import checks, logs
 from service_core.operations.exit_status import HANGUP, READY, STOPPING, ShutdownSignals, notify
-from service_core.pki.identity import check_name, colons
+from service_core.pki.identity import check_name, format_fingerprint
 from service_core.storage import private_files, unfinished
 from service_core.storage.unfinished import UnfinishedMarker
 
@@ -46,7 +46,7 @@ def init(
     ] = False,
     *,
     home: SigningPlace,
-) -> Reply:
+) -> CommandResult:
     """Create the consortium: its certificate authority, the service's certificate and the lead's. Once.
 
     Where it was interrupted, the same command begins anew.
@@ -62,11 +62,11 @@ def init(
     ):
         authority = Authority.create(home, consortium, address, secret=secret)
         authority.issue_lead(MAIN_LEAD)
-    return Reply(
+    return CommandResult(
         {"consortium": consortium, "home": str(home), "fingerprint": authority.fingerprint()},
         [
             f"created the consortium {consortium} in {home}",
-            f"authority  {colons(authority.fingerprint())}",
+            f"authority  {format_fingerprint(authority.fingerprint())}",
             "next: coordinator serve, and coordinator invite NAME for each hospital",
         ],
     )
@@ -89,7 +89,7 @@ def invite(
     ] = False,
     *,
     home: SigningPlace,
-) -> Reply:
+) -> CommandResult:
     """Make a one-time token with which a hospital joins. Send it over a channel you trust."""
     authority = Authority.open(home)
     check_name(name)
@@ -108,7 +108,7 @@ def invite(
     alone = ", to evaluate models alone" if validation_only else ""
     where = {"token": made.token} if out is None else {"file": str(out)}
     how = "silo join --token-file FILE" if out is None else f"silo join --token-file {out.name}"
-    return Reply(
+    return CommandResult(
         {
             "name": name,
             **where,
@@ -119,7 +119,7 @@ def invite(
         [made.token] if out is None else [],
         [
             f"for {name}, once, until {local_time(expires)}{alone}: {how}",
-            f"tell the hospital the authority's fingerprint over another channel: {colons(fingerprint)}",
+            f"tell the hospital the authority's fingerprint over another channel: {format_fingerprint(fingerprint)}",
         ],
     )
 
@@ -132,12 +132,12 @@ def revoke(
     ] = "revoked by the lead",
     *,
     home: Place,
-) -> Reply:
+) -> CommandResult:
     """Exclude a hospital: from its next call, and within 5 s from what it has open. It touches nobody else."""
     Authority.open(home)
     with closing(CoordinatorStore(home)) as store:
         Membership(home, store).revoke(name, reason)
-    return Reply({"name": name, "revoked": True, "reason": reason}, [f"{name} is revoked: {reason}"])
+    return CommandResult({"name": name, "revoked": True, "reason": reason}, [f"{name} is revoked: {reason}"])
 
 
 @command

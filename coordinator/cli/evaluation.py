@@ -17,7 +17,7 @@ from coordinator.lead.as_json import detail_json, start_json
 from coordinator.lead.client import LeadClient
 from fl_core.errors import ConfigError
 from service_core.command_line import Json, command
-from service_core.console import Reply
+from service_core.console import CommandResult
 
 if TYPE_CHECKING:
     from coordinator.config.run_spec import RunSpec
@@ -56,7 +56,7 @@ def evaluate(
     as_json: Json = False,
     *,
     home: Place,
-) -> Reply:
+) -> CommandResult:
     """Measure a stored or exported model at the hospitals. No update is sent: counts of right answers and scores are.
 
     It is a run of no rounds: hospitals decide about it by the same policy, and `show`, `compare` and the page have it.
@@ -92,7 +92,7 @@ def evaluate(
         if detach:
             return followed
         detail = client.show(info.run_id)
-        return Reply(detail_json(detail), detail_lines(detail), status=followed.status)
+        return CommandResult(detail_json(detail), detail_lines(detail), status=followed.status)
 
 
 def _named(on: str) -> tuple[str, ...] | None:

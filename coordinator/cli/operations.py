@@ -23,7 +23,7 @@ from fl_core.errors import ConfigError, UnavailableError
 from service_core.audit_log.commands import LogOwner, make_app
 from service_core.audit_log.log import LOG_FILE, mark_restored
 from service_core.command_line import AcceptLoss, BackupFolder, command
-from service_core.console import Reply, local_time
+from service_core.console import CommandResult, local_time
 from service_core.operations import checks
 from service_core.operations.checks import Check, Finding
 from service_core.pki import certificates
@@ -63,7 +63,7 @@ def backup(
     ] = False,
     *,
     home: Place,
-) -> Reply:
+) -> CommandResult:
     """Copy the whole home as it is at one moment, also while the service runs and in the middle of a round.
 
     The copy holds the keys of the service and of the lead, all runs, models and updates; keep it as you keep the home.
@@ -73,7 +73,7 @@ def backup(
     made = backups.back_up(home, _layout(authority_key), target, software(), time.time())
     missing = f"{AUTHORITY_KEY} is not in it: keep it offline, nobody can be admitted without it"
     copied = AUTHORITY_KEY in made.files
-    return Reply(
+    return CommandResult(
         {"folder": str(target), "files": len(made.files), "authority_key": copied},
         [f"wrote {len(made.files)} files to {target}"],
         [] if copied else [missing],
@@ -86,7 +86,7 @@ def restore(
     accept_loss: AcceptLoss = False,
     *,
     home: AnyPlace,
-) -> Reply:
+) -> CommandResult:
     """Bring a backup into an empty home; or let a home whose database lacks something go on with what is there.
 
     Where it was interrupted, the same command goes on, and nothing else uses the home before.
@@ -119,7 +119,7 @@ def restore(
     notes += [f"{run.id}: {run.reason}" for run in ended]
     if not (home / AUTHORITY_KEY).exists():
         notes.append(f"restore {AUTHORITY_KEY} to admit hospitals and renew certificates")
-    return Reply(facts, [f"{home} goes on with its {facts['runs']} runs{when}; next: coordinator serve"], notes)
+    return CommandResult(facts, [f"{home} goes on with its {facts['runs']} runs{when}; next: coordinator serve"], notes)
 
 
 # ---- what keeps the service from its work ----------------------------------------------------------------------------
@@ -128,7 +128,7 @@ Bind = Annotated[str, typer.Option(help="The address that `coordinator serve` is
 
 
 @command
-def doctor(bind: Bind = "0.0.0.0:8443", *, home: AnyPlace) -> Reply:
+def doctor(bind: Bind = "0.0.0.0:8443", *, home: AnyPlace) -> CommandResult:
     """Look for what keeps the service from its work; changes nothing, and needs no running service. Status 1: found.
 
     Looks at versions, clock, disk, modes of files, database, certificates, the port, the proxy, and the way to the
@@ -138,12 +138,12 @@ def doctor(bind: Bind = "0.0.0.0:8443", *, home: AnyPlace) -> Reply:
 
 
 @command
-def health(client: Client) -> Reply:
+def health(client: Client) -> CommandResult:
     """Ask the service on this machine whether it can do its work: status 0 if so, else 1."""
     answer = client.health()
     value = {"serving": answer.serving, "problems": list(answer.problems), "software": answer.software}
     state = "serving" if answer.serving else f"not ready: {', '.join(answer.problems)}"
-    return Reply(value, [state], status=int(not answer.serving))
+    return CommandResult(value, [state], status=int(not answer.serving))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from fl_core.types.class_coverage import LEFT_OUT
 from fl_core.types.records import update_outcomes
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.command_line import Depends, Json, command
-from service_core.console import ERR, Reply, counted, local_time, print_json
+from service_core.console import ERR, CommandResult, local_time, pluralize, print_json
 
 if TYPE_CHECKING:
     from coordinator.config.run_spec import RunSpec
@@ -63,7 +63,7 @@ def run(
     as_json: Json = False,
     *,
     home: Place,
-) -> Reply:
+) -> CommandResult:
     """Compose a run, submit it to the running service and follow it. Ctrl-C leaves it running."""
     from coordinator.config import weights
     from coordinator.config.hydra_config import compose_from, compose_spec
@@ -95,7 +95,7 @@ def require_no_path(spec: RunSpec) -> None:
         )
 
 
-def follow_submitted(client: LeadClient, info: pb.RunInfo, parent: str, detach: bool, as_json: bool) -> Reply:
+def follow_submitted(client: LeadClient, info: pb.RunInfo, parent: str, detach: bool, as_json: bool) -> CommandResult:
     """Say what was submitted, and follow it. parent: the manifest (JSON) of the run that it begins with, if any."""
     if not as_json:
         manifest = client.show(info.run_id).manifest_json
@@ -117,11 +117,11 @@ def _listed(manifest: str) -> str:
     """Name the hospitals that take part: only those that were online do."""
     names = [member["name"] for member in json.loads(manifest)["members"]]
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{counted(len(names), 'hospital')}: {', '.join(names[:_NAMED])}{more}"
+    return f"{pluralize(len(names), 'hospital')}: {', '.join(names[:_NAMED])}{more}"
 
 
 @command
-def watch(run: Run = "latest", tracker: Trackers = None, as_json: Json = False, *, client: Client) -> Reply:
+def watch(run: Run = "latest", tracker: Trackers = None, as_json: Json = False, *, client: Client) -> CommandResult:
     """Follow a run, also after `run` was interrupted; ends when the run does. Closed rounds are told again."""
     if not tracker:
         return _follow(client, run, as_json)
@@ -146,7 +146,7 @@ def _interrupted(run: str) -> typer.Exit:
     return typer.Exit(130)
 
 
-def _follow(client: LeadClient, run: str, as_json: bool, tracking: RunReader | None = None) -> Reply:
+def _follow(client: LeadClient, run: str, as_json: bool, tracking: RunReader | None = None) -> CommandResult:
     try:
         with nullcontext() if as_json else Watcher() as watcher:
             for event in client.watch(run):
@@ -168,8 +168,8 @@ def _follow(client: LeadClient, run: str, as_json: bool, tracking: RunReader | N
     return _reply(info, status=int(info.state != "finished"))
 
 
-def _reply(info: pb.RunInfo, status: int = 0) -> Reply:
-    return Reply(run_json(info), _run_lines(info), status=status)
+def _reply(info: pb.RunInfo, status: int = 0) -> CommandResult:
+    return CommandResult(run_json(info), _run_lines(info), status=status)
 
 
 def _run_lines(info: pb.RunInfo) -> list[str | Table]:
@@ -178,28 +178,28 @@ def _run_lines(info: pb.RunInfo) -> list[str | Table]:
 
 
 @command
-def status(client: Client) -> Reply:
+def status(client: Client) -> CommandResult:
     """Show the silos and the runs that are not over."""
     silos, runs = client.silos(), [r for r in client.runs() if r.state in ("waiting", "running", "paused")]
     shown: list[str | Table] = [tables.silos_table(silos.silos), *tables.alarms(silos.silos)]
     shown += [tables.runs_table(runs) if runs else "no run is under way"]
     shown += [f"{info.run_id}: {line}" for info in runs for line in tables.waiting_lines(info)]
-    return Reply({**silos_json(silos), "runs": [run_json(r) for r in runs]}, shown)
+    return CommandResult({**silos_json(silos), "runs": [run_json(r) for r in runs]}, shown)
 
 
 @command
-def runs(client: Client) -> Reply:
+def runs(client: Client) -> CommandResult:
     """List all runs, newest first."""
     infos = client.runs()
     shown = tables.runs_table(infos) if infos else "no run yet: coordinator run method=fedmr ..."
-    return Reply([run_json(r) for r in infos], [shown])
+    return CommandResult([run_json(r) for r in infos], [shown])
 
 
 @command
-def show(run: Run = "latest", *, client: Client) -> Reply:
+def show(run: Run = "latest", *, client: Client) -> CommandResult:
     """Show one run round by round, with who took part."""
     detail = client.show(run)
-    return Reply(detail_json(detail), detail_lines(detail))
+    return CommandResult(detail_json(detail), detail_lines(detail))
 
 
 def detail_lines(detail: pb.RunDetail) -> Iterator[str | Table]:
@@ -222,7 +222,7 @@ def detail_lines(detail: pb.RunDetail) -> Iterator[str | Table]:
 
 
 @command
-def abort(run: Run, client: Client) -> Reply:
+def abort(run: Run, client: Client) -> CommandResult:
     """Stop a run in any state; what was trained so far stays."""
     return _reply(client.abort(run))
 
@@ -237,7 +237,7 @@ def resume(
     as_json: Json = False,
     *,
     home: Place,
-) -> Reply:
+) -> CommandResult:
     """Let a paused or failed run go on at its last closed round, and follow it. Silos that refused are asked again.
 
     A run that a crash or a stop of the service cut short needs no command: it goes on when the service is started.
@@ -258,7 +258,7 @@ def exclude(
     readmit: Annotated[bool, typer.Option("--readmit", help="Include it again from the next round on.")] = False,
     *,
     client: Client,
-) -> Reply:
+) -> CommandResult:
     """Go on without a hospital: it is awaited no longer and asked for no further round. The quorum stays."""
     return _reply(client.exclude(run, silo, readmit))
 
@@ -269,7 +269,7 @@ def withdraw(
     preview: Annotated[bool, typer.Option("--preview", help="Show what would be done without doing it.")] = False,
     *,
     client: Client,
-) -> Reply:
+) -> CommandResult:
     """Take a hospital's data out of the models: exactly where sums allow it, else name the runs and how to train anew.
 
     The sums of `analytic` are exact, so that what is left is the model of a run that never had the hospital. It sends
@@ -277,7 +277,7 @@ def withdraw(
     """
     retrained = [(one, anew(one)) for one in client.withdraw(silo, preview)]
     replies = [{**withdrawal_json(one), "retrain": command or None} for one, command in retrained]
-    return Reply(replies, [line for one, command in retrained for line in withdrawal_lines(one, command)])
+    return CommandResult(replies, [line for one, command in retrained for line in withdrawal_lines(one, command)])
 
 
 def anew(withdrawal: pb.Withdrawal) -> str:
@@ -293,14 +293,14 @@ def anew(withdrawal: pb.Withdrawal) -> str:
 
 
 @command
-def extend(run: Run, hours: Annotated[float, typer.Option(help="How much longer.")], client: Client) -> Reply:
+def extend(run: Run, hours: Annotated[float, typer.Option(help="How much longer.")], client: Client) -> CommandResult:
     """Wait longer in the open round, for everybody who has not delivered."""
     return _reply(client.extend(run, hours))
 
 
 @command
-def silos(client: Client) -> Reply:
+def silos(client: Client) -> CommandResult:
     """List the enrolled hospitals, who is here, and open invitations."""
     reply = client.silos()
     invited = [f"{i.name} is invited until {local_time(i.expires_unix)}" for i in reply.invitations]
-    return Reply(silos_json(reply), [tables.silos_table(reply.silos), *tables.alarms(reply.silos), *invited])
+    return CommandResult(silos_json(reply), [tables.silos_table(reply.silos), *tables.alarms(reply.silos), *invited])

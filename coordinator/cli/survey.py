@@ -15,7 +15,7 @@ from fl_core.errors import ConfigError, StateError
 from fl_core.errors.extras import load
 from fl_core.types.survey import QUESTIONS, parse_questions
 from service_core.command_line import Json, command
-from service_core.console import ERR, Reply
+from service_core.console import ERR, CommandResult
 
 _IMAGES = {"folder", "manifest", "isic2019"}
 
@@ -45,7 +45,7 @@ def survey(
     as_json: Json = False,
     *,
     home: Place,
-) -> Reply:
+) -> CommandResult:
     """Ask hospitals for counts of their records: classes, patients, sizes, ages. Each decides question by question.
 
     Nothing is asked of a hospital whose policy.toml names no questions ([survey] allow). Numbers of fewer than 10
@@ -70,7 +70,7 @@ def survey(
         draw(answers)
     value = {"run": detail.info.run_id, "manifest_digest": detail.info.manifest_digest, **answers.as_json()}
     notes = [f"wrote {picture}"] if picture is not None else []
-    return Reply(value, answers.lines(), notes)
+    return CommandResult(value, answers.lines(), notes)
 
 
 def _asked(client: LeadClient, words: list[str], by_hospital: bool, as_json: bool) -> str:

@@ -30,7 +30,7 @@ from service_core.tls import connect
 
 ADDRESS_FILE = "service.json"
 """Where the service listens, in its home; written once it does."""
-Reply = TypeVar("Reply")
+Response = TypeVar("Response")
 MAIN_LEAD, LEAD_ENV = "lead", "CONSILIUM_LEAD"
 _DEADLINE_S = 20.0
 _SUBMIT_DEADLINE_S = 120.0  # the service builds the model and runs it dry once
@@ -215,7 +215,7 @@ class LeadClient:
             path.unlink(missing_ok=True)
             raise
 
-    def _call(self, method: Callable[..., Reply], request: object, seconds: float = _DEADLINE_S) -> Reply:
+    def _call(self, method: Callable[..., Response], request: object, seconds: float = _DEADLINE_S) -> Response:
         with self._errors():
             return method(request, timeout=seconds)
 

@@ -21,7 +21,7 @@ from fl_core.types.intervals import LEVEL, Interval
 from fl_core.types.records import HospitalResult, OwnModels
 from privacy.accounting import measures
 from privacy.accounting.measures import BALANCED, EvaluationResult
-from service_core.console import counted
+from service_core.console import pluralize
 
 _Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
@@ -70,7 +70,7 @@ def standing(results: Mapping[str, HospitalResult], *, several_labels: bool = Fa
         enough = {name: result for name, result in enough.items() if result.clinical is not None}
     if len(enough) < 2:
         few = f" ({len(results) - len(enough)} with fewer)" if len(enough) < len(results) else ""
-        shows = f"{counted(len(enough), 'hospital')} with at least {FEW} test images shows its results{few}"
+        shows = f"{pluralize(len(enough), 'hospital')} with at least {FEW} test images shows its results{few}"
         return ComparableHospitals({}, (), cannot_rank=f"{shows}, and it takes two")
     width = min(len(result.examples) for result in enough.values())
     common = tuple(c for c in range(width) if all(of > 0 for f in enough.values() for _, of in _counts(f, c)))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from fl_core.types.survey import SurveyAnswer
-from service_core.console import counted, make_table
+from service_core.console import make_table, pluralize
 
 ROUNDING = 0.01
 
@@ -61,7 +61,7 @@ class SurveyAnswers:
     def parts(self) -> Iterator[str | AnswerTable]:
         """Yield what people read, in order: sentences and tables."""
         yield (
-            f"{counted(self.hospitals, 'hospital')} answered; questions {self.document[:16]}. Suppressed counts are "
+            f"{pluralize(self.hospitals, 'hospital')} answered; questions {self.document[:16]}. Suppressed counts are "
             "missing, not zero."
         )
         if self.epsilon is not None:

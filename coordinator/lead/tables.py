@@ -28,7 +28,7 @@ from privacy.accounting.measures import (
 from privacy.accounting.uncertainty import NOTHING
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import kind_word
-from service_core.console import counted, local_time, make_table, span
+from service_core.console import format_duration, local_time, make_table, pluralize
 
 
 def size(count: float) -> str:
@@ -77,15 +77,15 @@ def received_text(now: pb.Waiting) -> str:
     if now.sealed:
         return f"all updates received; {now.there} of {now.needed} confirmations"
     if now.there > now.needed:
-        return f"{counted(now.there, 'update')} received, {now.needed} needed"
-    return f"{now.there} of {counted(now.needed, 'update')} received"
+        return f"{pluralize(now.there, 'update')} received, {now.needed} needed"
+    return f"{now.there} of {pluralize(now.needed, 'update')} received"
 
 
 def awaited(silo: pb.AwaitedSilo) -> str:
     """Say where an awaited silo is, how much longer it is awaited, and which classes depend on it."""
-    where = "connected" if silo.online else f"offline {span(silo.offline_s)}"
+    where = "connected" if silo.online else f"offline {format_duration(silo.offline_s)}"
     alone = f"; no other hospital has {', '.join(silo.classes)}" if silo.classes else ""
-    return f"{where}, for at most {span(silo.left_s)} more{alone}"
+    return f"{where}, for at most {format_duration(silo.left_s)} more{alone}"
 
 
 def outcomes_text(counts: Mapping[str, int]) -> str:
@@ -96,7 +96,7 @@ def outcomes_text(counts: Mapping[str, int]) -> str:
         (counts["cut_rows"], "row", " of prototypes clipped"),
         (counts["unbounded_rounds"], "round", " without a limit on updates"),
     ]
-    return ", ".join(f"{counted(number, word)}{what}" for number, word, what in parts if number)
+    return ", ".join(f"{pluralize(number, word)}{what}" for number, word, what in parts if number)
 
 
 def aggregator_text(aggregator: str, counts: Mapping[str, int]) -> str:
@@ -138,7 +138,7 @@ def software_text(builds: Mapping[str, str]) -> str:
         return ""
     ours, silos = builds[""], sorted(name for name in builds if name)
     others = [f"{name} {builds[name] or 'no version given'}" for name in silos if builds[name] != ours]
-    same = f"{ours} (coordinator and {counted(len(silos) - len(others), 'silo')})"
+    same = f"{ours} (coordinator and {pluralize(len(silos) - len(others), 'silo')})"
     return ", ".join([same, *others])
 
 
@@ -275,7 +275,7 @@ def hospital_facts(detail: pb.RunDetail) -> tuple[list[tuple[str, ...]], list[st
     said = []
     if results:
         hidden = len(info.included) - len(results)
-        rest = f"; {counted(hidden, 'hospital')} in the sums alone" if hidden else ""
+        rest = f"; {pluralize(hidden, 'hospital')} in the sums alone" if hidden else ""
         said.append(f"{hospital_results.standing(results, several_labels=info.several_labels).sentence()}{rest}")
     if own is not None:
         other, tested = other_run(detail.manifest_json), sum(info.examples)

@@ -20,7 +20,16 @@ from fl_core.kinds import kind_of
 from privacy.accounting.measures import ACCURACY
 from privacy.accounting.uncertainty import NOTHING
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.console import OUT, counted, error_text, local_time, make_table, printable, span, wrap_parts
+from service_core.console import (
+    OUT,
+    error_text,
+    format_duration,
+    local_time,
+    make_table,
+    pluralize,
+    printable,
+    wrap_parts,
+)
 
 _CHART_WIDTH, _CHART_MARGIN = 60, 8
 
@@ -89,7 +98,7 @@ class Watcher:
         info = self._info
         if not info.closed or info.state != "running":
             return ""
-        return span((time.time() - info.created_unix) / info.closed * (info.rounds - info.closed))
+        return format_duration((time.time() - info.created_unix) / info.closed * (info.rounds - info.closed))
 
     def _parts(self, event: pb.Event) -> list[str]:
         info = self._info
@@ -116,7 +125,7 @@ class Watcher:
         values = [points.get(number) for number in range(max(points, default=-1) + 1)]
         width = min(_CHART_WIDTH, self._console.width - _CHART_MARGIN)
         lines = chart(values, width, ascii_only=self._console.options.ascii_only)
-        caption = [f"        accuracy over {counted(len(values) - 1, 'round')} of training"] if lines else []
+        caption = [f"        accuracy over {pluralize(len(values) - 1, 'round')} of training"] if lines else []
         title = (Text(line, no_wrap=True) for line in wrap_parts(map(printable, self._title()), self._console.width))
         return Group(*title, self._table(), *(Text(line, no_wrap=True) for line in (*lines, *caption)))
 

@@ -21,7 +21,13 @@ from fl_core.errors import ConfigError, RefusedError, StateError
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki import certificates
 from service_core.pki.certificates import Clock, utc_now
-from service_core.pki.identity import PeerCertificate, certificate_fingerprint, check_name, colons, identity_of
+from service_core.pki.identity import (
+    PeerCertificate,
+    certificate_fingerprint,
+    check_name,
+    format_fingerprint,
+    identity_of,
+)
 from service_core.pki.offline_signing import Admission, SigningRequest
 from service_core.pki.roster import RenewalLink, Roster, RosterMember, SignedRoster, renewal_link
 
@@ -238,8 +244,9 @@ def import_roster(home: Path, store: CoordinatorStore, answer: Admission) -> Ros
     if theirs != ours.fingerprint():
         raise RefusedError(
             "E-ID-10",
-            f"expected an admission of the authority {colons(ours.fingerprint())}, found one of {colons(theirs)}: "
-            "it is for another consortium, or somebody put another authority in its place",
+            f"expected an admission of the authority {format_fingerprint(ours.fingerprint())}, found one of "
+            f"{format_fingerprint(theirs)}: it is for another consortium, or somebody put another authority in "
+            "its place",
         )
     roster = answer.roster.verify(ours.ca_pem, ours.consortium)
     store.members.adopt(roster, answer.roster, [_certificate(member) for member in roster.members])

@@ -13,7 +13,7 @@ from coordinator.storage.records import RoundRow, Steering
 from fl_core.errors import FederationError, RefusedError, UnavailableError
 from fl_core.rounds.closing import Attendance, ClosingRule, ClosingVerdict, Decision, PendingSilo
 from fl_core.rounds.manifest import RunManifest
-from service_core.console import span
+from service_core.console import format_duration
 
 _NAMED = 20
 """Silos that one event names at most: there is one for each update that comes late, and a thousand may be awaited."""
@@ -179,7 +179,7 @@ class OpenRound:
             return
         self._shown = names
         some = decision.awaited[:_NAMED]
-        whom = "; ".join(f"{a.name} ({self._state(a)}, {span(max(0.0, a.until - now))} more)" for a in some)
+        whom = "; ".join(f"{a.name} ({self._state(a)}, {format_duration(max(0.0, a.until - now))} more)" for a in some)
         if others := len(decision.awaited) - len(some):
             whom += f"; and {others} others"
         text = f"{len(self._answered)} of {self._rule.needed} updates received; waiting for {whom}"
@@ -194,7 +194,7 @@ class OpenRound:
         if offline is None:
             return "connected"
         said = self._dispatcher.last_word(name)
-        return f"offline {span(offline)}" + (f", {said}" if said else "")
+        return f"offline {format_duration(offline)}" + (f", {said}" if said else "")
 
     def _loss_warning(self, lost: PendingSilo) -> str:
         return (

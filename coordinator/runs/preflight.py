@@ -14,7 +14,7 @@ from coordinator.storage.records import StoredRun
 from fl_core.errors import FederationError, RefusedError, UnavailableError
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.console import counted
+from service_core.console import pluralize
 
 GRACE_S = 30.0
 """After the first refusal the others have this long to answer, so that the lead sees all refusals at once."""
@@ -51,7 +51,7 @@ def ask_preflight(
     away = [name for name in names if dispatcher.activity_of(name) is None]
     if not all_answer:
         names = [name for name in names if name not in away]
-    text = f"preflight of {counted(len(names), 'silo')}" + (f"; away: {', '.join(away)}" if away else "")
+    text = f"preflight of {pluralize(len(names), 'silo')}" + (f"; away: {', '.join(away)}" if away else "")
     tasks.event("preflight", text=text)
     with ExitStack() as stack:
         pending_tasks = {

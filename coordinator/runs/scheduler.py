@@ -30,7 +30,7 @@ from fl_core.types import tensor_maps
 from fl_core.types.values import State
 from privacy.compiled_run import CompiledRun
 from protos.wire.codec import read_state
-from service_core.console import counted
+from service_core.console import pluralize
 
 log = logging.getLogger(__name__)
 PARALLEL_RUNS = 4
@@ -178,7 +178,7 @@ class RunScheduler:
         if len(remaining) < least and not readmit:
             raise ConfigError(
                 "E-CFG-02",
-                f"expected {counted(least, 'hospital')} or more to stay, since no smaller sum is opened, found "
+                f"expected {pluralize(least, 'hospital')} or more to stay, since no smaller sum is opened, found "
                 f"{len(remaining)} without {silo!r}: abort the run instead",
             )
         if self.store.steering.exclude(run.id, silo, readmit):

@@ -27,7 +27,7 @@ from fl_core.errors import ConfigError, StateError
 from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import NO_BOUND, RoundRecord
-from service_core.console import counted
+from service_core.console import pluralize
 from service_core.storage.sqlite import Database
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class RunStore:
                 note_object(db, weights[0], run.id, ObjectKind.WEIGHTS, 0, weights[1])
             if other is not None:
                 note_object(db, other[0], run.id, ObjectKind.BASE, run.rounds, other[1])
-            text = f"{run.kind.length(run.rounds)}, {run.method} with {counted(len(run.members), 'silo')}"
+            text = f"{run.kind.length(run.rounds)}, {run.method} with {pluralize(len(run.members), 'silo')}"
             self._event(db, run.id, "submitted", text=f"{text}, from {run.parent}" if run.parent else text)
             for name, (train, test) in (sizes or {}).items():
                 db.execute(insert(declared_sizes).values(run_id=run.id, silo=name, train=train, test=test))
@@ -224,7 +224,7 @@ class RunStore:
             about = {"is_open": 1, "cohort": list(cohort), "base_digest": base, "base_size": 0}
             values = {"run_id": run_id, "round": round, "kind": kind.value, "opened": self._clock(), "closed": 0.0}
             if db.execute(upsert(rounds).values(values | about).on_conflict_do_nothing()).rowcount:
-                self._event(db, run_id, "opened", round, text=f"{kind.value}: {counted(len(cohort), 'silo')}")
+                self._event(db, run_id, "opened", round, text=f"{kind.value}: {pluralize(len(cohort), 'silo')}")
 
     def set_base(self, run_id: str, round: int, digest: str, size: int) -> None:
         with self._db.write() as db:
@@ -298,7 +298,7 @@ class RunStore:
             if train:
                 progress["closed"] = record.round + 1
             _change_run(db, run_id, **progress)
-            text = counted(len(record.included), "update") + (
+            text = pluralize(len(record.included), "update") + (
                 f", {len(record.missing)} missing" if record.missing else ""
             )
             self._event(db, run_id, "closed", record.round, text=text)

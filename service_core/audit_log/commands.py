@@ -18,7 +18,7 @@ from service_core.audit_log.lines import REFUSED, LogLine
 from service_core.audit_log.log import FOLDER, AuditLog
 from service_core.audit_log.verification import heads_in, verify
 from service_core.command_line import command
-from service_core.console import OUT, Facts, Reply, local_time, print_parts, printable
+from service_core.console import OUT, CommandResult, KeyValues, local_time, print_parts, printable
 
 _LOOK_S = 0.5
 Home = Annotated[Path | None, typer.Option("--home", help="The home of this side. Default: as for other commands.")]
@@ -98,7 +98,7 @@ def make_app(side: Callable[[Path | None], LogOwner], help: str) -> typer.Typer:
         archived: Archived = False,
         restored: Restored = None,
         home: Home = None,
-    ) -> Reply:
+    ) -> CommandResult:
         """Check that no line was edited, removed or moved; else exit status 1, and the first such line.
 
         Whoever can write here can also replace the whole log. --against finds this too: the other side keeps signed
@@ -115,7 +115,7 @@ def make_app(side: Callable[[Path | None], LogOwner], help: str) -> typer.Typer:
             ("other side", "not compared: --against FILE" if against is None else f"{result.agreed} heads agree"),
             *(("note", note) for note in result.notes),
         ]
-        return Reply(value | {"agreed": result.agreed, "notes": list(result.notes)}, [Facts(facts)])
+        return CommandResult(value | {"agreed": result.agreed, "notes": list(result.notes)}, [KeyValues(facts)])
 
     return app
 

@@ -18,7 +18,7 @@ from enum import Enum
 from pathlib import Path
 
 from fl_core.errors import ConfigError, FederationError
-from service_core.console import OUT, Reply, printable, wrap_parts
+from service_core.console import OUT, CommandResult, printable, wrap_parts
 from service_core.operations.health import HealthAnswer
 from service_core.pki.certificates import utc_now
 from service_core.pki.identity import Address, identity_of
@@ -87,14 +87,14 @@ def run_checks(checks: Mapping[str, Check]) -> list[Finding]:
     return findings
 
 
-def report(findings: Iterable[Finding]) -> Reply:
+def report(findings: Iterable[Finding]) -> CommandResult:
     """Make the reply of `doctor`; exit status 1 if there is a problem."""
     shown = [_printable(finding) for finding in findings]
     sick = any(finding.level is FindingLevel.PROBLEM for finding in shown)
     rows = [asdict(finding) | {"level": finding.level.value} for finding in shown]
     texts = [f"{f.level.value:<8} {f.check:<12} {f.found}" + (f"; {f.remedy}" if f.remedy else "") for f in shown]
     lines = [line for text in texts for line in (wrap_parts([text], OUT.width) if OUT.is_terminal else [text])]
-    return Reply({"healthy": not sick, "findings": rows}, lines, status=int(sick))
+    return CommandResult({"healthy": not sick, "findings": rows}, lines, status=int(sick))
 
 
 def _printable(finding: Finding) -> Finding:

@@ -203,7 +203,7 @@ def certificate_fingerprint(pem: bytes) -> str:
     return hashlib.sha256(der).hexdigest()
 
 
-def colons(fingerprint: str) -> str:
+def format_fingerprint(fingerprint: str) -> str:
     """Format a hex fingerprint for reading aloud: AB:CD:..."""
     return ":".join(fingerprint[i : i + 2] for i in range(0, len(fingerprint), 2)).upper()
 

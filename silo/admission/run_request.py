@@ -12,7 +12,7 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.types.records import FEATURES
 from privacy.accounting.release_plan import TEST
 from privacy.compiled_run import CompiledRun
-from service_core.console import counted
+from service_core.console import pluralize
 from silo.reports.disclosure import NO_PRIVACY, UpdateContents
 from silo.reports.run_request import RunRequest, SurveyPreview
 from silo.reports.spending import charges_of
@@ -131,7 +131,7 @@ def describe_request(run: CompiledRun) -> str:
     lead += "".join(f", with the code {extension}" for extension in manifest.extensions)
     tail = f"; {run.updates.reading}"
     if kind.measures and TEST not in profile.protected:
-        tail += f"; {counted(manifest.rounds + 1, 'model')} measured on test images here, counted exactly"
+        tail += f"; {pluralize(manifest.rounds + 1, 'model')} measured on test images here, counted exactly"
     if run.counts_classes:
         tail += f"; before round 1 {NAMED if run.updates.counts_in_preflight else COUNTED}"
     if profile.terms is None:

@@ -10,7 +10,7 @@ import typer
 from fl_core.types.enums import Split
 from fl_core.types.records import Schema
 from service_core.command_line import Json, command
-from service_core.console import Facts, Reply, Rows, show_reply
+from service_core.console import CommandResult, KeyValues, TextTable, show_reply
 from silo.cli.options import Classes, DataRootOption, grey_window, label_space
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def check(
 
 @data.command()
 @command
-def describe(reference: Reference, data_root: DataRootOption = None, classes: Classes = None) -> Reply:
+def describe(reference: Reference, data_root: DataRootOption = None, classes: Classes = None) -> CommandResult:
     """Show shape, classes and counts per split."""
     from fl_core import datasets
     from fl_core.extensions import loading
@@ -74,8 +74,8 @@ UNNAMED = (
 )
 
 
-def _reply(report: CheckReport, schema: Schema | None = None) -> Reply:
-    return Reply(report_json(report, schema), _shown(report, schema))
+def _reply(report: CheckReport, schema: Schema | None = None) -> CommandResult:
+    return CommandResult(report_json(report, schema), _shown(report, schema))
 
 
 def report_json(report: CheckReport, schema: Schema | None = None) -> Mapping[str, object]:
@@ -96,7 +96,7 @@ def report_json(report: CheckReport, schema: Schema | None = None) -> Mapping[st
     }
 
 
-def _shown(report: CheckReport, schema: Schema | None) -> Iterator[Facts | Rows]:
+def _shown(report: CheckReport, schema: Schema | None) -> Iterator[KeyValues | TextTable]:
     facts = [("data", report.origin)]
     if schema is not None:
         facts.append(("shape", " x ".join(map(str, schema.shape))))
@@ -106,11 +106,11 @@ def _shown(report: CheckReport, schema: Schema | None) -> Iterator[Facts | Rows]
     if report.unread:
         kinds = ", ".join(f"{kind}: {n}" for kind, n in report.unread.items())
         facts.append(("not read", f"{sum(report.unread.values())} files ({kinds})"))
-    yield Facts(facts)
+    yield KeyValues(facts)
     for found in report.problems:
         more = [f"and {found.names - len(found.first)} more"] if found.names > len(found.first) else []
         where = [(found.code, name) for name in (*found.first, *more)]
-        yield Rows(f"{found.what}: {found.count}. {found.remedy}", ("code", "where"), where)
+        yield TextTable(f"{found.what}: {found.count}. {found.remedy}", ("code", "where"), where)
     train, test = (report.counts.get(split, (0,) * len(report.classes)) for split in (Split.TRAIN, Split.TEST))
     rows = [(c, str(a), str(b)) for c, a, b in zip(report.classes, train, test, strict=True)]
-    yield Rows("Examples", ("class", "train", "test"), [*rows, ("all", str(sum(train)), str(sum(test)))])
+    yield TextTable("Examples", ("class", "train", "test"), [*rows, ("all", str(sum(train)), str(sum(test)))])

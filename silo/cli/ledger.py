@@ -18,7 +18,7 @@ from privacy.accounting.accountant import replace_one
 from privacy.ledger.account import PlannedRelease
 from privacy.ledger.ledger import Ledger
 from service_core.command_line import command
-from service_core.console import OUT, Facts, Reply, Rows
+from service_core.console import OUT, CommandResult, KeyValues, TextTable
 from service_core.storage.chain import ChainHead
 from silo.cli.options import DataRootOption, SiloHome, open_store
 from silo.reports.disclosure import Unprotected
@@ -45,7 +45,7 @@ def show_ledger(
     entries: Annotated[bool, typer.Option("--entries", help="List every entry.")] = False,
     *,
     home: SiloHome,
-) -> Reply:
+) -> CommandResult:
     """Show what is spent of each collection's budget, by two accountants.
 
     epsilon is for adding or removing one unit; for replacing one it is twice that. It holds for private runs: beside it
@@ -61,17 +61,17 @@ def show_ledger(
     counts = {name: unprotected(ledger, name, updates) for name in ledger.collections()}
     collections = [collection_json(ledger, name) | {"unprotected": count._asdict()} for name, count in counts.items()]
     head = ledger.head()
-    return Reply(
+    return CommandResult(
         {"collections": collections, "events": head.seq, "head": head.hash},
         _shown(collections, counts, home.shares_ledger, entries),
     )
 
 
-def _no_ledger(updates: Sequence[UnprotectedUpdate], shared: bool) -> Reply:
+def _no_ledger(updates: Sequence[UnprotectedUpdate], shared: bool) -> CommandResult:
     """Answer for a home in which nothing was registered: no private run was possible, other runs were."""
     count = Unprotected.of_home(updates)
     nothing = {"collections": [], "events": 0, "head": "", "unprotected": count._asdict()}
-    return Reply(nothing, [*_shown([], {"this home": count}, shared, entries=False)])
+    return CommandResult(nothing, [*_shown([], {"this home": count}, shared, entries=False)])
 
 
 def _unprotected_updates(home: Home) -> list[UnprotectedUpdate]:
@@ -83,7 +83,7 @@ def _unprotected_updates(home: Home) -> list[UnprotectedUpdate]:
 
 @app.command()
 @command
-def verify(home: SiloHome) -> Reply:
+def verify(home: SiloHome) -> CommandResult:
     """Compute the ledger anew from its events, and name every table, view, trigger or unit that differs from them.
 
     Events are checked under the ledger's key, and against what others have signed for: nothing may be missing.
@@ -92,7 +92,7 @@ def verify(home: SiloHome) -> Reply:
     count, head = ledger.verify(seen), ledger.head()
     events = f"{count}, unbroken" if count else "none: nothing was ever registered here, or the file was emptied"
     facts = [("events", events), ("head", head.hash), ("others saw", f"event {seen.seq}")]
-    return Reply({"events": count, "head": head.hash, "seen": seen.seq}, [Facts(facts)])
+    return CommandResult({"events": count, "head": head.hash, "seen": seen.seq}, [KeyValues(facts)])
 
 
 @app.command()
@@ -103,7 +103,7 @@ def register(
     data_root: DataRootOption = None,
     *,
     home: SiloHome,
-) -> Reply:
+) -> CommandResult:
     """Enter data in the ledger: once before its first private run, and again whenever records came or went.
 
     Its training and its test records become two collections, NAME/train and NAME/test; all that the hospital has, under
@@ -125,7 +125,9 @@ def register(
     loaded = datasets.load(loading.load_of_reference(data), data_root=data_root)
     registered = registration.register(ledger, loaded, name or loaded.origin)
     words = {True: "a new version is registered", False: "was registered before"}
-    return Reply({"collections": registered}, [Facts([(name, words[new]) for name, new in registered.items()])])
+    return CommandResult(
+        {"collections": registered}, [KeyValues([(name, words[new]) for name, new in registered.items()])]
+    )
 
 
 @budget.command("set")
@@ -138,7 +140,7 @@ def set_budget(
     operator: Annotated[str | None, typer.Option("--operator", help="Who. Default: the user.")] = None,
     *,
     home: SiloHome,
-) -> Reply:
+) -> CommandResult:
     """Give a collection of records its budget; the newest one is in force, what was spent stays spent."""
     if not (epsilon > 0 and 0 < delta < 1e-3):
         raise ConfigError("E-PRIV-20", f"expected epsilon > 0 and 0 < delta < 0.001, found {epsilon} and {delta}")
@@ -148,7 +150,7 @@ def set_budget(
     for name in chosen:
         ledger.set_budget(name, epsilon, delta, operator or getpass.getuser(), reason)
     facts = [(name, f"epsilon {epsilon:g} at delta {delta:g}") for name in chosen]
-    return Reply({"collections": chosen, "epsilon": epsilon, "delta": delta}, [Facts(facts)])
+    return CommandResult({"collections": chosen, "epsilon": epsilon, "delta": delta}, [KeyValues(facts)])
 
 
 @app.command()
@@ -157,12 +159,12 @@ def release(
     entry: Annotated[str, typer.Argument(help="The entry, as `silo ledger show --entries` names it.")],
     *,
     home: SiloHome,
-) -> Reply:
+) -> CommandResult:
     """Give back what was reserved and never started; with the service stopped, and before it starts again."""
     ledger = _ledger(home)
     with home.locked():
         ledger.release_unused(entry)
-    return Reply({"released": entry}, [Facts([("released", entry)])])
+    return CommandResult({"released": entry}, [KeyValues([("released", entry)])])
 
 
 @app.command()
@@ -174,7 +176,7 @@ def restore(
     operator: Annotated[str | None, typer.Option("--operator", help="Who. Default: the user.")] = None,
     *,
     home: SiloHome,
-) -> Reply:
+) -> CommandResult:
     """Go on with an older copy of the ledger when the newest one is lost, at the price of the most it may have spent.
 
     What others have signed for is charged exactly, by the sealed figures that went with it; for what came after them
@@ -198,7 +200,9 @@ def restore(
         charged = charge_unknown_spending(
             Ledger(home.ledger, home.ledger_key, older=True), seen, operator or getpass.getuser()
         )
-    return Reply({"charged": charged}, [Facts([(name, f"charged {what}") for name, what in charged.items()])])
+    return CommandResult(
+        {"charged": charged}, [KeyValues([(name, f"charged {what}") for name, what in charged.items()])]
+    )
 
 
 @app.command("place")
@@ -208,7 +212,7 @@ def place_ledger(
     key: Annotated[Path | None, typer.Option("--key", help="The key's file. Default: beside the ledger.")] = None,
     *,
     home: SiloHome,
-) -> Reply:
+) -> CommandResult:
     """Show or set where the ledger and its key lie: one ledger for all homes of a hospital, or a key on another disk.
 
     A hospital in several consortia has a home for each; their runs spend one budget only when all homes name one
@@ -229,7 +233,7 @@ def place_ledger(
                 Ledger(after, key or beside).verify(_seen(home))
             home.place_ledger(after, key)
     facts = {"ledger": str(home.ledger), "key": str(home.ledger_key)}
-    return Reply(facts, [Facts(facts.items())])
+    return CommandResult(facts, [KeyValues(facts.items())])
 
 
 def _seen(home: Home) -> ChainHead:
@@ -288,7 +292,7 @@ _LEGEND = (
 
 def _shown(
     collections: Sequence[Json], counts: Mapping[str, Unprotected], shared: bool, entries: bool
-) -> Iterator[str | Rows]:
+) -> Iterator[str | TextTable]:
     """Say what was spent, and of which collections updates left that no spending covers.
 
     shared: other homes may use the ledger.
@@ -313,8 +317,8 @@ def _shown(
         yield _entries(collections)
 
 
-def _collections(collections: Sequence[Json]) -> Rows:
-    return Rows(
+def _collections(collections: Sequence[Json]) -> TextTable:
+    return TextTable(
         "Privacy budgets",
         ("collection", "unit", "budget", "spent (RDP)", "spent (PRV)", "used", "one replaced"),
         [
@@ -353,8 +357,8 @@ def _sentence(collections: Sequence[Json]) -> str:
     )
 
 
-def _entries(collections: Iterable[Json]) -> Rows:
-    return Rows(
+def _entries(collections: Iterable[Json]) -> TextTable:
+    return TextTable(
         "Entries",
         ("entry", "state", "for", "noise", "rate", "steps"),
         [

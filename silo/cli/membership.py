@@ -9,8 +9,8 @@ import typer
 
 from fl_core.errors import ConfigError
 from service_core.command_line import command
-from service_core.console import Facts, Reply, Rows
-from service_core.pki.identity import colons, identity_of
+from service_core.console import CommandResult, KeyValues, TextTable
+from service_core.pki.identity import format_fingerprint, identity_of
 from silo.cli.options import SiloHome, text_of
 from silo.identity.identity import SiloIdentity
 
@@ -38,7 +38,7 @@ def join(
     ] = False,
     *,
     home: SiloHome,
-) -> Reply:
+) -> CommandResult:
     """Become a member: make a key that never leaves this machine and have it certified by the coordinator.
 
     The invitation comes from the lead (coordinator invite NAME). An interrupted join can simply be repeated.
@@ -71,18 +71,18 @@ def join(
         ("joined", str(peer.identity)),
         ("takes part", takes_part),
         ("home", str(home.path)),
-        ("fingerprint", colons(peer.fingerprint)),
-        ("authority", colons(authority)),
+        ("fingerprint", format_fingerprint(peer.fingerprint)),
+        ("authority", format_fingerprint(authority)),
         ("certificate", f"until {peer.not_after:%Y-%m-%d %H:%M} UTC, renewed by `silo serve`"),
         ("next", "compare the authority's fingerprint with the lead's, then: silo serve --data REF"),
     ]
-    return Reply(value, [Facts(facts)])
+    return CommandResult(value, [KeyValues(facts)])
 
 
 @command
 def request(
     out: Annotated[Path, typer.Option("--out", help="The file to write, for the lead.")], home: SiloHome
-) -> Reply:
+) -> CommandResult:
     """Make a key that never leaves this machine, and a request for its certificate that is carried by hand.
 
     For consortia whose authority is kept off the network: the lead answers with a file for `silo join --signed`.
@@ -90,21 +90,25 @@ def request(
     from silo.service.enrolment import write_request
 
     digest = write_request(home, out)
-    facts = [("request", str(out)), ("fingerprint", colons(digest)), ("next", "give the file to the lead")]
-    return Reply({"file": str(out), "fingerprint": digest}, [Facts(facts)])
+    facts = [("request", str(out)), ("fingerprint", format_fingerprint(digest)), ("next", "give the file to the lead")]
+    return CommandResult({"file": str(out), "fingerprint": digest}, [KeyValues(facts)])
 
 
 @command
-def fingerprint(home: SiloHome) -> Reply:
+def fingerprint(home: SiloHome) -> CommandResult:
     """Show the fingerprints that two hospitals read to each other: own, the authority's, and every peer's."""
     identity = SiloIdentity(home.path)
     own, authority = identity.load(), identity.ca_fingerprint()
     accepted = {name: identity_of(pem).fingerprint for name, pem in sorted(identity.peers().items())}
-    return Reply(
+    return CommandResult(
         {"silo": own.identity.name, "fingerprint": own.fingerprint, "authority": authority, "roster": accepted},
         [
-            Facts([(own.identity.name, colons(own.fingerprint)), ("authority", colons(authority))]),
-            Rows("Accepted peers", ("silo", "key"), [(name, colons(key)) for name, key in accepted.items()]),
+            KeyValues(
+                [(own.identity.name, format_fingerprint(own.fingerprint)), ("authority", format_fingerprint(authority))]
+            ),
+            TextTable(
+                "Accepted peers", ("silo", "key"), [(name, format_fingerprint(key)) for name, key in accepted.items()]
+            ),
         ],
     )
 
@@ -116,17 +120,17 @@ peers = typer.Typer(
 
 @peers.command("show")
 @command
-def show_peers(home: SiloHome) -> Reply:
+def show_peers(home: SiloHome) -> CommandResult:
     """Show every member of the roster, its key's fingerprint, and whether this hospital accepts and confirmed it."""
     pins = SiloIdentity(home.path).pins()
     confirmed = pins.confirmed()
     accepted = {name: identity_of(pem).fingerprint for name, pem in sorted(pins.accepted().items())}
     held = {name: member.fingerprint for name, member in sorted(pins.held().items())}
     how = {name: "confirmed by hand" if name in confirmed else "accepted" for name in accepted}
-    rows = [(name, how[name], colons(key)) for name, key in accepted.items()]
-    rows += [(name, "not confirmed", colons(key)) for name, key in held.items()]
+    rows = [(name, how[name], format_fingerprint(key)) for name, key in accepted.items()]
+    rows += [(name, "not confirmed", format_fingerprint(key)) for name, key in held.items()]
     value = {"accepted": accepted, "held": held, "confirmed": sorted(confirmed)}
-    return Reply(value, [Rows("Members of the roster", ("silo", "", "key"), rows)])
+    return CommandResult(value, [TextTable("Members of the roster", ("silo", "", "key"), rows)])
 
 
 @peers.command()
@@ -137,7 +141,7 @@ def accept(
         str, typer.Argument(help="Its fingerprint, as that hospital reads it from its own machine.")
     ],
     home: SiloHome,
-) -> Reply:
+) -> CommandResult:
     """Confirm a member's key by its fingerprint, and consent to it where it is not confirmed yet.
 
     Not confirmed are a new member's key, where the policy says so, and another key of a member that could not prove
@@ -151,5 +155,5 @@ def accept(
             f"expected a whole fingerprint (64 hexadecimal digits, with colons or without), found {fingerprint!r}",
         )
     SiloIdentity(home.path).pins().accept(name, digest)
-    facts = [("accepted", name), ("key", colons(digest))]
-    return Reply({"silo": name, "fingerprint": digest, "accepted": True}, [Facts(facts)])
+    facts = [("accepted", name), ("key", format_fingerprint(digest))]
+    return CommandResult({"silo": name, "fingerprint": digest, "accepted": True}, [KeyValues(facts)])

@@ -14,7 +14,7 @@ import typer
 from fl_core.errors import ConfigError
 from service_core.audit_log.log import LOG_FILE, mark_restored
 from service_core.command_line import AcceptLoss, BackupFolder, command
-from service_core.console import Facts, Reply, local_time
+from service_core.console import CommandResult, KeyValues, local_time
 from service_core.operations import checks
 from service_core.storage import backup as backups
 from service_core.version import software
@@ -63,7 +63,7 @@ def backup(
     ] = False,
     *,
     home: SiloHome,
-) -> Reply:
+) -> CommandResult:
     """Copy the whole home as it is at one moment, also while the service runs and in the middle of a round.
 
     The copy holds the hospital's key and certificate, its policy, its states and unsent updates, and its ledger where
@@ -83,7 +83,7 @@ def backup(
         facts.append(("ledger", f"not in it, back it up apart: {home.ledger}"))
     if key not in made.files and home.ledger_key.exists():
         facts.append(("ledger's key", f"not in it, keep a copy elsewhere: {home.ledger_key}"))
-    return Reply({"folder": str(target), "files": len(made.files)} | has, [Facts(facts)])
+    return CommandResult({"folder": str(target), "files": len(made.files)} | has, [KeyValues(facts)])
 
 
 @command
@@ -92,7 +92,7 @@ def restore(
     accept_loss: AcceptLoss = False,
     *,
     home: AnyHome,
-) -> Reply:
+) -> CommandResult:
     """Restore a backup into an empty home, or continue with an incomplete database (--accept-loss).
 
     After an interruption run the same command again; until then nothing else uses the home.
@@ -130,7 +130,7 @@ def restore(
                 f"silo log verify --against FILE then wants --restored {line}",
             ),
         )
-    return Reply(facts, [Facts(shown)])
+    return CommandResult(facts, [KeyValues(shown)])
 
 
 @command
@@ -151,7 +151,7 @@ def doctor(
     ] = None,
     *,
     home: AnyHome,
-) -> Reply:
+) -> CommandResult:
     """Look for what keeps this hospital from its work; changes nothing, also beside a running service. Status 1: found.
 
     Looks at versions, clock, disk, modes of files, certificate, database, the way to the coordinator, policy and
@@ -175,7 +175,7 @@ def health(
     ] = False,
     *,
     home: SiloHome,
-) -> Reply:
+) -> CommandResult:
     """Look whether this hospital's service lives, and is connected or trying; exit status 1 if not."""
     from silo.operations.liveness import Health
 
@@ -186,4 +186,4 @@ def health(
         health.require(connected)
         yield f"{'connected' if health.connected else 'trying to connect'} since {local_time(health.since)}"
 
-    return Reply(asdict(health), words(), status=int(not healthy))
+    return CommandResult(asdict(health), words(), status=int(not healthy))

@@ -10,7 +10,7 @@ import typer
 
 from fl_core.extensions import registry
 from service_core.command_line import command
-from service_core.console import Facts, Reply, Rows, local_time
+from service_core.console import CommandResult, KeyValues, TextTable, local_time
 from silo.cli.options import SiloHome, open_store
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ app = typer.Typer(no_args_is_help=True, help="The hospital's policy: policy.toml
 
 @app.command("show")
 @command
-def show_policy(home: SiloHome) -> Reply:
+def show_policy(home: SiloHome) -> CommandResult:
     """Show the policy in force, and the digest that goes with every update."""
     from silo.admission.policy_in_force import in_force
 
@@ -34,7 +34,9 @@ def show_policy(home: SiloHome) -> Reply:
             for key, value in asdict(getattr(policy, section)).items()
         ]
     facts += [(f"budget of {name}", f"epsilon {e:g} at delta {d:g}") for name, (e, d) in policy.budgets.items()]
-    return Reply({"file": str(home.policy), "there": home.policy.exists(), **asdict(policy)}, [Facts(facts)])
+    return CommandResult(
+        {"file": str(home.policy), "there": home.policy.exists(), **asdict(policy)}, [KeyValues(facts)]
+    )
 
 
 _EMPTY = {
@@ -58,7 +60,7 @@ def check(
     file: Annotated[Path | None, typer.Argument(help="A file to look at. Default: the one in force.")] = None,
     *,
     home: SiloHome,
-) -> Reply:
+) -> CommandResult:
     """Look for everything that would close this hospital to all runs, or to all private ones; exit status 1 then."""
     from privacy.policy import Policy, closed
     from silo.admission.policy_in_force import in_force
@@ -75,7 +77,7 @@ def check(
     facts += [(f"extension {name}", found) for name, found in registry.installed(policy.runs.extensions).items()]
     if policy.budgets and not home.ledger.exists():
         facts += [("budgets", "not compared with the ledger, which is not there yet: silo ledger register")]
-    return Reply({"file": str(place), "digest": policy.digest, "sound": True}, [Facts(facts)])
+    return CommandResult({"file": str(place), "digest": policy.digest, "sound": True}, [KeyValues(facts)])
 
 
 @command
@@ -87,7 +89,7 @@ def approve(
     deny: Annotated[bool, typer.Option("--deny", help="Decide against it.")] = False,
     *,
     home: SiloHome,
-) -> Reply:
+) -> CommandResult:
     """Decide about a run that waits for this hospital, where its policy says approve = "by hand".
 
     A decision holds for one manifest: a run that changes asks again. What a run that waits would spend is said for all
@@ -118,14 +120,14 @@ def approve(
     none = "No run has asked for a decision. One that has just been started asks within a minute."
     rows = [(a.run_id, a.name, word[a.decided], local_time(a.asked), a.about, spends.get(a, "-")) for a in approvals]
     head = ("run", "name", "decision", "asked", "what it asks for", "what it would spend")
-    shown: list[str | Rows] = [Rows("Runs", head, rows) if approvals else none]
+    shown: list[str | TextTable] = [TextTable("Runs", head, rows) if approvals else none]
     for a, question in asked.items():
         if question.survey is not None:
             shown += _survey(a.run_id, question.survey)
-    return Reply({"runs": value}, shown)
+    return CommandResult({"runs": value}, shown)
 
 
-def _survey(run: str, preview: SurveyPreview) -> list[str | Rows]:
+def _survey(run: str, preview: SurveyPreview) -> list[str | TextTable]:
     """Show what would leave of a survey, cell by cell."""
     title = f"What would leave of {run}"
-    return [Rows(title, preview.head, preview.cells(), headings=True, titled=True), preview.sentence()]
+    return [TextTable(title, preview.head, preview.cells(), headings=True, titled=True), preview.sentence()]

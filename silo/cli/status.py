@@ -9,8 +9,8 @@ from typing import NamedTuple
 from fl_core.training import clinical_report
 from fl_core.types.class_coverage import ClassCoverage
 from service_core.command_line import command
-from service_core.console import Facts, Reply, Rows, counted, local_time
-from service_core.pki.identity import PeerCertificate, colons
+from service_core.console import CommandResult, KeyValues, TextTable, local_time, pluralize
+from service_core.pki.identity import PeerCertificate, format_fingerprint
 from silo.admission import policy_in_force
 from silo.cli.options import SiloHome, open_store
 from silo.identity.identity import SiloIdentity
@@ -24,7 +24,7 @@ Json = Mapping[str, object]
 
 
 @command
-def status(home: SiloHome) -> Reply:
+def status(home: SiloHome) -> CommandResult:
     """Show identity, connection, outbox, and what this hospital measured of each model it received.
 
     These measurements can be read here alone, unless the policy lets runs show them ([evaluation] by_hospital).
@@ -34,8 +34,8 @@ def status(home: SiloHome) -> Reply:
     with open_store(home.database) as store:
         about = own, addresses, identity.renewal_due(), PeerStatus.of(identity, store), store
         trains = policy_in_force.trains(home)
-        part = Facts([("takes part", "in evaluations alone: nothing is trained here")])
-        return Reply({**status_json(*about), "trains": trains}, [*([] if trains else [part]), *_shown(*about)])
+        part = KeyValues([("takes part", "in evaluations alone: nothing is trained here")])
+        return CommandResult({**status_json(*about), "trains": trains}, [*([] if trains else [part]), *_shown(*about)])
 
 
 class PeerStatus(NamedTuple):
@@ -52,7 +52,7 @@ class PeerStatus(NamedTuple):
         return cls(frozenset(pins.members()) - own, pins.confirmed() - own, runs)
 
     def sentence(self, others: frozenset[str]) -> str:
-        return f"{len(others & self.confirmed)} of {counted(len(others), 'other member')} confirmed by this hospital"
+        return f"{len(others & self.confirmed)} of {pluralize(len(others), 'other member')} confirmed by this hospital"
 
 
 def status_json(own: PeerCertificate, addresses: Sequence[str], due: bool, peers: PeerStatus, store: SiloStore) -> Json:
@@ -119,17 +119,17 @@ def task_json(task: TaskRecord) -> Json:
 
 def _shown(
     own: PeerCertificate, addresses: Sequence[str], due: bool, peers: PeerStatus, store: SiloStore
-) -> Iterator[Facts | Rows | str]:
+) -> Iterator[KeyValues | TextTable | str]:
     contact, left = store.contact(), disclosures_of(store)
     classes = {run.run_id: run.classes for run in left.runs}
     session = "never"
     if contact is not None:
         state = "open since" if contact.until is None else f"until {local_time(contact.until)} ({contact.why}), since"
         session = f"{state} {local_time(contact.since)} with {contact.address or '-'}"
-    yield Facts(
+    yield KeyValues(
         [
             ("silo", str(own.identity)),
-            ("fingerprint", colons(own.fingerprint)),
+            ("fingerprint", format_fingerprint(own.fingerprint)),
             ("certificate", f"until {own.not_after:%Y-%m-%d %H:%M} UTC" + (", renewal is due" if due else "")),
             ("coordinator", ", ".join(addresses)),
             ("session", session),
@@ -144,7 +144,7 @@ def _shown(
         for e in store.outbox()
     ]
     if entries:
-        yield Rows("Outbox", ("task", "bytes", "state"), entries)
+        yield TextTable("Outbox", ("task", "bytes", "state"), entries)
     broken = store.run_data.broken()
     for run in store.history():
         title = f"{run.name or '?'} ({run.run_id}): {_fate(run)}" + (f", {run.privacy}" if run.privacy else "")
@@ -152,7 +152,7 @@ def _shown(
             title += f"; {peers.sentence(others)}"
         if lost := broken.get(run.run_id):
             names = ", ".join(lost[:SHOWN]) + (", ..." if len(lost) > SHOWN else "")
-            title += f"; without {counted(len(lost), 'record')} that could not be read ({names})"
+            title += f"; without {pluralize(len(lost), 'record')} that could not be read ({names})"
         if run.privacy and any(task.evaluation and task.evaluation.noise is None for task in run.tasks):
             title += "; counted here without noise, and nothing of that leaves"
         contents = UpdateContents.from_json(run.leaves)
@@ -162,16 +162,16 @@ def _shown(
         if newest is not None and newest.clinical is not None:
             by_class = clinical_report.class_rows(newest.clinical, newest.classes)
             title = "The newest model on the own test images"
-            yield Rows(title, clinical_report.class_head(newest.clinical), by_class, titled=True)
+            yield TextTable(title, clinical_report.class_head(newest.clinical), by_class, titled=True)
 
 
-def evaluations(title: str, tasks: Sequence[TaskRecord], *, measures: bool = True) -> Rows:
+def evaluations(title: str, tasks: Sequence[TaskRecord], *, measures: bool = True) -> TextTable:
     """List what was measured here of the models of a run; what became of the answers alone where it measures none."""
     rows = [_evaluation_row(task) for task in tasks if task.evaluation is not None]
     head = ("task", "own test images", "by class", "other measures", "update")
     if not measures:
-        return Rows(title, (head[0], head[-1]), [(row[0], row[-1]) for row in rows], titled=True)
-    return Rows(title, head, rows, titled=True)
+        return TextTable(title, (head[0], head[-1]), [(row[0], row[-1]) for row in rows], titled=True)
+    return TextTable(title, head, rows, titled=True)
 
 
 _FATES = {

@@ -27,7 +27,7 @@ from silo.connection.retry import Backoff, CancelToken, IdleWatch, retry_until, 
 from silo.storage.tasks import Attestation, OutboxEntry
 
 Request = TypeVar("Request")
-Reply = TypeVar("Reply")
+Response = TypeVar("Response")
 DAMAGED = "E-WIRE-04"
 """What a link can do to bytes: worth another try, a bounded number of times."""
 
@@ -281,9 +281,9 @@ class Transfer:
 
     def _unary(
         self,
-        method: Callable[[rpc.TransferStub], grpc.UnaryUnaryMultiCallable[Request, Reply]],
+        method: Callable[[rpc.TransferStub], grpc.UnaryUnaryMultiCallable[Request, Response]],
         request: Request,
-    ) -> Reply:
+    ) -> Response:
         connection = self._connection()
         try:
             return self._begun(lambda: method(connection.transfer)(request, timeout=self._retry_policy.idle_s))
@@ -291,7 +291,7 @@ class Transfer:
             raise connection.explained(to_federation_error(error)) from error
 
     @staticmethod
-    def _begun(begin: Callable[[], Reply]) -> Reply:
+    def _begun(begin: Callable[[], Response]) -> Response:
         """Begin a call; raises UnavailableError (E-NET-01) where its channel was closed for a newer one meanwhile."""
         try:
             return begin()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fl_core.errors import ConfigError, RefusedError, StateError
-from service_core.pki.identity import colons
+from service_core.pki.identity import format_fingerprint
 from service_core.pki.roster import Roster, RosterMember, SignedRoster, renewed_from
 from service_core.storage import private_files
 
@@ -118,11 +118,15 @@ class PinnedPeers:
             roster = known._roster()
             keys = {} if roster is None else {m.name: m.fingerprint for m in roster.members}
             if keys.get(name) != fingerprint or known.signed is None:
-                there = f"the key {colons(keys[name])}" if name in keys else f"the members {', '.join(sorted(keys))}"
+                there = (
+                    f"the key {format_fingerprint(keys[name])}"
+                    if name in keys
+                    else f"the members {', '.join(sorted(keys))}"
+                )
                 raise ConfigError(
                     "E-ID-16",
-                    f"expected a member {name} with the key {colons(fingerprint)} in the roster, found {there}; "
-                    "ask that hospital for its `silo fingerprint` by another way than this software",
+                    f"expected a member {name} with the key {format_fingerprint(fingerprint)} in the roster, found "
+                    f"{there}; ask that hospital for its `silo fingerprint` by another way than this software",
                 )
             marked = replace(known, by_hand={**known.by_hand, name: fingerprint})
             marked._pin(known.signed, {**known.pins, name: fingerprint})

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fl_core.errors import FederationError
 from protos.wire.status import from_status
-from service_core.console import counted
+from service_core.console import pluralize
 from service_core.operations import checks
 from service_core.operations.checks import Check, Finding
 from service_core.operations.health import HealthAnswer
@@ -198,10 +198,10 @@ class Examination:
             yield checks.warning("features", f"{damaged[0]} does not hold what was written", remedy)
         sound = [file for file in files if file.sound]
         size, lost = sum(file.size for file in files), sum(file.left_out for file in sound)
-        text = f"{counted(len(sound), 'set')} of features kept, {size / 2**20:.0f} MiB"
+        text = f"{pluralize(len(sound), 'set')} of features kept, {size / 2**20:.0f} MiB"
         if lost:
             yield checks.warning(
-                "features", f"{text}; {counted(lost, 'example')} left out that cannot be read", "silo data check REF"
+                "features", f"{text}; {pluralize(lost, 'example')} left out that cannot be read", "silo data check REF"
             )
         else:
             yield checks.ok("features", text)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fl_core import kinds
-from service_core.console import counted
+from service_core.console import pluralize
 from silo.storage.store import JoinedRun, SiloStore
 from silo.storage.tasks import UnprotectedUpdate
 
@@ -126,14 +126,14 @@ class Unprotected(NamedTuple):
         text = ""
         if self.updates:
             text = (
-                f"{counted(self.updates, 'update')}{whose} left without noise, in {counted(self.runs, 'run')}: "
+                f"{pluralize(self.updates, 'update')}{whose} left without noise, in {pluralize(self.runs, 'run')}: "
                 f"no privacy bound holds for {'it' if self.updates == 1 else 'them'}."
             )
         if self.unregistered:
             which = "It used" if self.updates == 1 else f"{self.unregistered} of them used"
             text += f" {which} data that is not registered in the ledger and may contain the same records."
         if self.unknown:
-            text += f" Whether {counted(self.unknown, 'earlier update')} had privacy was not noted."
+            text += f" Whether {pluralize(self.unknown, 'earlier update')} had privacy was not noted."
         return text.strip()
 
 

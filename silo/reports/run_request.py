@@ -16,7 +16,7 @@ from privacy.accounting.accountant import Mechanism
 from privacy.accounting.shared_noise import SharedFigures
 from privacy.policy import Policy
 from privacy.policy_terms import ACCURACY, NOTHING
-from service_core.console import counted
+from service_core.console import pluralize
 from silo.reports.disclosure import FLOAT_BYTES, UpdateContents
 
 
@@ -229,7 +229,7 @@ class RunRequest:
         if self.sums_of:
             there = len({*self.others} & {*confirmed})
             asked = f"updates under masks, only sums over at least {self.sums_of} hospitals are read; {there} of "
-            asked += f"{counted(len(self.others), 'other member')} confirmed by this hospital"
+            asked += f"{pluralize(len(self.others), 'other member')} confirmed by this hospital"
         allowed = ["only with it" if floors.require else "also without it"]
         allowed += [f"sums over at least {floors.min_sum}"] if floors.min_sum else []
         allowed += [f"at least {floors.confirmed_peers} confirmed"] if floors.confirmed_peers else []
@@ -246,13 +246,11 @@ class RunRequest:
             more += ", shown under this hospital's name beside the sums"
             allowed += "; under its name too" if said.by_hospital else "; shown in sums alone"
         if self.models and said.send != NOTHING:
-            more += (
-                f"; {counted(self.models, 'model')}, counted exactly: of a class with one test image here, the counts "
-            )
-            more += "say what the model made of that image"
+            more += f"; {pluralize(self.models, 'model')}, counted exactly: of a class with one test image "
+            more += "here, the counts say what the model made of that image"
             left = f": {', '.join(self.few)}" if self.few else ""
             allowed += f"; no class of fewer than {said.min_examples} test images{left}" if said.min_examples else ""
-            allowed += f"; {measured} of at most {counted(said.runs_a_day, 'run')} a day measured models here"
+            allowed += f"; {measured} of at most {pluralize(said.runs_a_day, 'run')} a day measured models here"
         return RequestLine("Results on test images", f"{accuracies}{more}", allowed)
 
     def _prototypes(self, policy: Policy) -> RequestLine:

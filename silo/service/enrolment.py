@@ -14,7 +14,7 @@ from fl_core.errors import ConfigError, FederationError, ProtocolError, RefusedE
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki import certificates
 from service_core.pki.certificates import Clock, utc_now
-from service_core.pki.identity import Address, PeerCertificate, certificate_fingerprint, colons
+from service_core.pki.identity import Address, PeerCertificate, certificate_fingerprint, format_fingerprint
 from service_core.pki.invitation import InvitationToken
 from service_core.pki.offline_signing import Admission, SigningRequest
 from service_core.pki.roster import SignedRoster
@@ -136,7 +136,7 @@ def install_signed(text: str, home: Home, authority: str | None, clock: Clock = 
         raise RefusedError(
             "E-ID-10",
             f"expected the fingerprint that the lead reads out (--authority), found none: the answer is of "
-            f"{colons(fingerprint)}",
+            f"{format_fingerprint(fingerprint)}",
         )
     if identity.joined:
         _require_authority(identity.ca_fingerprint(), fingerprint)
@@ -165,8 +165,9 @@ def _require_authority(wanted: str, fingerprint: str) -> None:
     if wanted != fingerprint:
         raise RefusedError(
             "E-ID-10",
-            f"expected the authority {colons(wanted)}, found {colons(fingerprint)}: the invitation or the "
-            "answer is another consortium's, or was changed on its way. Nothing was sent; ask the lead by telephone",
+            f"expected the authority {format_fingerprint(wanted)}, found {format_fingerprint(fingerprint)}: the "
+            "invitation or the answer is another consortium's, or was changed on its way. Nothing was sent; ask the "
+            "lead by telephone",
         )
 
 

@@ -30,7 +30,7 @@ from privacy.secagg.messages import Opening, Seal
 from privacy.secagg.terms import Round, SecaggError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TaskKey
-from service_core.console import counted
+from service_core.console import pluralize
 from service_core.pki import certificates
 from service_core.pki.identity import CertificateRole, Identity, identity_of, parse_certificate
 from silo.admission.census import digest_of
@@ -158,7 +158,7 @@ class SecaggMember:
         lost = self.store.secagg.forget()
         self.store.answers.catch_up(seen)
         runs = f"absent for the rest of {', '.join(lost)}" if lost else "it was in none"
-        lacking = counted(seen - own, "answer")
+        lacking = pluralize(seen - own, "answer")
         text = (
             f"this home was restored from a copy: it lacks {lacking} in masked runs that the coordinator has seen. "
             f"Its keys of masked runs are deleted: {runs}"

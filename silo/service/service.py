@@ -27,7 +27,7 @@ from protos.wire import log_heads
 from service_core.audit_log.lines import ALLOWED, REFUSED, LogEntry
 from service_core.audit_log.log import FOLDER, AuditLog
 from service_core.audit_log.recorder import Recorder
-from service_core.console import counted
+from service_core.console import pluralize
 from service_core.loopback import LoopbackAddress
 from service_core.pki.identity import Address, CertificateRole, Identity
 from service_core.storage.object_store import ObjectStore
@@ -218,7 +218,7 @@ class Service:
         for entry in self._controls.recover():
             self._emit(event("recovered", f"{entry}: open after a restart, counted as spent", facts={"entry": entry}))
         for key, kills in self.store.count_kills():
-            text = f"{key}: the service was killed in the middle of it ({counted(kills, 'time')} so far)"
+            text = f"{key}: the service was killed in the middle of it ({pluralize(kills, 'time')} so far)"
             self._emit(event("killed", text, key, {"code": "E-RUN-46", "kills": kills}))
         text = f"{self.name} of {self._consortium} serves {self._data_offer.name} data on {self._device}"
         self._emit(event("serving", text, facts={"silo": self.name, "device": str(self._device)}))

@@ -24,7 +24,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from protos.wire.size_limits import max_object_bytes
 from protos.wire.tasks import TaskKey
-from service_core.console import counted
+from service_core.console import pluralize
 from silo.admission.controls import AwaitingDecisionError, HospitalControls, TaskAccess, TaskQuestion
 from silo.admission.run_request import privacy_of, update_contents
 from silo.connection.retry import CancelledError, CancelToken
@@ -207,7 +207,7 @@ class TaskRunner:
         again = kills < MAX_KILLS
         error = RefusedError(
             "E-RUN-46",
-            f"expected a service that survives its task, found that it was killed {counted(kills, 'time')} in the "
+            f"expected a service that survives its task, found that it was killed {pluralize(kills, 'time')} in the "
             "middle of a task of this run, most likely out of memory: "
             + ("it tries once more" if again else "the run is given up here")
             + ". Give it more memory, or choose smaller batches or images",
@@ -444,7 +444,7 @@ class TaskRunner:
         def keep(names: Sequence[str]) -> None:
             number = store.leave_out(key.run_id, names)
             shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
-            text = f"{key}: {counted(number, 'record')} unreadable, excluded from the run from now on: {shown}"
+            text = f"{key}: {pluralize(number, 'record')} unreadable, excluded from the run from now on: {shown}"
             self.emit(event("broken", text, key, {"left_out": number}))
 
         return BrokenRecords(set(known), keep)

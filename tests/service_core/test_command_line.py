@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from service_core.command_line import Depends, Json, command, make_command
-from service_core.console import Facts, Reply
+from service_core.console import CommandResult, KeyValues
 
 Place = Annotated[Path | None, typer.Option("--place")]
 ended: list[str] = []
@@ -33,15 +33,15 @@ def look(
     *,
     place: Annotated[Path, Depends(_parent)],
     door: Annotated[str, Depends(_opened)],
-) -> Reply:
+) -> CommandResult:
     """Look."""
 
-    def shown() -> Iterator[str | Facts]:
+    def shown() -> Iterator[str | KeyValues]:
         assert not ended  # what was opened is open while it is shown
         yield door
-        yield Facts([("word", word * times)])
+        yield KeyValues([("word", word * times)])
 
-    return Reply({"word": word, "place": str(place)}, shown(), ["noted"], status=3)
+    return CommandResult({"word": word, "place": str(place)}, shown(), ["noted"], status=3)
 
 
 @command

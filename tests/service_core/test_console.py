@@ -16,7 +16,7 @@ from coordinator.lead.watcher import Watcher
 from fl_core.errors import RefusedError
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core import console
-from service_core.console import ERR, Facts, PrintableFormatter, Rows, error_text, print_json, printable, show
+from service_core.console import ERR, KeyValues, PrintableFormatter, TextTable, error_text, print_json, printable, show
 from silo.cli.foreground import Printer
 from silo.events import error_event, event
 from tests.support.cards import markdown_of
@@ -80,8 +80,8 @@ SINKS: dict[str, Callable[[str], object]] = {
     "alarms": lambda t: [show(line) for line in tables.alarms(silos(t))],
     "watch": watch,
     "a table": lambda t: show(console.make_table(t, (t,), [(t,)])),
-    "rows": lambda t: show(Rows(t, (t,), [(t, t)], headings=True, titled=True)),
-    "facts": lambda t: show(Facts([(t, t)])),
+    "rows": lambda t: show(TextTable(t, (t,), [(t, t)], headings=True, titled=True)),
+    "facts": lambda t: show(KeyValues([(t, t)])),
     "events of a silo": serve,
     "an error": lambda t: print(error_text(RefusedError("E-ID-12", t))),
     "the log": log,

@@ -10,7 +10,7 @@ import typer
 
 from consilium.pages.command import Bind, Browser, serve_until_told
 from service_core.command_line import Json, command
-from service_core.console import Facts
+from service_core.console import KeyValues
 from silo.cli.options import SiloHome
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home
@@ -37,7 +37,7 @@ def page(
     SiloIdentity(home.path).load()  # before anything is made in a home that is none
     with closing(HospitalPage(home.make(), audit)) as shown:
         shown.data.start_if_new()
-        serve_until_told(shown.site(), home.path, bind, browser, as_json, lambda facts: [Facts(facts)])
+        serve_until_told(shown.site(), home.path, bind, browser, as_json, lambda facts: [KeyValues(facts)])
 
 
 def show_beside(home: Home, beside: ExitStack) -> Path:

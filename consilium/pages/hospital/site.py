@@ -22,7 +22,7 @@ from service_core.audit_log.local_commands import recording
 from service_core.audit_log.log import LOG_FILE, last_lines
 from service_core.operations import checks
 from service_core.operations.checks import Finding, FindingLevel
-from service_core.pki.identity import colons, identity_of
+from service_core.pki.identity import format_fingerprint, identity_of
 from silo.identity.identity import SiloIdentity
 from silo.operations.doctor import Examination
 from silo.operations.liveness import Health
@@ -120,12 +120,14 @@ class HospitalPage:
             "shares_ledger": self._shares_ledger(),
             "ledger_error": known.ledger_error,
             "mine": mine.identity,
-            "fingerprint": colons(mine.fingerprint),
-            "authority": colons(own.ca_fingerprint()),
+            "fingerprint": format_fingerprint(mine.fingerprint),
+            "authority": format_fingerprint(own.ca_fingerprint()),
             "until": mine.not_after.timestamp(),
             "renewal_due": own.renewal_due(),
-            "accepted": {n: colons(identity_of(pem).fingerprint) for n, pem in sorted(pins.accepted().items())},
-            "held": {name: colons(member.fingerprint) for name, member in sorted(pins.held().items())},
+            "accepted": {
+                n: format_fingerprint(identity_of(pem).fingerprint) for n, pem in sorted(pins.accepted().items())
+            },
+            "held": {name: format_fingerprint(member.fingerprint) for name, member in sorted(pins.held().items())},
             "served": served,
             "report": self.data.report(),
             "checking": self.data.running,

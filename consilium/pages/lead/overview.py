@@ -9,7 +9,7 @@ from consilium.pages.lead.service_watch import ServiceSnapshot
 from consilium.pages.web.rendering import moment
 from coordinator.lead.tables import received_text
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.console import span
+from service_core.console import format_duration
 
 DAY_S = 86400.0
 SOON_S = 14 * DAY_S
@@ -127,7 +127,7 @@ def headline(found: ServiceSnapshot, now: float) -> tuple[str, str]:
         return "No hospital has joined yet", "Invite one: coordinator invite NAME"
     if found.runs:
         newest = found.runs[0]
-        ended = f"ended {span(max(0.0, now - newest.ended_unix))} ago" if newest.ended_unix else "is over"
+        ended = f"ended {format_duration(max(0.0, now - newest.ended_unix))} ago" if newest.ended_unix else "is over"
         return "No run is under way", f"{newest.run_id} {ended}. {present}"
     return "No run yet", f"{present} Start one: coordinator run method=fedmr ..."
 

@@ -19,7 +19,7 @@ from fl_core.types.records import update_outcomes
 from fl_core.types.secagg import tolerated_colluders
 from privacy.accounting.uncertainty import NOTHING
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.console import counted, span
+from service_core.console import format_duration, pluralize
 
 _TROUBLE = ("refused", "lost", "forgetting", "warning", "excluded", "extended", "ended")
 _AS_PLANNED = ("waiting", "cut")
@@ -157,7 +157,7 @@ def _hospitals(members: Sequence[str], detail: pb.RunDetail, info: pb.RunInfo) -
                 excluded=name in info.excluded,
                 newest_reason=reasons.get(name, ""),
                 bytes_up=sent[name],
-                seconds=span(median(seconds[name])) if name in seconds else "",
+                seconds=format_duration(median(seconds[name])) if name in seconds else "",
                 policy="none stated" if said is None else said.policy_digest[:12] or "no policy",
                 ledger="" if said is None else f"entry {said.ledger_seq}" if said.ledger_seq else "no ledger",
                 restored="" if said is None or not said.ledger_restored else f"put back {said.ledger_restored} times",
@@ -189,7 +189,7 @@ def _privacy(manifest: str) -> tuple[str, ...]:
     if masked:
         most = tolerated_colluders(cohort)
         read = (
-            f"Updates are masked: this coordinator reads sums only, unless more than {counted(most, 'hospital')} "
+            f"Updates are masked: this coordinator reads sums only, unless more than {pluralize(most, 'hospital')} "
             f"{'colludes' if most == 1 else 'collude'} with it."
         )
     if name == "none":
@@ -254,7 +254,7 @@ def _bars(info: pb.RunInfo, members: Sequence[str], events: Sequence[pb.Event], 
         if name in came:
             took = _bounded(came[name].at_unix - waiting.opened_unix)
             width = round(100 * min(took / passed, 1.0), 2)
-            yield Bar(name, State("good", "update is there"), f"after {span(took)}", width, came[name].bytes)
+            yield Bar(name, State("good", "update is there"), f"after {format_duration(took)}", width, came[name].bytes)
         elif name in awaited:
             yield _awaited(awaited[name])
         elif name in refused:
@@ -265,11 +265,15 @@ def _bars(info: pb.RunInfo, members: Sequence[str], events: Sequence[pb.Event], 
 
 def _awaited(silo: pb.AwaitedSilo) -> Bar:
     alone = f"no other hospital has {', '.join(silo.classes)}" if silo.classes else ""
-    left = f"{span(_bounded(silo.left_s))} more"
+    left = f"{format_duration(_bounded(silo.left_s))} more"
     if silo.online:
         return Bar(silo.name, State("wait", "awaited"), left, 100.0, alone=alone)
     return Bar(
-        silo.name, State("bad", "awaited, away"), f"{left}, away {span(_bounded(silo.offline_s))}", 100.0, alone=alone
+        silo.name,
+        State("bad", "awaited, away"),
+        f"{left}, away {format_duration(_bounded(silo.offline_s))}",
+        100.0,
+        alone=alone,
     )
 
 

@@ -15,7 +15,7 @@ from fl_core.training import clinical_report
 from privacy.accounting import measures
 from privacy.accounting.measures import Measure
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.console import span
+from service_core.console import format_duration
 
 MAX_ROUNDS = 60
 _MAX_NAMES = 100
@@ -168,7 +168,7 @@ def _round(info: pb.RoundInfo, columns: Sequence[Measure]) -> ClosedRound:
         there=f"{len(info.included)} of {len(info.included) + len(info.missing)}",
         judged=tuple(tables.outcome_rows(info)[:_MAX_NAMES]),
         bytes_up=sum(a.bytes for a in info.arrivals),
-        seconds=span(took) if info.closed_unix and took >= 0 else "",
+        seconds=format_duration(took) if info.closed_unix and took >= 0 else "",
     )
 
 

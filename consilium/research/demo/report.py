@@ -19,7 +19,7 @@ from fl_core.types.records import update_outcomes
 from privacy.accounting.measures import ACCURACY, plain
 from privacy.accounting.uncertainty import Estimate
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.console import Reply, make_table, open_file, show_reply, span
+from service_core.console import CommandResult, format_duration, make_table, open_file, show_reply
 from service_core.storage.private_files import write_public
 
 PLAIN, REPAIRED, CLOSED, PRIVATE = "fedavg", "fedgela", "analytic", "analytic-private"
@@ -99,7 +99,8 @@ def report(
     write_page(out / "index.html", *_headline(details), Holdings(_classes(ours), held), lines, tables)
     written = ", ".join(str(out / name) for name in ("summary.json", "accuracy.png", "index.html"))
     show_reply(
-        Reply(summary, [*(make_table(*table) for table in tables), f"{seconds:.0f} s; wrote {written}"]), as_json=quiet
+        CommandResult(summary, [*(make_table(*table) for table in tables), f"{seconds:.0f} s; wrote {written}"]),
+        as_json=quiet,
     )
     if not quiet:
         open_file(out / "index.html")
@@ -158,7 +159,7 @@ def _by_run(details: Mapping[str, pb.RunDetail]) -> ResultTable:
             str(d.info.rounds),
             tables.size(d.info.bytes_up),
             tables.size(d.info.bytes_down),
-            span(d.info.ended_unix - d.info.created_unix),
+            format_duration(d.info.ended_unix - d.info.created_unix),
             tables.outcomes_text(update_outcomes(d.rounds)) or "-",
         )
         for m, d in details.items()

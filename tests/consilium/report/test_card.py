@@ -21,7 +21,7 @@ from coordinator.lead.client import LeadClient
 from coordinator.pki.authority import Authority
 from coordinator.pki.leads import Leads
 from coordinator.storage.store import CoordinatorStore
-from service_core.pki.identity import colons
+from service_core.pki.identity import format_fingerprint
 from silo.cli.main import run as silo
 from silo.storage.store import SiloStore
 from tests.support import until
@@ -94,7 +94,7 @@ def test_a_board_without_a_home_verifies_a_card_by_the_fingerprint_alone(
     exported: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, nowhere = copy(exported, tmp_path / "given"), str(tmp_path / "none")
-    fingerprint = colons(Authority.open(exported.home).fingerprint())
+    fingerprint = format_fingerprint(Authority.open(exported.home).fingerprint())
     assert silo(["card", "verify", str(file), "--home", nowhere, "--authority", fingerprint]) == 0
     said = capsys.readouterr().out
     assert said.startswith("signed by")

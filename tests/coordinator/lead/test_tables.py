@@ -18,7 +18,7 @@ from fl_core.types.records import NO_BOUND
 from privacy.accounting.measures import plain
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core import console
-from service_core.console import Facts, Rows, make_table
+from service_core.console import KeyValues, TextTable, make_table
 from tests.support.made_up_service import MASKED, every_kind
 
 
@@ -47,8 +47,8 @@ def test_text_is_shown_as_it_is(
     """Fingerprints are read out to others: no part of one may turn into a picture."""
     monkeypatch.setattr(console.OUT, "_force_terminal", terminal)
     table = make_table("[/title]", ("[/head]",), [(AS_IT_IS,)])
-    items = (AS_IT_IS, table, Rows("[/title]", ("[/head]",), [(AS_IT_IS,)]), Facts([("key", AS_IT_IS)]))
-    console.show_reply(console.Reply(None, items, [AS_IT_IS]), as_json=False)
+    items = (AS_IT_IS, table, TextTable("[/title]", ("[/head]",), [(AS_IT_IS,)]), KeyValues([("key", AS_IT_IS)]))
+    console.show_reply(console.CommandResult(None, items, [AS_IT_IS]), as_json=False)
     shown, noted = capsys.readouterr()
     assert (shown.count(AS_IT_IS), noted.count(AS_IT_IS)) == (4, 1)
     assert "[/title]" in shown

@@ -14,7 +14,7 @@ from coordinator.pki.membership import Membership
 from fl_core.errors import ConfigError, RefusedError, StateError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from service_core.pki.identity import colons
+from service_core.pki.identity import format_fingerprint
 from service_core.pki.offline_signing import Admission, SigningRequest
 from service_core.pki.roster import SignedRoster
 from silo.cli.main import run as silo
@@ -59,7 +59,7 @@ class Machines:
         self.request(name)
         answer, fingerprint = self.sign(name)
         self.admit(answer)
-        words = ["join", "--signed", str(answer), "--authority", colons(fingerprint)]
+        words = ["join", "--signed", str(answer), "--authority", format_fingerprint(fingerprint)]
         assert self.silo(*words, "--home", str(self.folder / name)) == 0
         return SiloIdentity(self.folder / name)
 

@@ -15,7 +15,7 @@ from service_core.pki.identity import (
     CertificateRole,
     Identity,
     certificate_fingerprint,
-    colons,
+    format_fingerprint,
     identity_of,
     peer_of,
 )
@@ -89,7 +89,7 @@ def test_identity_of_a_silos_certificate(tmp_path):
     assert peer.not_before == clock() - timedelta(hours=1)
     assert peer.not_after == clock() + timedelta(days=90)
     assert certificate_fingerprint(pem) == cert.fingerprint(hashes.SHA256()).hex()
-    assert colons("abcd01") == "AB:CD:01"
+    assert format_fingerprint("abcd01") == "AB:CD:01"
 
 
 def certificate_with(names):

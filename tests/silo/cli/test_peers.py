@@ -7,7 +7,7 @@ import json
 import pytest
 
 from service_core.pki import certificates
-from service_core.pki.identity import colons, identity_of
+from service_core.pki.identity import format_fingerprint, identity_of
 from service_core.pki.roster import renewal_link
 from silo.admission.policy_in_force import accepts_new_peers
 from silo.cli.main import run
@@ -33,10 +33,10 @@ def test_a_held_key_is_shown_and_accepted_with_its_fingerprint(home, capsys):
     shown = json.loads(capsys.readouterr().out)
     assert shown["held"] == {"north": key}
     assert set(shown["accepted"]) == {"me"}
-    assert run(["peers", "accept", "north", colons(key), "--home", str(folder), "--json"]) == 0
+    assert run(["peers", "accept", "north", format_fingerprint(key), "--home", str(folder), "--json"]) == 0
     capsys.readouterr()
     assert run(["peers", "show", "--home", str(folder)]) == 0
-    assert ["north", "confirmed", "by", "hand", colons(key)] in [
+    assert ["north", "confirmed", "by", "hand", format_fingerprint(key)] in [
         line.split() for line in capsys.readouterr().out.splitlines()
     ]
 

@@ -30,7 +30,7 @@ from privacy.accounting.record_config import RecordDpConfig
 from privacy.compiled_run import CompiledRun
 from privacy.profiles.base import Projection
 from service_core.command_line import command
-from service_core.console import ERR, Reply, span
+from service_core.console import ERR, CommandResult, format_duration
 from service_core.storage.private_files import write_public
 from service_core.version import software, version
 
@@ -99,7 +99,7 @@ def ablation(
     words: Annotated[
         list[str] | None, typer.Argument(help=f"scale={_SCALES} (small where none is named), and over it {_KEYS}.")
     ] = None,
-) -> Reply:
+) -> CommandResult:
     """Compare methods over privacy budgets: run a grid of simulations in parallel, and check what it must show.
 
     Finished runs are kept in `runs.csv` under the hash of all that decides them, so an interrupted grid goes on. Noise
@@ -108,7 +108,9 @@ def ablation(
     """
     checks = ablate(composed(words or ()), ERR.print)
     lines = [f"{'holds ' if check.holds else 'FAILS '} {check.name}: {check.found}" for check in checks]
-    return Reply([asdict(check) for check in checks], lines, status=int(not all(check.holds for check in checks)))
+    return CommandResult(
+        [asdict(check) for check in checks], lines, status=int(not all(check.holds for check in checks))
+    )
 
 
 def ablate(plan: AblationPlan, report_progress: Callable[[str], None]) -> list[Check]:
@@ -126,7 +128,7 @@ def ablate(plan: AblationPlan, report_progress: Callable[[str], None]) -> list[C
         left = (time.monotonic() - started) / count * (len(missing) - count)
         report_progress(
             f"{count} of {len(missing)}: {run.variant} epsilon {run.epsilon:g} share {run.share:g} seed {run.seed}, "
-            f"accuracy {float(str(row['acc_final'])):.4f}; left {span(left)}"
+            f"accuracy {float(str(row['acc_final'])):.4f}; left {format_duration(left)}"
         )
     return _report(plan)
 

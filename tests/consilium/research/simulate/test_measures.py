@@ -17,7 +17,7 @@ from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import State
-from service_core.console import counted
+from service_core.console import pluralize
 
 DIGITS = ["data=digits", "train.max_steps=3", "threads=1", "seed=0"]
 HELD_OUT = {
@@ -119,7 +119,7 @@ def test_a_simulation_says_its_rule_and_how_many_updates_and_rows_it_refused_and
         assert (summary["aggregator"], summary["updates_cut"], summary["cut_rows"]) == (rule, cuts, rows)
         assert summary["updates_refused"] == sum(len(r.missing) for r in records)
     assert (f"aggregator={rule}: " in printed) == (cuts + rows > 0)
-    assert not cuts or f"{counted(cuts, 'update')} clipped, {counted(rows, 'row')} of prototypes clipped" in printed
+    assert not cuts or f"{pluralize(cuts, 'update')} clipped, {pluralize(rows, 'row')} of prototypes clipped" in printed
 
 
 def test_a_simulation_under_silo_level_privacy_says_that_it_adds_whatever_rule_was_asked_for() -> None:
