@@ -32,6 +32,7 @@ from silo.connection.channel import connect_with
 from silo.identity.identity import SiloIdentity
 from silo.storage.home import Home
 from silo.storage.tasks import Attestation, ledger_position
+from silo.worker import cage
 
 if TYPE_CHECKING:
     from privacy.ledger.ledger import Ledger
@@ -71,6 +72,7 @@ class Examination:
             "ledger": self._ledger,
             "private runs": self._private_runs,
             "features": self._features,
+            "worker": self._worker,
         }
         if self.data is not None:
             checks_by_name["data"] = self._data
@@ -205,6 +207,15 @@ class Examination:
             )
         else:
             yield checks.ok("features", text)
+
+    def _worker(self) -> Iterator[Finding]:
+        """Say what a process that reads the hospital's records could not do on this machine."""
+        walls = cage.rehearse([self.home.path] if self.home.path.exists() else [])
+        text = "; ".join(walls.sentences())
+        if not any(walls):
+            yield checks.ok("worker", text)
+        else:
+            yield checks.warning("worker", text, "docs/operations/install.md says what each wall needs")
 
     def _attested(self) -> Attestation:
         """Return the furthest end of the ledger that others have seen, by this home's own notes."""

@@ -1,0 +1,253 @@
+"""The cage of a silo's worker: no network, no other process's memory, and writes in a few folders alone. Linux.
+
+It is entered before torch is imported, with ctypes alone. Three walls stand independently of each other: namespaces, a
+seccomp filter and Landlock. Each is tried at the start by doing what it must refuse; only that is reported.
+
+python -m silo.worker.cage FOLDER...   prints as JSON which walls hold on this machine
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import resource
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+_TRIAL_S = 30.0
+
+
+class Walls(NamedTuple):
+    """Which walls of a cage hold: "" where what it must refuse was tried and failed, else why the wall is missing.
+
+    namespace: no interface to any network   seccomp: no socket but AF_UNIX, no connection, no other process's memory
+    landlock: no write outside of the worker's folders.
+    """
+
+    namespace: str
+    seccomp: str
+    landlock: str
+
+    @property
+    def offline(self) -> bool:
+        """Whether no network can be reached."""
+        return not self.namespace or not self.seccomp
+
+    def sentences(self) -> list[str]:
+        """Say what was shown by trying, and what does not hold and why."""
+        texts = (
+            ("cannot open a socket", "can open sockets", self.seccomp),
+            ("sees no network interface", "sees the machine's network interfaces", self.namespace),
+            ("writes only below its folders", "can write wherever this user can", self.landlock),
+        )
+        return [f"{missing} ({why})" if why else holds for holds, missing, why in texts]
+
+
+def enter(writable: Iterable[Path]) -> Walls:
+    """Put this process into the cage, for good, and try each wall. writable: folders in which it may go on writing.
+
+    Call it while the process has one thread. Raises nothing: a wall that cannot be built here is reported.
+    """
+    if sys.platform != "linux":
+        return Walls(*[f"not on {sys.platform}"] * 3)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    namespace = _without_network()
+    _prctl(_NO_NEW_PRIVS, 1)
+    landlock = _built(lambda: _confine_writes(writable), [lambda: os.close(os.open("/proc/self/comm", os.O_WRONLY))])
+    families = (socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK, socket.AF_PACKET)
+    calls = [partial(_open_socket, family) for family in families]
+    calls.append(partial(_open_socket, socket.AF_UNIX, "\0nobody"))
+    seccomp = _built(_filter_calls, calls)
+    _prctl(_DUMPABLE, 0)
+    return Walls(namespace, seccomp, landlock)
+
+
+def rehearse(writable: Sequence[Path]) -> Walls:
+    """Say which walls would hold here, tried in a process that then ends."""
+    words = [sys.executable, "-m", __name__, *map(str, writable)]
+    try:
+        done = subprocess.run(  # noqa: S603 - this interpreter, this module
+            words, capture_output=True, check=True, timeout=_TRIAL_S
+        )
+        return Walls(**json.loads(done.stdout))
+    except (OSError, subprocess.SubprocessError, ValueError, TypeError) as error:
+        return Walls(*[f"it could not be tried: {error}"] * 3)
+
+
+def _built(
+    build: Callable[[], object],
+    refused: Iterable[Callable[[], object]],
+    refusal: type[OSError] = PermissionError,
+) -> str:
+    """Build a wall; return "" where all that it must refuse then raises `refusal`, else why it does not hold."""
+    try:
+        build()
+    except (OSError, AttributeError) as error:
+        return str(error)
+    for attempt in refused:
+        try:
+            attempt()
+        except refusal:
+            continue
+        except OSError:
+            pass
+        return "it was tried and did not hold"
+    return ""
+
+
+def _open_socket(family: int, address: tuple[str, int] | str | None = None) -> None:
+    with socket.socket(family, socket.SOCK_DGRAM if address is None else socket.SOCK_STREAM) as opened:
+        if address is not None:
+            opened.connect(address)
+
+
+# ---- system calls ----------------------------------------------------------------------------------------------------
+
+_NO_NEW_PRIVS, _DUMPABLE, _SECCOMP = 38, 4, 22
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(what: str, result: int) -> int:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+    return result
+
+
+def _prctl(option: int, value: int, more: object = 0) -> None:
+    _checked("prctl", _libc.prctl(option, value, more, 0, 0))
+
+
+# ---- namespaces ------------------------------------------------------------------------------------------------------
+
+_NEW_USER, _NEW_NET = 0x10000000, 0x40000000
+UNMAPPED = 65534
+"""The user whose files seem to be those of every user without a name in the namespace (user_namespaces(7))."""
+
+
+def _without_network() -> str:
+    """Leave the machine's network, for a user namespace in which files belong to whom they belonged to before."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            address = listener.getsockname()
+            return _built(_leave_network, [partial(_open_socket, socket.AF_INET, address)], OSError)
+    except OSError as error:
+        return f"it could not be tried: {error}"
+
+
+def _leave_network() -> None:
+    """Enter new namespaces. A child that stays outside names the users in them: this process may name itself alone."""
+    inside, outside = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(outside)
+            if os.read(inside, 1):
+                _name_users(os.getppid())
+        finally:
+            os._exit(0)
+    os.close(inside)
+    try:
+        _checked("unshare", _libc.unshare(_NEW_USER | _NEW_NET))
+        os.write(outside, b"x")
+    finally:
+        os.close(outside)
+        os.waitpid(child, 0)
+
+
+def _name_users(process: int) -> None:
+    """Map every user and group to itself where this process is allowed to, else its own alone."""
+    place = Path("/proc", str(process))
+    for name, own in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
+        known = (line.split() for line in Path("/proc/self", name).read_text().splitlines())
+        try:
+            (place / name).write_text("".join(f"{first} {first} {count}\n" for first, _, count in known))
+        except OSError:
+            (place / "setgroups").write_text("deny")
+            (place / name).write_text(f"{own} {own} 1\n")
+
+
+# ---- seccomp ---------------------------------------------------------------------------------------------------------
+
+_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+_SOCKET = (41, 198)
+_REFUSED = {
+    "connect": (42, 203),
+    "ptrace": (101, 117),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "perf_event_open": (298, 241),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "bpf": (321, 280),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "pidfd_getfd": (438, 438),
+}
+"""System calls by their numbers on x86-64 and on aarch64 (asm/unistd_64.h; asm-generic/unistd.h)."""
+_X32 = 0x40000000
+_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | 1  # EPERM
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+"""Offsets in struct seccomp_data; of the argument the lower half, which is all that the kernel reads of an int."""
+
+
+class _Program(ctypes.Structure):
+    """struct sock_fprog."""
+
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def _filter_calls() -> None:
+    """Refuse what reaches a network or another process. A call of another ABI (i386, x32) is refused as a whole."""
+    if platform.machine() not in _ARCHITECTURES:
+        raise OSError(f"no numbers of system calls for {platform.machine()}")
+    audit, column = _ARCHITECTURES[platform.machine()]
+    refused = [numbers[column] for numbers in _REFUSED.values()]
+    head = [(_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _REFUSE), (_LOAD, 0, 0, _NUMBER)]
+    head += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _REFUSE)]
+    calls = [step for number in refused for step in ((_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE))]
+    tail = [(_EQUAL, 0, 2, _SOCKET[column]), (_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 1, socket.AF_UNIX)]
+    tail += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE)]
+    steps = [*head, *calls, *tail]
+    code = b"".join(struct.pack("HBBI", *step) for step in steps)
+    _prctl(_SECCOMP, 2, ctypes.byref(_Program(len(steps), code)))
+
+
+# ---- Landlock --------------------------------------------------------------------------------------------------------
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_WRITE_FILE, _WRITES, _REFER, _TRUNCATE = 1 << 1, sum(1 << bit for bit in (1, *range(4, 13))), 1 << 13, 1 << 14
+_TCP, _ABSTRACT_SOCKETS_AND_SIGNALS = 0b11, 0b11
+"""Bits of linux/landlock.h: writing, removing and making files; binding and connecting; both scopes."""
+
+
+def _confine_writes(writable: Iterable[Path]) -> None:
+    """Refuse writes, and where the kernel has it TCP and signals to processes outside. Devices stay usable."""
+    abi = _checked("landlock", _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1))
+    writes = _WRITES | (_REFER if abi >= 2 else 0) | (_TRUNCATE if abi >= 3 else 0)
+    rules = struct.pack("QQQ", writes, _TCP, _ABSTRACT_SOCKETS_AND_SIGNALS)[: 8 if abi < 4 else 16 if abi < 6 else 24]
+    ruleset = _checked("landlock", _libc.syscall(_CREATE_RULESET, rules, ctypes.c_size_t(len(rules)), 0))
+    try:
+        for folder, allowed in (*((folder, writes) for folder in writable), (Path("/dev"), _WRITE_FILE)):
+            at = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+            try:
+                rule = struct.pack("=Qi", allowed, at)
+                _checked("landlock", _libc.syscall(_ADD_RULE, ruleset, 1, rule, 0))
+            finally:
+                os.close(at)
+        _checked("landlock", _libc.syscall(_RESTRICT_SELF, ruleset, 0))
+    finally:
+        os.close(ruleset)
+
+
+if __name__ == "__main__":
+    print(json.dumps(enter(map(Path, sys.argv[1:]))._asdict()))
