@@ -1,12 +1,12 @@
 """One hospital's service: it dials the coordinator, trains on data that never leaves, and owns its budget.
 
 cli/         commands and their output; nothing imports it
-service/     the threads of `silo serve`: task queue, task runner, membership, when to speak
-admission/   the one door: what a run asks, what the hospital answers, and its memory of that
-training/    a task at the hospital, once it is admitted: its data, training, what was measured
-connection/  everything that talks gRPC: connection, session, transfer, when to try again
-identity/    the hospital's key, its certificate, and the keys of others that it accepts
-reports/     what the page and the commands say alike
-operations/  the doctor, the log, and whether the service lives
+service/     the threads of `silo serve`: task queue, task runner, membership, response timing
+admission/   the single entry point for runs: policy, decisions, floors, and the memory of earlier answers
+training/    an admitted task: its data, training, local evaluation
+connection/  gRPC: connection, session, transfer, retries
+identity/    the hospital's key, its certificate, and the keys of other members that it accepts
+reports/     what the page and the commands both show
+operations/  the doctor, monitoring, liveness
 storage/     the home folder, the database, the outbox
 """

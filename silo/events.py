@@ -1,4 +1,4 @@
-"""What happens at a silo, for people and for machines: one notice per event."""
+"""Events at a silo, for people and for machines."""
 
 from __future__ import annotations
 

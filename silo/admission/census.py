@@ -1,4 +1,4 @@
-"""The census of a masked run: at how many hospitals each class is trained, as this hospital proves it for itself."""
+"""The census of a masked run: at how many hospitals each class is trained. The hospital verifies the count itself."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from silo.storage.store import SiloStore
 def prove(
     store: SiloStore, key: TaskKey, run: CompiledRun, proof: Callable[[], Path] | None
 ) -> tuple[ClassCoverage, bool]:
-    """Return the census of a run, and whether it is new: then the caller keeps it.
+    """Return the census of a run, and whether it is new; the caller stores a new one.
 
-    Raises SecaggError where nothing proves it: as `silo_side.verify_census`, E-RUN-48 on other bytes or none.
+    Raises SecaggError if it is not proved: as `silo_side.verify_census`; E-RUN-48 on other bytes or none.
     """
     if kept := store.secagg.coverages(key.run_id):
         return kept[key.run_id], False
@@ -42,12 +42,12 @@ def prove(
     counts = silo_side.verify_census(masked.terms.run, masked.keys, classes, read_proof(proof()), row)
     coverage = run.coverage([int(n) for n in counts])
     if (start := run.manifest.start) is not None and start.run:
-        coverage = coverage.after(None, trains=True)  # what the earlier run taught is not counted here
+        coverage = coverage.after(None, trains=True)  # classes of the earlier run are not counted here
     return coverage, True
 
 
 def read_proof(file: Path) -> silo_side.CensusProof:
-    """Read what a census was opened from; raises SecaggError (E-RUN-48) on bytes that are no such thing."""
+    """Read the messages that a census was computed from; raises SecaggError (E-RUN-48) on bytes of another format."""
     try:
         message = pb.SecaggCensus.FromString(file.read_bytes())
         uploads = tuple((u.index, digest_of(u.object_digest)) for u in message.seal.updates)

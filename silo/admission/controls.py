@@ -1,4 +1,4 @@
-"""What the hospital allows and what it has spent: the policy file and the privacy ledger of one home, at work."""
+"""The hospital's rules: one home's policy file and privacy ledger, applied to every request."""
 
 from __future__ import annotations
 
@@ -71,15 +71,15 @@ class AwaitingDecisionError(Exception):
 
 
 class DataChangedError(DataError):
-    """Data other than those that a run began with (E-DATA-10); says nothing of any record."""
+    """The data differ from those that the run began with (E-DATA-10); the message reveals nothing about any record."""
 
 
 @dataclass(frozen=True, eq=False)
 class DataQuestion:
-    """With which data a run would work here, at its member `index`.
+    """Asks to use the hospital's data in a run, as its member `index`.
 
-    version: of the data, as `RunData` has it   began: that of the data that the run began with; "": it has not
-    size: of this hospital, `typed` or counted   prototypes: False: this hospital submits none to any run.
+    version: of the data, as in `RunData`   began: the version that the run began with; "" if it has not begun size: of
+    this hospital, `typed` or counted   prototypes: False if this hospital submits none to any run.
     """
 
     index: int
@@ -92,11 +92,12 @@ class DataQuestion:
 
 
 class TaskQuestion(NamedTuple):
-    """One task of a run, with what the door gave the run before.
+    """One task of a run, with the access that the run was admitted with.
 
-    cohort: size of the round's, as offered   base_digest: of what was sent   message: fetches and checks that; nothing
-    for a census   incarnation: of the coordinator, which has one model for each round of training   proof: fetches the
-    proof of the run's census, where the coordinator sent one   begins: the data, where this is the first task of a run.
+    cohort: size of the round's cohort, as offered   base_digest: of the message   message: fetches and checks the
+    message; empty for a census   incarnation: of the coordinator; each has one model per round of training   proof:
+    fetches the proof of the run's census, if the coordinator sent one   begins: the data, if this is the first task of
+    a run.
     """
 
     access: RunAccess
@@ -110,11 +111,11 @@ class TaskQuestion(NamedTuple):
 
 
 class AdmissionRequest(NamedTuple):
-    """What a coordinator asks of this hospital: to take part in a run, and one of the questions that follow.
+    """A coordinator's request: to take part in a run, and at most one of the questions that follow.
 
-    declared: the classes that this hospital declares, where its policy names none   device: where it would train
-    data_of: loads what the run would be about, for whoever decides about it   data: to work with the hospital's data
-    whole: to spend what all rounds cost   task: to answer a task.
+    declared: the classes that this hospital declares, for policies that name none   device: where it would train
+    data_of: loads the run's data, for the person who decides   data: asks to use the hospital's data whole: asks
+    whether the budget covers all rounds   task: asks to do a task.
     """
 
     run_id: str
@@ -131,7 +132,7 @@ class AdmissionRequest(NamedTuple):
 class RunAccess:
     """What a run may do here once its tasks are admitted; by itself it opens no record.
 
-    data: what was asked   submits: prototypes may leave.
+    data: the data question that was admitted   submits: prototypes may leave.
     """
 
     data: DataQuestion
@@ -146,7 +147,7 @@ class TaskAccess:
     """What one admitted task may do: the only way to records.
 
     message: what the coordinator sent   times_charged: how often its round was charged before   census: of the run,
-    where this task proved it.
+    if this task proved it.
     """
 
     key: TaskKey
@@ -173,13 +174,13 @@ class TaskAccess:
         return PlainLocalData(data)
 
     def commit(self, output: str) -> None:
-        """Note in the ledger that the task's output is safe. output: its digest."""
+        """Note in the ledger that the task's output is on disk. output: its digest."""
         if self._access._ledger is not None:
             self._access._ledger.commit(output)
 
 
 class AdmissionDecision(NamedTuple):
-    """The hospital's yes. access: to a question about data   task: to a question about a task."""
+    """The request is admitted. access: the answer to a data question   task: the answer to a task question."""
 
     run: CompiledRun
     access: RunAccess | None = None
@@ -188,9 +189,9 @@ class AdmissionDecision(NamedTuple):
 
 @dataclass(slots=True)
 class HospitalControls:
-    """The hospital's side of every run. Nothing that comes over the network changes it.
+    """The hospital's rules for every run. No message from the network changes them.
 
-    coordinator: whose runs these are, by its authority's certificate, beside other consortia on the same ledger.
+    coordinator: the authority's certificate, which tells this consortium from others that share the ledger.
     """
 
     home: Home
@@ -208,11 +209,11 @@ class HospitalControls:
         return self._ledger
 
     def existing_ledger(self) -> Ledger | None:
-        """Return the ledger where there is one; none is made."""
+        """Return the ledger, or None; never creates one."""
         return self.ledger if self.home.ledger.exists() else None
 
     def as_registered(self, dataset: SiloDataset) -> SiloDataset:
-        """Return data as the ledger knows them: `privacy.ledger.registration.as_registered`."""
+        """Return data as the ledger identifies them: `privacy.ledger.registration.as_registered`."""
         if dataset.earlier is None:
             return dataset
         from privacy.ledger.registration import as_registered
@@ -220,22 +221,22 @@ class HospitalControls:
         return as_registered(self.existing_ledger(), dataset)
 
     def policy(self) -> Policy:
-        """Read the policy as it is now; raises RefusedError (`policy_in_force.UNUSABLE`) on one that allows nothing."""
+        """Read the current policy; raises RefusedError (`policy_in_force.UNUSABLE`) on one that allows nothing."""
         return policy_in_force.in_force(self.home)
 
     def policy_digest(self) -> str:
-        """Return the SHA-256 of the policy file, whatever it says; empty where there is none that can be read."""
+        """Return the SHA-256 of the policy file, valid or not; empty if there is none that can be read."""
         return policy_in_force.digest_of(self.home)
 
     def hides_size(self) -> bool:
-        """Tell whether the hospital hides its size; a policy that cannot be read hides it."""
+        """Tell whether the hospital hides its size; True if the policy cannot be read."""
         try:
             return self.policy().runs.hide_size
         except RefusedError:
             return True
 
     def tells_data(self) -> bool:
-        """Tell whether what was counted here, and the classes, may be declared; not where masks are required."""
+        """Tell whether counted sizes and the classes may be declared; never if the policy requires masks."""
         try:
             return not self.policy().secagg.require
         except RefusedError:
@@ -252,9 +253,10 @@ class HospitalControls:
         return Attestation(self.policy_digest(), head.seq, head.hash if head.seq else "", sealed.hex(), restored)
 
     def recover(self) -> list[str]:
-        """Verify the ledger at the service's start, and count what was left open as spent; return that.
+        """Verify the ledger when the service starts; count open entries as spent, and return them.
 
-        Raises StateError: E-BUDGET-07 on a ledger that was edited, E-BUDGET-08 on one that lacks what others have seen.
+        Raises StateError: E-BUDGET-07 on a ledger that was edited, E-BUDGET-08 on one that lacks events that others
+        have seen.
         """
         seen = self.latest_attestation()
         if seen.seq or self.home.ledger.exists():
@@ -273,13 +275,14 @@ class HospitalControls:
             if not all(type(v) is type(known) for v, known in zip(attested, Attestation(), strict=True)):
                 raise TypeError("it is no attestation")
         except (OSError, ValueError, TypeError, RecursionError):
-            return Attestation()  # the coordinator never reminded this home of anything
+            return Attestation()  # the coordinator has sent no attestation to this home
         return attested
 
     def record_attestation(self, seen: Attestation) -> None:
-        """Take what the coordinator remembers of this hospital's ledger; raises as `check`.
+        """Store the coordinator's record of this hospital's ledger; raises as `check`.
 
-        Raises StateError (E-BUDGET-18) on what this hospital never stated: it would burn budget to restore that.
+        Raises StateError (E-BUDGET-18) on a record that this hospital never stated: restoring from it would burn
+        budget.
         """
         if ledger_position(seen) > ledger_position(self.latest_attestation()):
             self._require_own(seen)
@@ -290,7 +293,7 @@ class HospitalControls:
         from privacy.ledger.sealed import unseal
 
         if not self.home.ledger.exists() and not self.home.ledger_key.exists():
-            return  # all is lost: the coordinator's word is all there is
+            return  # all is lost: only the coordinator's record is left
         sealed = bytes.fromhex(seen.sealed)
         known = unseal(self.ledger.chain.secret, ChainHead(seen.seq, seen.head), seen.restored, sealed) is not None
         if not known and (sealed or any(a.sealed for a in self.store.attested())):
@@ -300,27 +303,27 @@ class HospitalControls:
             )
 
     def check(self, seen: Attestation) -> None:
-        """Raise StateError (E-BUDGET-07, E-BUDGET-08) where events were edited, or lack what others have seen."""
+        """Raise StateError (E-BUDGET-07, E-BUDGET-08) if events were edited, or are missing that others have seen."""
         if seen.seq or self.home.ledger.exists():
             self.ledger.require(ChainHead(seen.seq, seen.head))
 
     def admit(self, request: AdmissionRequest) -> AdmissionDecision:
-        """Admit a question of any kind of run, or raise: the one door to this hospital's data, budget and memory.
+        """Admit any run's request, or raise: the single entry point to this hospital's data, budget and memory.
 
-        A run is checked against the policy, the declared classes, the hospital's decision and the day's room for runs
-        that measure models. Data are checked against the policy's parts, the ledger's registrations and what the run
-        began with. A task is checked against the run's plan, its census and what was answered before, which is noted
-        before any record is read: one question has one answer. A refused task leaves nothing noted. A private round of
-        training is charged instead, when it opens.
-        Code of another distribution is imported here, and only here, once the policy has allowed it (E-POLICY-15).
+        A run is checked against the policy, the declared classes, the hospital's decision and the daily limit of runs
+        that measure models. Data are checked against the policy, the ledger's registrations and the data that the run
+        began with. A task is checked against the run's plan, its census and earlier answers; it is recorded before any
+        record is read, so that one question has one answer. A refused task leaves no trace. A private round of training
+        is charged instead, when it opens. Code of another distribution is imported only here, once the policy has
+        allowed it (E-POLICY-15).
 
         Raises AwaitingDecisionError; RefusedError, which the ledger records: E-POLICY-.., E-BUDGET-.., and E-RUN-38
-        before a model is built that cannot be trained there; as `CompiledRun.of`, `AnswerMemory.claim`,
+        before a model is built that cannot be trained here; as `CompiledRun.of`, `AnswerMemory.claim`,
         `AnswerMemory.require_room` and `census.prove`; DataError: E-DATA-05 on records of other classes, E-DATA-10 on
         other data than the run began with; ProtocolError (E-RUN-33) on a task that does not follow from the manifest.
         """
         policy, run = self._admitted_run(request)
-        memory, a_day = self.store.answers, ReleaseFloors.of(policy, run).a_day
+        memory, runs_a_day = self.store.answers, ReleaseFloors.of(policy, run).runs_a_day
         if (task := request.task) is not None:
             return AdmissionDecision(run, task=self._admitted_task(run, task, a_day))
         memory.require_room(request.run_id, a_day)
@@ -364,7 +367,7 @@ class HospitalControls:
 
     @contextmanager
     def _recording(self, request: AdmissionRequest, private: bool) -> Iterator[None]:
-        """Record a refusal; one of a private run names all that it lacks here."""
+        """Record a refusal; the refusal of a private run names everything that it still needs here."""
         try:
             yield
         except RefusedError as error:
@@ -381,7 +384,7 @@ class HospitalControls:
         try:
             _require_planned(run, task)
         except ProtocolError as error:
-            if run.private:  # a round that the plan does not have would be one more release
+            if run.private:  # a round that is not in the plan would be an additional release
                 refused(error)
             raise
         message = task.message()
@@ -401,7 +404,7 @@ class HospitalControls:
         return TaskAccess(key, task.cohort, message, times, proved, access, refused)
 
     def _proved_census(self, run: CompiledRun, task: TaskQuestion, message: State) -> ClassCoverage | None:
-        """Compare what the coordinator says of classes with the proof; return the census where it is new.
+        """Compare the coordinator's class counts with the proof; return the census if it is new.
 
         Raises SecaggError: E-RUN-48 on other numbers, and as `census.prove`.
         """
@@ -421,7 +424,7 @@ class HospitalControls:
     def _decision(
         self, run_id: str, run: CompiledRun, policy: Policy, data_of: Callable[[CompiledRun], SiloDataset] | None
     ) -> bool | None:
-        """Return what the hospital decided about a run; None while it has not. A new one is written down and waits."""
+        """Return the hospital's decision about a run; None if it is pending. A new run is stored for a decision."""
         digest = run.manifest.digest()
         if known := self.store.approvals.find(run_id, digest):
             return known.decided
@@ -429,7 +432,7 @@ class HospitalControls:
         survey, few = None, tuple[str, ...]()
         if data_of is not None and run.question is not None:
             survey = self._survey_preview(run, data_of(run), policy)
-        elif data_of is not None and (floors := ReleaseFloors.of(policy, run)).tested:
+        elif data_of is not None and (floors := ReleaseFloors.of(policy, run)).min_test_images:
             few = floors.too_few(data_of(run).test, run.manifest.schema.classes)
         request = request_of(run, silo, policy.prototypes.submit, survey, few).to_json()
         return self.store.approvals.ask(run_id, digest, run.manifest.name, describe_request(run), request)
@@ -442,9 +445,9 @@ class HospitalControls:
     def _access(
         self, run: CompiledRun, policy: Policy, asked: DataQuestion, declared: Callable[[], Collection[str]]
     ) -> RunAccess:
-        """Give a run what its tasks will open, within the floors.
+        """Return what a run's tasks may open, within the floors.
 
-        Raises RefusedError: E-POLICY-05 on a part that the policy does not allow, E-BUDGET-04 on data that is not
+        Raises RefusedError: E-POLICY-05 on a part that the policy does not allow, E-BUDGET-04 on data that are not
         registered; as the profile's `data_factory`; DataError (E-DATA-05), SchemaError as `_check_dictionary`;
         DataChangedError.
         """
@@ -480,7 +483,7 @@ class HospitalControls:
         return RunAccess(asked, submits, floors, factory, ledger)
 
     def _remembered(self, run: CompiledRun, floors: ReleaseFloors, factory: DataFactory, policy: Policy) -> DataFactory:
-        """Hold a survey without noise to what was answered before, and to what was approved."""
+        """Limit a survey without noise to what earlier answers allow and to what was approved."""
         name, digest, withheld = run.manifest.name, run.manifest.digest(), floors.counted
         classes = run.manifest.schema.classes
 
@@ -502,7 +505,7 @@ class HospitalControls:
         return opened
 
     def _survey_preview(self, run: CompiledRun, dataset: SiloDataset, policy: Policy) -> SurveyPreview:
-        """Compute what would leave of a survey; nothing is noted as answered."""
+        """Compute what would leave in a survey; records no answer."""
         withheld = ReleaseFloors.of(policy, run, dataset).counted
 
         def decide(patients: SurveyedPatients, asked: Sequence[Countable]) -> Told:
@@ -511,12 +514,12 @@ class HospitalControls:
         return survey_preview(run, dataset, withheld, decide)
 
     def record_refusal(self, run: str, error: FederationError) -> None:
-        if error.code not in policy_in_force.UNUSABLE:  # of a file that says nothing there is nothing to record
+        if error.code not in policy_in_force.UNUSABLE:  # an empty proof has nothing to record
             self.ledger.note_refusal(run, error.code, self.coordinator)
 
 
 def _require_budget(run: CompiledRun, access: RunAccess) -> None:
-    """Raise as `RunLedger.require` unless what all rounds cost fits; nothing is reserved, charged or read."""
+    """Raise as `RunLedger.require` unless the budget covers all rounds; reserves, charges and reads nothing."""
     ledger = access._ledger
     if ledger is not None and not ledger.paid:
         first = ledger.cached("class counts") is None
@@ -537,7 +540,7 @@ def _require_planned(run: CompiledRun, task: TaskQuestion) -> None:
 
 
 def _require_declared(dataset: SiloDataset, declared: Collection[str]) -> None:
-    """Raise DataError (E-DATA-05) on a record of a class that is not declared, whatever a run's label space is."""
+    """Raise DataError (E-DATA-05) on a record of an undeclared class, whatever label space the run has."""
     names, splits = dataset.schema.classes, (dataset.train, dataset.test)
     present = {names[k] for split in splits for k in classes_in(split.labels, len(names))}
     if undeclared := sorted(present - set(declared)):
@@ -549,7 +552,7 @@ def _require_declared(dataset: SiloDataset, declared: Collection[str]) -> None:
 
 
 def _check_dictionary(run: CompiledRun, index: int, dataset: SiloDataset) -> None:
-    """Refuse a run of another label dictionary, or of a method without coarse labels: by declarations alone.
+    """Refuse a run with another label dictionary, or a method without coarse labels; uses declarations alone.
 
     Raises SchemaError: E-DATA-05, E-CFG-08.
     """

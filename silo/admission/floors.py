@@ -1,6 +1,7 @@
-"""The fewest that anything which leaves this hospital may be of: test images, training examples, patients.
+"""The smallest counts behind anything that leaves this hospital: test images, training examples, patients.
 
-The policy sets each number; which of them hold, the run's privacy and its kind say. Nobody else asks.
+The policy sets each number; the run's privacy and its kind decide which ones apply. This is the only place that reads
+them.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ from privacy.policy_terms import ACCURACY, NOTHING
 from privacy.profiles.prototype_filter import DisclosureLimits
 
 _SENT = {CLINICAL: frozenset[str](), ACCURACY: frozenset({CLINICAL_PART, PAIRED}), NOTHING: METRIC_PARTS}
-"""What of an evaluation stays here, by what the policy says that leaves."""
+"""Parts of an evaluation that stay here, by what the policy lets leave."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseFloors:
-    """What a policy suppresses of one run.
+    """What a policy suppresses in one run.
 
-    tested: test images of a class, without which nothing that is measured on it leaves; 0: any number   a_day: runs
-    that may measure models here in a day; 0: any number   parts: of an evaluation, which stay here   counted: what is
-    kept back of training examples, and of patients in a survey.
+    min_test_images: test images that a class needs before any of its results leaves; 0: no limit   runs_a_day: runs that
+    may measure models here in a day; 0: no limit   parts: of an evaluation, which stay here   counted: what is
+    suppressed of training examples, and of patients in a survey.
     """
 
-    tested: int
-    a_day: int
+    min_test_images: int
+    runs_a_day: int
     parts: frozenset[str]
     counted: DisclosureLimits
 
     @classmethod
     def of(cls, policy: Policy, run: CompiledRun, dataset: SiloDataset | None = None) -> ReleaseFloors:
-        """Read the floors of a run. dataset: says whether records name patients, where something is counted."""
+        """Read the floors of a run. dataset: shows whether records name patients, for floors that count them."""
         said, classes, survey, least = policy.evaluation, run.manifest.schema.classes, policy.survey, policy.prototypes
         exact = run.kind.measures and TEST not in run.profile.protected and said.send != NOTHING
         counted = DisclosureLimits(
@@ -62,9 +63,9 @@ class ReleaseFloors:
         return cls(said.min_examples if exact else 0, said.runs_a_day if exact else 0, parts, counted)
 
     def too_few(self, test: Examples, classes: Sequence[str]) -> tuple[str, ...]:
-        """Name the classes of which nothing that is measured leaves: there are too few test images."""
-        return tuple(scarce_class_names(test.labels, classes, self.tested)) if self.tested else ()
+        """Name the classes with too few test images for any result to leave."""
+        return tuple(scarce_class_names(test.labels, classes, self.min_test_images)) if self.min_test_images else ()
 
     def sent(self, test: Examples, classes: Sequence[str]) -> Examples:
-        """Return the test examples of which something leaves."""
-        return WithoutScarceClasses(test, len(classes), self.tested) if self.too_few(test, classes) else test
+        """Return the test examples whose results may leave."""
+        return WithoutScarceClasses(test, len(classes), self.min_test_images) if self.too_few(test, classes) else test

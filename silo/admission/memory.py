@@ -1,15 +1,16 @@
-"""What this hospital answered: so that one question has one answer, whoever asks, also after a restart.
+"""What this hospital answered before, so that one question gets one answer, whoever asks, also after a restart.
 
-Two sums about one model over different hospitals differ by these hospitals' updates. So the sum of a model is opened
-for one set of hospitals in a masked run: `keep_to_one_set`. Each model that is measured on the test images says
-something about them. So a task asks about one model for ever, and only so many runs a day measure at all: `claim`.
+The difference of two sums about one model over different hospitals reveals these hospitals' updates. So a masked run
+opens the sum of a model for one set of hospitals only: `keep_to_one_set`. Each measurement on the test images reveals
+something about them. So a task is about one model for ever, and the number of runs a day that measure is limited:
+`claim`.
 
-A home that was put back from a copy does not know what it answered since. The coordinator tells each session how many
-answers in masked runs it has seen of this hospital; a home that knows of fewer gives its masked runs up.
+A home restored from a copy lacks its latest answers. The coordinator states in each session how many answers in masked
+runs it has seen from this hospital; a home that has fewer gives up its masked runs.
 
-A model is known by the digest of what was sent and, where this hospital read it, by its numbers: other bytes of the
-same numbers are the same model. Nearly equal models are not. Rows stay for ever; a home that is put back lacks the
-newest. What was told of records in surveys, `survey_history` holds a new answer to.
+A model is identified by the digest of the message and, if this hospital read it, by its numbers: other bytes with the
+same numbers are the same model. Nearly equal models are not. Rows are never deleted; a restored home lacks the newest.
+`survey_history` does the same for answers about people.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ _MOST = 1 << 53
 
 
 class AnswerMemory:
-    """What was answered about models and people. Each method is one transaction, on the disk when it returns."""
+    """Answers about models and people. Each method is one transaction, on the disk when it returns."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database, self._clock = database, clock
 
     def claim(self, key: TaskKey, base_digest: str, content: str, coordinator: str, most: int = 0) -> None:
-        """Note that a task is about a model, before any record is read.
+        """Record that a task is about a model, before any record is read.
 
-        content: a digest of the model's numbers   coordinator: its incarnation, which has one model for each round of
-        training: after a restoration there may be another   most: runs that measure models in a day; 0: any number.
+        content: a digest of the model's numbers   coordinator: its incarnation; each has one model per round of
+        training, so a restored coordinator may send another   most: runs that measure models in a day; 0: no limit.
 
-        Raises RefusedError: E-RUN-33 where the task was about another model, E-POLICY-19 where the day is full.
+        Raises RefusedError: E-RUN-33 if the task was about another model, E-POLICY-19 if the day's limit is reached.
         """
         with self._database.write() as db:
             of_run = db.execute(select(answers).where(answers.c.run_id == key.run_id)).all()
@@ -65,12 +66,12 @@ class AnswerMemory:
             db.execute(insert(answers).values(**_place(key), base_digest=base_digest, **noted))
 
     def answerable(self, patients: SurveyedPatients, questions: Sequence[Countable], least: int) -> Told:
-        """Name the cells of a survey whose numbers tell of no fewer than `least` people beside all earlier answers."""
+        """Name the cells of a survey that, with all earlier answers, reveal no group of fewer than `least` people."""
         with self._database.read() as db:
             return SurveyHistory(db).decide(patients, questions, least)
 
     def claim_cells(self, run: str, patients: SurveyedPatients, questions: Sequence[Countable], least: int) -> Told:
-        """Note that those that `answerable` names are answered, and name them: before any number leaves."""
+        """Record the cells that `answerable` names as answered, and return them: before any number leaves."""
         with self._database.write() as db:
             history = SurveyHistory(db)
             told = history.decide(patients, questions, least)
@@ -78,26 +79,26 @@ class AnswerMemory:
         return told
 
     def require_room(self, run_id: str, most: int) -> None:
-        """Raise RefusedError (E-POLICY-19) where a run would be one more than may measure models in a day."""
+        """Raise RefusedError (E-POLICY-19) if the run would exceed the day's limit of runs that measure models."""
         with self._database.read() as db:
             mine = answers.c.run_id == run_id, answers.c.counted
             if most and db.execute(select(answers).where(*mine)).first() is None:
                 _require_room(db, self._clock(), most)
 
     def measured_today(self) -> int:
-        """Count the runs that measured models here within a day. A clock that is set back makes no room."""
+        """Count the runs that measured models here within a day. Setting the clock back frees no room."""
         with self._database.read() as db:
             return _measured(db, self._clock())
 
     def masked_answers(self) -> int:
-        """Count the answers in masked runs, which only grow; nothing of it follows from records."""
+        """Count the answers in masked runs. The count only grows and does not depend on records."""
         with self._database.read() as db:
             return _masked(db)
 
     def catch_up(self, seen: int) -> None:
-        """Count on from what the coordinator has seen of this hospital, once its masked runs are given up.
+        """Raise the count to what the coordinator has seen, after the masked runs were given up.
 
-        Guarantees: of whatever number the count stays one that can grow.
+        Guarantees: the count can still grow, whatever number the coordinator states.
         """
         with self._database.write() as db:
             if (lacks := min(seen, _MOST) - _masked(db)) > 0:
@@ -107,9 +108,9 @@ class AnswerMemory:
 
 
 def keep_to_one_set(db: Connection, key: TaskKey, base_digest: str, inside: Sequence[int]) -> None:
-    """Note for which members the sum of a model is opened, inside the transaction that confirms them.
+    """Record the members that the sum of a model is opened for, inside the transaction that confirms them.
 
-    Raises SecaggError (E-RUN-50) where the sum of this model was opened for others in this run, in whatever round.
+    Raises SecaggError (E-RUN-50) if the sum of this model was opened for other members in this run, in any round.
     """
     of_kind = answers.c.run_id == key.run_id, answers.c.kind == key.kind.value
     rows = db.execute(select(answers).where(*of_kind)).all()

@@ -1,4 +1,4 @@
-"""The policy in force in a home, which remembers that there was one."""
+"""The policy in force in a home. A home that once had a policy file refuses runs without one."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from service_core.storage import private_files
 from silo.storage.home import Home
 
 UNUSABLE = ("E-POLICY-01", "E-POLICY-10", "E-POLICY-13")
-"""Codes of a policy file that allows nothing, whatever is asked."""
+"""Error codes of policy files that allow no run at all."""
 
 
 def in_force(home: Home) -> Policy:
-    """Read the policy of a home. Raises RefusedError: as `Policy.read`; E-POLICY-13 where it had a policy file once."""
+    """Read the policy of a home. Raises RefusedError: as `Policy.read`; E-POLICY-13 if the policy file was removed."""
     policy = Policy.read(home.policy)
     if policy.digest:
         if not home.had_policy.exists():
-            with contextlib.suppress(OSError, StateError):  # a home that cannot be written is used as before
+            with contextlib.suppress(OSError, StateError):  # a home that is read-only still works
                 private_files.write_private(home.had_policy, b"")
     elif home.had_policy.exists():
         raise RefusedError(
@@ -33,7 +33,7 @@ def in_force(home: Home) -> Policy:
 
 
 def accepts_new_peers(home: Home) -> bool:
-    """Tell whether new members count without the hospital's consent; a policy that cannot be read asks for it."""
+    """Tell whether new members are accepted without the hospital's consent; False if the policy cannot be read."""
     try:
         return in_force(home).peers.accept != BY_HAND
     except RefusedError:
@@ -41,7 +41,7 @@ def accepts_new_peers(home: Home) -> bool:
 
 
 def trains(home: Home) -> bool:
-    """Tell whether the hospital takes part in training at all; not with a policy that cannot be read."""
+    """Tell whether the hospital takes part in training at all; False if the policy cannot be read."""
     try:
         return in_force(home).runs.train and not home.validation_only
     except RefusedError:
@@ -49,7 +49,7 @@ def trains(home: Home) -> bool:
 
 
 def digest_of(home: Home) -> str:
-    """Return the SHA-256 of the policy file, whatever it says; empty where there is none, or none that can be read."""
+    """Return the SHA-256 of the policy file, valid or not; empty if there is none that can be read."""
     try:
         opened = open_file(home.policy)
     except RefusedError:

@@ -1,7 +1,7 @@
-"""What a hospital still lacks before any private run can begin here: all of it at once, with what to do.
+"""What a hospital still needs before any private run can begin: all of it at once, each with its remedy.
 
-It follows from what the hospital declared, registered and decided, never from a record. The hospital reads it; the lead
-of a private run is told the code alone.
+The list follows from what the hospital declared, registered and decided, never from a record. The hospital sees all of
+it; the lead of a private run gets the error code only.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from fl_core.errors import RefusedError
 from privacy.policy import Policy
 
 NOT_READY = ("E-POLICY-16", "E-BUDGET-04", "E-BUDGET-02")
-"""Codes of refusals behind which there may be more to do."""
+"""Error codes after which there may be more to do."""
 
 
 class MissingRequirement(NamedTuple):
-    """One thing that is missing, and the command or the line that brings it."""
+    """A missing requirement, and the command or the line of the policy that meets it."""
 
     what: str
     remedy: str
 
 
 class Collections(Protocol):
-    """A ledger, as far as it is asked here."""
+    """The part of a ledger that is needed here."""
 
     def collections(self) -> list[str]: ...
     def budget(self, collection: str) -> object | None: ...
@@ -33,7 +33,7 @@ class Collections(Protocol):
 def missing_requirements(
     policy: Policy, ledger: Collections | None, declared: Collection[str]
 ) -> list[MissingRequirement]:
-    """List what is missing. ledger: None where there is none   declared: classes, where the policy names none."""
+    """List what is missing. ledger: None if there is none   declared: classes, for policies that name none."""
     missing = []
     if not (policy.privacy.labels or declared):
         missing.append(MissingRequirement("classes declared", "policy.toml: [privacy] labels = [...]"))
@@ -48,7 +48,7 @@ def missing_requirements(
 
 
 def with_all(error: RefusedError, missing: list[MissingRequirement]) -> RefusedError:
-    """Return a refusal that names everything that is missing, where that is more than the first thing."""
+    """Return a refusal that names all missing requirements, if there is more than one."""
     if error.code not in NOT_READY or len(missing) < 2:
         return error
     return RefusedError(error.code, "not ready for private runs, lacks " + "; ".join(f"{w} ({r})" for w, r in missing))

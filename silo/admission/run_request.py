@@ -1,4 +1,4 @@
-"""What a compiled run asks of this hospital, written down for whoever decides about it."""
+"""Describes a compiled run to the person at the hospital who decides about it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def update_contents(run: CompiledRun) -> UpdateContents:
-    """Count the numbers of an update, by part: its sums and their weights; under masks each is a word of the ring."""
+    """Count the numbers in an update by part: its sums and their weights; under masks each is a word of the ring."""
     manifest, word = run.manifest, max(kind.itemsize for kind in run.dtypes)
     parts = {
         name: sum(math.prod(shape) for shape in spec.shapes.values()) + math.prod(spec.weight_shape)
@@ -32,7 +32,7 @@ def update_contents(run: CompiledRun) -> UpdateContents:
 
 
 def privacy_of(run: CompiledRun) -> str:
-    """Say what a run promises about privacy, and what of it does not hold; of masks, whose sums alone are read."""
+    """Describe what a run guarantees about privacy, its limits, and whether only masked sums are read."""
     said = _noise_of(run)
     return f"{said}{'; ' if ': ' in said else ': '}{run.updates.reading}"
 
@@ -55,11 +55,11 @@ def request_of(
     survey: SurveyPreview | None = None,
     few: Sequence[str] = (),
 ) -> RunRequest:
-    """Say what a run asks for. submits: the policy lets prototypes leave; survey: what would leave of one.
+    """Describe a run's request. submits: the policy lets prototypes leave; survey: what would leave in a survey.
 
-    few: classes of which no result is sent.
+    few: classes whose results are not sent.
 
-    The charges are the most that the run takes: class counts that were released before cost nothing again.
+    The charges are upper bounds: class counts that were released before cost nothing again.
     """
     manifest, profile = run.manifest, run.profile
     contents, terms = update_contents(run), profile.terms
@@ -118,7 +118,7 @@ COUNTED = (
     "it is counted under masks at how many hospitals each class is trained; of a class that this hospital alone has, "
     "the sums are its own, without its name"
 )
-"""What a question says of classes: before a plain run, and before a masked one."""
+"""How a question describes the counting of classes: before a plain run, and before a masked one."""
 
 
 def describe_request(run: CompiledRun) -> str:
@@ -141,7 +141,7 @@ def describe_request(run: CompiledRun) -> str:
 
 
 def warn_of_few(run: CompiledRun, examples: int) -> None:
-    """Warn where sums of second moments leave of fewer examples than a feature has numbers."""
+    """Warn if sums of second moments leave that are over fewer examples than a feature has numbers."""
     if run.method.exact and examples < (numbers := features_of(run.model).feature_dim):
         log.warning(
             "%s: second moments of %d numbers leave without noise, of fewer training examples than that: sums of few "

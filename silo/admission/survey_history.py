@@ -1,14 +1,14 @@
-"""Which surveys this hospital answered without noise, of whom: so that no answers together tell of few people.
+"""Which surveys without noise this hospital answered, about whom, so that answers together never reveal few people.
 
-Answers are sums over people. People whom all answers so far count alike, cell by cell and version by version, are a
-*group*: whatever is added to and subtracted from these answers counts all of a group or none of it. So a new answer may
-divide groups only into parts of at least `least` people, and may add no smaller one. Cells that would are suppressed
-together with others, else the question is; a version of the data whose mere size would is not answered at all. Beside
-that no number differs by 1 to `least` - 1 from the one that the same cell had in another version.
+Answers are sums over people. People whom all earlier answers count alike, cell by cell and version by version, form a
+*group*: any sum or difference of these answers counts all of a group or none of it. So a new answer may split groups
+only into parts of at least `least` people, and may add no smaller group. Cells that would do so are suppressed together
+with others, or else the whole question is; if the mere size of a data version would do so, that version is not answered
+at all. In addition, no number differs by 1 to `least` - 1 from the same cell's number in another version.
 
-Who is who is found by content, so that renamed, regrouped, reordered and divided data are known again: by all records
-of a patient with their classes, by single records, and by name. Of everybody who was ever counted the hospital keeps
-digests of these under a salt of its own, the versions that had him, and the cells that he was counted in.
+People are matched by content, so that renamed, regrouped, reordered and split data are recognised: by all records of a
+patient with their classes, by single records, and by name. For everybody who was ever counted, the hospital keeps
+digests of these under a secret salt, the data versions that contained them, and the cells that counted them.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from silo.storage.schema import survey_people, surveys
 
 _BYTES = 16
 Shares = Mapping[str, float]
-"""Least cell -> how much of somebody's records is in it."""
+"""Finest cell -> the share of somebody's records in it."""
 Group = tuple[tuple[int, ...], str, tuple[str, ...]]
-"""People whom all answers count alike: the versions that had them, how they were counted before, and in which cells."""
+"""People whom all answers count alike: their data versions, how they were counted before, and in which cells."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class SurveyedPatients:
-    """Who is in a hospital's data, in order: a name, and of each record its content, and that with class and split.
+    """The people in a hospital's data, in order: name, content of each record, and content with class and split.
 
-    grouped: the data name patients; else everybody is a record, whose name is that of a file, and tells less.
+    grouped: the data name patients; otherwise each record is a person, named by its file, which is weaker evidence.
     """
 
     names: Sequence[str]
@@ -49,10 +49,10 @@ class SurveyedPatients:
 
 @dataclass(frozen=True, slots=True)
 class Countable:
-    """A question as it can be answered, patient by patient.
+    """A question that can be answered, patient by patient.
 
-    form: as it was asked   cells: least cell -> the cell of that form   shares: of each patient
-    patients: number of each cell   free: cells that may leave as far as this version alone is concerned.
+    form: the question's wording   cells: finest cell -> the question's cell   shares: of each patient patients:
+    number in each cell   free: cells that may leave if only this data version is considered.
     """
 
     name: str
@@ -64,11 +64,11 @@ class Countable:
 
 
 Told = dict[str, frozenset[str]]
-"""Question -> the cells that may leave; a question that is not there is suppressed as a whole."""
+"""Question -> the cells that may leave; a question that is missing is suppressed as a whole."""
 
 
 class _Keys(NamedTuple):
-    """What somebody is known by again, each in as many copies as the data have."""
+    """What identifies a person in later data; repeated records have numbered copies."""
 
     whole: tuple[bytes]
     records: tuple[bytes, ...]
@@ -76,7 +76,7 @@ class _Keys(NamedTuple):
 
 
 class _Count(NamedTuple):
-    """How somebody was counted in a question. path: digest of earlier, other counts   since: in which version."""
+    """How a person was counted in a question. path: digest of earlier, different counts   since: data version."""
 
     path: str
     since: int
@@ -85,7 +85,7 @@ class _Count(NamedTuple):
 
 @dataclass(slots=True)
 class _Person:
-    """Somebody who was counted, or is to be. seen: versions   counts: by question   now: shares in the new version."""
+    """A person who was or will be counted. seen: versions   counts: by question   now: shares in the new version."""
 
     keys: set[bytes] = field(default_factory=set)
     seen: tuple[int, ...] = ()
@@ -98,7 +98,7 @@ class _Person:
 
 
 class SurveyHistory:
-    """What was answered so far, read in one transaction."""
+    """Earlier answers, read in one transaction."""
 
     def __init__(self, db: Connection) -> None:
         rows = db.execute(select(surveys).order_by(surveys.c.number)).all()
@@ -114,7 +114,7 @@ class SurveyHistory:
         self._asked, self._states, self._digest = dict[str, Countable](), dict[str, str](), b""
 
     def decide(self, patients: SurveyedPatients, questions: Sequence[Countable], least: int) -> Told:
-        """Decide which cells leave; see the module."""
+        """Decide which cells leave, by the rules in the module docstring."""
         sizes = [{"": float(len(records))} for records in patients.contents]
         everybody = Countable("", "", {"": ""}, sizes, {"": len(sizes)}, frozenset({""}))
         keys, told = _keys(self._salt, patients), Told()
@@ -131,7 +131,7 @@ class SurveyHistory:
                 person.now[name] = _added(person.now[name], question.shares[k])
         before = self._same()
         names = {name for person in self._people.values() if person.now is not None for name in person.counts}
-        earlier = [Countable(name, "", {}, (), {}, frozenset()) for name in names]  # this version's size divides them
+        earlier = [Countable(name, "", {}, (), {}, frozenset()) for name in names]  # the size may split groups
         if "" not in before and (
             not self._free(everybody, least) or any(self._too_few(question, set(), least) for question in earlier)
         ):
@@ -154,13 +154,13 @@ class SurveyHistory:
         return told
 
     def _same(self) -> dict[str, Any]:
-        """Return what was answered about just these people, records and shares, by question."""
+        """Return earlier answers about exactly these people, records and shares, by question."""
         answers = [self._answers[n] for n, digest in self._digests.items() if digest == self._digest]
         states = self._states
         return {n: answer[n] for answer in answers for n in states if n in answer and answer[n]["state"] == states[n]}
 
     def _linked(self, keys: Sequence[_Keys], grouped: bool) -> list[_Person]:
-        """Find who each one is; those that turn out to be one person become one."""
+        """Match the new data's people with known ones; people that turn out to be the same are merged."""
         index = {key: number for number, person in self._people.items() for key in person.keys}
         matches = [set[int]() for _ in keys]
         for tier in ("whole", "name", "records") if grouped else ("whole", "records", "name"):
@@ -187,7 +187,7 @@ class SurveyHistory:
         return units
 
     def _merged(self, people: Sequence[_Person]) -> _Person:
-        """Make one of several; its counts are theirs where these have one path, else a path of its own."""
+        """Merge people into one; counts with the same path are added up, others get a new path."""
         whole = _Person(set().union(*(p.keys for p in people)), tuple(sorted({n for p in people for n in p.seen})))
         for name in {name for person in people for name in person.counts}:
             parts = [person.counts.get(name) for person in people]
@@ -203,7 +203,7 @@ class SurveyHistory:
         return whole
 
     def _groups(self, name: str, person: _Person) -> set[tuple[Group, str]]:
-        """Return the groups that somebody is in, by the least cells that put him there."""
+        """Return the groups that contain a person, each with the finest cell that puts the person there."""
         count = person.counts.get(name)
         if count is None:
             return {((person.seen, "", ()), "")}
@@ -213,7 +213,7 @@ class SurveyHistory:
         }
 
     def _places(self, name: str, seen: tuple[int, ...], since: int, cell: str) -> tuple[str, ...]:
-        """Return where a least cell was counted in each version: in a cell that was told, or in the rest."""
+        """Return where each version counted a finest cell: in a released cell, or in the rest."""
         key = name, seen, since, cell
         if key not in self._cache:
             answers = [(n, self._answers[n][name]) for n in seen if n >= since and name in self._answers[n]]
@@ -239,7 +239,7 @@ class SurveyHistory:
     def _too_near(
         self, question: Countable, told: set[str], earlier: Sequence[Mapping[str, Any]], least: int
     ) -> set[str]:
-        """Name cells to suppress since a number, or that of the rest, would be a little other than in a version."""
+        """Name cells to suppress because their number, or the rest's, is too close to that of another version."""
 
         def near(cells: Iterable[str], numbers: Mapping[str, int]) -> bool:
             return 0 < abs(sum(question.patients.get(c, 0) - numbers.get(c, 0) for c in cells)) < least
@@ -253,7 +253,7 @@ class SurveyHistory:
         return set()
 
     def _too_few(self, question: Countable, told: set[str], least: int) -> set[str]:
-        """Name cells to suppress since too few would be counted in them as nobody else is; "": all of the question."""
+        """Name cells to suppress because they would single out too few people; "" stands for the whole question."""
         blocks = _blocks(question, told)
         inside, parts = Counter[tuple[Group, str]](), defaultdict[Group, set[str]](set)
         gone, related = defaultdict[Group, set[int]](set), defaultdict[Group, set[str]](set)
@@ -293,7 +293,7 @@ class SurveyHistory:
         return more
 
     def write(self, db: Connection, told: Told, run: str, now: float) -> None:
-        """Note what is told, and how everybody is counted in it."""
+        """Record the released cells, and how they count everybody."""
         before = self._same()
         told = {name: cells for name, cells in told.items() if name not in before}
         if not told:
@@ -310,13 +310,13 @@ class SurveyHistory:
         db.execute(insert(survey_people), [person.row(number) for number, person in self._people.items()])
 
     def _answer(self, question: Countable, told: frozenset[str]) -> dict[str, object]:
-        """Return what is kept of an answer: all numbers, of which `told` leave."""
+        """Return what is stored of an answer: all numbers, of which those in `told` leave."""
         cells = {cell: asked for cell, asked in question.cells.items() if cell != asked}
         kept = {"form": question.form, "state": self._states[question.name], "told": sorted(told)}
         return {**kept, "numbers": dict(question.patients), "cells": cells}
 
     def _count(self, person: _Person, name: str, told: frozenset[str]) -> _Count:
-        """Say how somebody is counted from now on: as before, where no number shows that he is counted otherwise."""
+        """Return how a person is counted from now on: unchanged unless some number shows a difference."""
         assert person.now is not None
         now, count, blocks = person.now[name], person.counts.get(name), _blocks(self._asked[name], told)
         if count is None:
@@ -327,12 +327,12 @@ class SurveyHistory:
 
 
 def _blocks(question: Countable, told: Collection[str]) -> dict[str, str]:
-    """Return the cell that is told of each least cell; "" where it is suppressed."""
+    """Map each finest cell to the released cell that contains it; "" if that one is suppressed."""
     return {cell: asked if asked in told else "" for cell, asked in question.cells.items()}
 
 
 def _fewest(question: Countable, cells: set[str]) -> set[str]:
-    """Return the cell of the fewest people, of those that have any."""
+    """Return the non-empty cell with the fewest people."""
     some = [(question.patients[cell], cell) for cell in cells if question.patients.get(cell, 0)]
     return {min(some)[1]} if some else set()
 

@@ -1,4 +1,4 @@
-"""A survey at this hospital: who is in its data, what would leave, and that what leaves is what was shown."""
+"""Surveys at this hospital: who is in its data, what would leave, and that only approved numbers leave."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ log = logging.getLogger(__name__)
 
 
 Decide = Callable[[SurveyedPatients, Sequence[Countable]], Told]
-"""Names the cells that may leave beside all that was answered before."""
+"""Names the cells that may leave in view of all earlier answers."""
 
 
 def surveyed_patients(train: Examples, test: Examples, classes: Sequence[str]) -> SurveyedPatients:
-    """Name who is in the data, in the order of `surveyed`, and what each record is: pixels or cells, class and split.
+    """List the people in the data, in the order of `surveyed`, with their records: pixels or cells, class and split.
 
-    A record of no patient has the name of its file in its folder.
+    A record without a patient is named by its file in its folder.
     """
     names, contents, labelled = list[str](), list[list[str]](), list[list[str]]()
     places = dict[str, int]()
@@ -71,7 +71,7 @@ def surveyed_patients(train: Examples, test: Examples, classes: Sequence[str]) -
 
 
 def _records(examples: Examples) -> Iterator[tuple[str, str]]:
-    """Yield a name and the content of each record; what cannot be decoded is its file."""
+    """Yield a name and the content of each record; for one that cannot be decoded, the file's bytes."""
     paths: tuple[Path, ...] | None = getattr(examples, "paths", None)
     if paths is None:
         yield from ((name, name) for name in content_names(examples))
@@ -96,7 +96,7 @@ def remembered_answers(
     decide: Decide,
     progress: Progress | None = None,
 ) -> Tensors:
-    """Answer without noise what the hospital's memory allows; records are told apart by the least bins."""
+    """Answer without noise what earlier answers allow; records are counted in the finest bins."""
     least = tuple(question.least for question in query.questions)
     records = surveyed((*query.questions, *least), train, test, query.n_classes, progress)
     answers = exact_answers(query, replace(records, shares=records.shares[: len(least)]))
@@ -107,7 +107,7 @@ def remembered_answers(
         cells, within = question.cells(classes), question.within(classes)
         rows = records.of_patients(records.shares[start + k]).tolist()
         shares = [{cell: share for cell, share in zip(within, row, strict=True) if share} for row in rows]
-        if question.name == "classes":  # a coarse label is in no cell, and in the sum of all
+        if question.name == "classes":  # a coarse label counts in the total, but in no cell
             whole = torch.bincount(records.patient, minlength=len(rows)).tolist()
             shares = [
                 {**own, "": rest} if (rest := n - sum(own.values())) else own
@@ -128,9 +128,9 @@ def answers_digest(answers: Tensors) -> str:
 
 
 class RememberedSurvey(LocalDataWrapper):
-    """Answers of a survey without noise what the hospital's memory allows, and nothing that was not approved.
+    """Answers a survey without noise as far as earlier answers allow, and only with approved numbers.
 
-    answers: of a query   approved: digests of the numbers that the hospital approved, None where nobody is asked.
+    answers: to a query   approved: digests of the numbers that the hospital approved; None if no approval is needed.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class RememberedSurvey(LocalDataWrapper):
 
 
 def survey_preview(run: CompiledRun, dataset: SiloDataset, withheld: DisclosureLimits, decide: Decide) -> SurveyPreview:
-    """Compute what would leave, cell by cell. With noise the numbers are the true ones, of which nothing leaves."""
+    """Compute what would leave, cell by cell. With noise it shows the true numbers, none of which leaves."""
     profile, classes, asked = run.profile, run.manifest.schema.classes, run.question
     assert asked is not None
     query = withheld.of(asked)

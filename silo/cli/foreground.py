@@ -41,8 +41,8 @@ _DOING = {
 class Printer:
     """Shows events: JSON lines, plain lines, or lines above a live one on a terminal.
 
-    Guarantees: where a line cannot be written (a full disk, a reader that has gone) the service goes on; the next line
-    that can says how many are missing.
+    Guarantees: if a line cannot be written (full disk, closed pipe), the service continues; the next line that can be
+    written states how many are missing.
     """
 
     def __init__(self, as_json: bool, quiet: bool = False) -> None:
@@ -75,10 +75,10 @@ class Printer:
             self._write(printable(f"{local_time(time.time())}  {text}", keep="\t"))
 
     def _write(self, line: str) -> None:
-        """Write a line, unbuffered: a buffer would keep, and grow by, what cannot be written."""
+        """Write a line unbuffered: a buffer would keep and grow by what cannot be written."""
         try:
             descriptor = sys.stdout.fileno()
-        except (OSError, ValueError):  # a program took the place of standard output
+        except (OSError, ValueError):  # standard output was replaced
             print(line, flush=True)
             return
         data = f"{line}\n".encode()
@@ -110,16 +110,16 @@ def serve(
     log_format: LogFormat | None = None,
     page: bool = False,
 ) -> None:
-    """Serve until told to stop; raises what ended the service otherwise. run_round: see `Service`.
+    """Serve until stopped; raises the error that ended the service otherwise. run_round: see `Service`.
 
-    page: also serve the hospital's page, as long as the service runs.
+    page: also serve the hospital's page while the service runs.
 
-    log_format: events go to the log on standard error in this format, and not to the screen.
+    log_format: write events to the log on standard error in this format instead of to the screen.
 
-    On the first SIGTERM or SIGINT an upload under way is finished, training is given up (the coordinator offers it
-    again), and what is staged stays on disk.
+    The first SIGTERM or SIGINT finishes a running upload and cancels training (the coordinator offers it again); staged
+    updates stay on disk.
     """
-    own = SiloIdentity(settings.home.path).load()  # before anything is made in a home that is none
+    own = SiloIdentity(settings.home.path).load()  # before anything is created in a folder that is no home
     with settings.home.make().locked():
         printer, liveness = Printer(as_json, quiet=log_format is not None), Liveness(settings.home)
         show = printer.show_event
@@ -163,11 +163,11 @@ def serve(
 log = logging.getLogger("silo")
 _WARNINGS = frozenset({"trouble", "refused", "disconnected", "held", "stopped", "charged"})
 _MEASURED = {"staged": "the update is finished and waits to be sent"}
-"""Events whose text tells what was measured on the hospital's images: the log has another."""
+"""Events whose text contains measurements on the hospital's images: the log gets another text."""
 
 
 def log_event(event: SiloEvent, silo: str) -> None:
-    """Write an event to the log, without what was measured here."""
+    """Write an event to the log, without measurements of this hospital."""
     facts = {name: event.facts[name] for name in FIELDS if event.facts.get(name) is not None}
     extra = {"silo": silo} | facts | {"event": event.event}
     level = logging.WARNING if event.event in _WARNINGS else logging.INFO

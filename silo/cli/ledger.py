@@ -1,6 +1,6 @@
-"""`silo ledger`: what the hospital's records were used for, and the budgets that only the hospital sets.
+"""`silo ledger`: how the hospital's records were used, and the budgets that only the hospital sets.
 
-None of these commands has a counterpart on the wire.
+No message from the network can run these commands.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ app.add_typer(budget, name="budget")
 
 
 def _ledger(home: Home, make: bool = False) -> Ledger:
-    """Open a home's ledger; raises StateError (E-BUDGET-04) where there is none and none is to be made."""
+    """Open a home's ledger; raises StateError (E-BUDGET-04) if there is none, unless `make`."""
     if make:
         home.make()
     elif not home.ledger.exists():
@@ -68,14 +68,14 @@ def show_ledger(
 
 
 def _no_ledger(updates: Sequence[UnprotectedUpdate], shared: bool) -> CommandResult:
-    """Answer for a home in which nothing was registered: no private run was possible, other runs were."""
+    """Answer for a home without registered data: no private run was possible; other runs were."""
     count = Unprotected.of_home(updates)
     nothing = {"collections": [], "events": 0, "head": "", "unprotected": count._asdict()}
     return CommandResult(nothing, [*_shown([], {"this home": count}, shared, entries=False)])
 
 
 def _unprotected_updates(home: Home) -> list[UnprotectedUpdate]:
-    if not home.database.exists():  # nothing has left a home that never joined
+    if not home.database.exists():  # nothing left a home that never joined
         return []
     with open_store(home.database) as store:
         return store.unprotected()
@@ -84,7 +84,7 @@ def _unprotected_updates(home: Home) -> list[UnprotectedUpdate]:
 @app.command()
 @command
 def verify(home: SiloHome) -> CommandResult:
-    """Compute the ledger anew from its events, and name every table, view, trigger or unit that differs from them.
+    """Recompute the ledger from its events, and name every table, view, trigger or unit that differs.
 
     Events are checked under the ledger's key, and against what others have signed for: nothing may be missing.
     """
@@ -104,18 +104,17 @@ def register(
     *,
     home: SiloHome,
 ) -> CommandResult:
-    """Enter data in the ledger: once before its first private run, and again whenever records came or went.
+    """Register data in the ledger: before the first private run, and again whenever records came or went.
 
-    Its training and its test records become two collections, NAME/train and NAME/test; all that the hospital has, under
-    whatever names, is the collection hospital, which runs with silo-level privacy are charged to as well. A new version
-    keeps the budget and the spending of its collection. Patients are kept as keyed digests alone.
+    The training and the test records become two collections, NAME/train and NAME/test. The collection `hospital`
+    contains all data under all names; runs with silo-level privacy are charged to it. A new version keeps the budget
+    and the spending of its collection. Patients are stored as keyed digests only.
 
-    A record is known by its decoded pixels, beside the name of its group: renaming files, appending bytes, storing
-    without loss, labelling or grouping anew makes no new record, and under another NAME the command refuses. The
-    limit: an image that was encoded with loss, cropped or resized has other pixels and counts as new, with a budget
-    of its own. So keep one NAME per population of patients, whatever files they lie in; name groups (patients)
-    wherever known, under the same names for ever; register the originals, and serve what is made from them under
-    their NAME alone.
+    A record is identified by its decoded pixels and the name of its group. Renaming files, appending bytes, lossless
+    conversion, new labels or new groups make no new record; registering one under another NAME is refused. The limit:
+    an image that was re-encoded with loss, cropped or resized has other pixels and counts as new, with a budget of its
+    own. So use one NAME per population of patients, whatever files contain them; name groups (patients) wherever known,
+    always under the same names; register the originals, and serve derived files under their NAME only.
     """
     from fl_core import datasets
     from fl_core.extensions import loading
@@ -141,7 +140,7 @@ def set_budget(
     *,
     home: SiloHome,
 ) -> CommandResult:
-    """Give a collection of records its budget; the newest one is in force, what was spent stays spent."""
+    """Set the budget of a collection. The newest budget is in force; what was spent stays spent."""
     if not (epsilon > 0 and 0 < delta < 1e-3):
         raise ConfigError("E-PRIV-20", f"expected epsilon > 0 and 0 < delta < 0.001, found {epsilon} and {delta}")
     ledger = _ledger(home)
@@ -160,7 +159,7 @@ def release(
     *,
     home: SiloHome,
 ) -> CommandResult:
-    """Give back what was reserved and never started; with the service stopped, and before it starts again."""
+    """Return a reserved charge that was never started. Run it while the service is stopped, before the next start."""
     ledger = _ledger(home)
     with home.locked():
         ledger.release_unused(entry)
@@ -177,11 +176,12 @@ def restore(
     *,
     home: SiloHome,
 ) -> CommandResult:
-    """Go on with an older copy of the ledger when the newest one is lost, at the price of the most it may have spent.
+    """Continue with an older copy of the ledger when the newest is lost, charging the most that may be missing.
 
-    What others have signed for is charged exactly, by the sealed figures that went with it; for what came after them
-    every collection is charged its most expensive entry, as often as a round may be tried. Without figures, or without
-    the key that opens them, each collection loses its whole budget. Receipts say from then on how often this was done.
+    Spending that others have signed for is charged exactly, from the sealed figures that were sent with it. For later
+    rounds, every collection is charged its most expensive entry, as often as a round may be tried. Without figures, or
+    without the key that opens them, each collection loses its whole budget. Later receipts state how often this was
+    done.
     """
     from privacy.ledger.ledger import Ledger
     from privacy.ledger.recovery import SeenHead, charge_unknown_spending
@@ -215,9 +215,9 @@ def place_ledger(
 ) -> CommandResult:
     """Show or set where the ledger and its key lie: one ledger for all homes of a hospital, or a key on another disk.
 
-    A hospital in several consortia has a home for each; their runs spend one budget only when all homes name one
-    ledger, on one machine. The files are not moved: move them first, with no service running. CONSILIUM_SILO_LEDGER
-    and CONSILIUM_SILO_LEDGER_KEY win over what is set here.
+    A hospital in several consortia has a home for each. Their runs share one budget only if all homes name one ledger,
+    on one machine. The files are not moved: move them first, with no service running. CONSILIUM_SILO_LEDGER and
+    CONSILIUM_SILO_LEDGER_KEY override this setting.
     """
     if path is not None or key is not None:
         with home.make().locked():
@@ -257,7 +257,7 @@ def _release(planned: PlannedRelease) -> dict[str, Any]:
 
 
 def collection_json(ledger: Ledger, name: str) -> dict[str, Any]:
-    """Collect what the ledger knows of a collection; epsilons are at the delta of its budget, 1e-5 without one."""
+    """Return what the ledger has about a collection; epsilons at the delta of its budget, or 1e-5 without one."""
     status = ledger.status(name)
     delta = status.delta or DEFAULT_DELTA
     twice, more = replace_one(status.spent_rdp, delta)
@@ -293,7 +293,7 @@ _LEGEND = (
 def _shown(
     collections: Sequence[Json], counts: Mapping[str, Unprotected], shared: bool, entries: bool
 ) -> Iterator[str | TextTable]:
-    """Say what was spent, and of which collections updates left that no spending covers.
+    """Show what was spent, and updates that the spending does not cover.
 
     shared: other homes may use the ledger.
     """
@@ -338,7 +338,7 @@ def _collections(collections: Sequence[Json]) -> TextTable:
 
 
 def _sentence(collections: Sequence[Json]) -> str:
-    """Say in one sentence what the table says."""
+    """Summarise the table in one sentence."""
     limited = [c for c in collections if c["budget"] is not None]
     if not limited:
         return (

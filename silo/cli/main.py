@@ -22,7 +22,7 @@ COMMANDS = {
     "consilium.report.hospital": ("card",),
     "silo.cli.operations": ("backup", "restore", "doctor", "health"),
 }
-"""Which module holds which command, in the order of the help."""
+"""The commands of each module, in the order of the help."""
 READING = frozenset(
     (
         "serve",
@@ -41,7 +41,7 @@ READING = frozenset(
         "peers show",
     )
 )
-"""Commands without a line in the audit log: they change nothing here, or the service writes it."""
+"""Commands without a line in the audit log: they change nothing here, or the service logs it."""
 
 
 def program() -> Program:

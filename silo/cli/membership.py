@@ -1,4 +1,4 @@
-"""Becoming a member, and whose keys this hospital accepts: join, request, fingerprint, peers."""
+"""Becoming a member, and the keys that this hospital accepts: join, request, fingerprint, peers."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def join(
     *,
     home: SiloHome,
 ) -> CommandResult:
-    """Become a member: make a key that never leaves this machine and have it certified by the coordinator.
+    """Join: create a key that never leaves this machine, and have the coordinator certify it.
 
-    The invitation comes from the lead (coordinator invite NAME). An interrupted join can simply be repeated.
+    The lead issues the invitation (coordinator invite NAME). Repeat an interrupted join.
     """
     if [token, token_file, signed].count(None) != 2:
         raise ConfigError("E-CFG-02", "expected a TOKEN, --token-file FILE or --signed FILE: give one of them")
@@ -83,9 +83,9 @@ def join(
 def request(
     out: Annotated[Path, typer.Option("--out", help="The file to write, for the lead.")], home: SiloHome
 ) -> CommandResult:
-    """Make a key that never leaves this machine, and a request for its certificate that is carried by hand.
+    """Create a key that never leaves this machine, and a certificate request to be carried by hand.
 
-    For consortia whose authority is kept off the network: the lead answers with a file for `silo join --signed`.
+    For consortia whose authority is offline: the lead answers with a file for `silo join --signed`.
     """
     from silo.service.enrolment import write_request
 
@@ -96,7 +96,7 @@ def request(
 
 @command
 def fingerprint(home: SiloHome) -> CommandResult:
-    """Show the fingerprints that two hospitals read to each other: own, the authority's, and every peer's."""
+    """Show the fingerprints that two hospitals compare by voice: this hospital's, the authority's, and every peer's."""
     identity = SiloIdentity(home.path)
     own, authority = identity.load(), identity.ca_fingerprint()
     accepted = {name: identity_of(pem).fingerprint for name, pem in sorted(identity.peers().items())}
@@ -121,7 +121,7 @@ peers = typer.Typer(
 @peers.command("show")
 @command
 def show_peers(home: SiloHome) -> CommandResult:
-    """Show every member of the roster, its key's fingerprint, and whether this hospital accepts and confirmed it."""
+    """Show every member of the roster, its key's fingerprint, and whether this hospital accepted and confirmed it."""
     pins = SiloIdentity(home.path).pins()
     confirmed = pins.confirmed()
     accepted = {name: identity_of(pem).fingerprint for name, pem in sorted(pins.accepted().items())}
@@ -142,11 +142,10 @@ def accept(
     ],
     home: SiloHome,
 ) -> CommandResult:
-    """Confirm a member's key by its fingerprint, and consent to it where it is not confirmed yet.
+    """Confirm a member's key by its fingerprint, and accept the key if it was not accepted yet.
 
-    Not confirmed are a new member's key, where the policy says so, and another key of a member that could not prove
-    the change.
-    It holds for this key and those that it is renewed into. A running `silo serve` follows it at once.
+    Not accepted yet are a new member's key, if the policy says so, and a changed key without proof of the change. The
+    confirmation covers this key and its renewals. A running `silo serve` applies it at once.
     """
     digest = fingerprint.replace(":", "").strip().lower()
     if len(digest) != 64 or set(digest) - set("0123456789abcdef"):

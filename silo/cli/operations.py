@@ -24,7 +24,7 @@ from silo.storage.home import FEATURES, OBJECTS, Home
 from silo.storage.store import ASKED, SiloStore
 
 PAGES = ("page.html", "opened-page.html")
-"""Files that open a page: they end with its process."""
+"""Files that open a page: they are removed with its process."""
 
 
 def _layout(home: Home, ledger_key: bool) -> backups.HomeLayout:
@@ -44,7 +44,7 @@ def _layout(home: Home, ledger_key: bool) -> backups.HomeLayout:
 
 
 def _strip(database: Path) -> None:
-    """Take the keys of masked runs out of a copy: with them, what was closed since could be opened once more."""
+    """Delete the keys of masked runs from a copy: they could open closed rounds again."""
     with open_store(database) as store:
         store.secagg.forget()
         store.database.compact()
@@ -64,13 +64,13 @@ def backup(
     *,
     home: SiloHome,
 ) -> CommandResult:
-    """Copy the whole home as it is at one moment, also while the service runs and in the middle of a round.
+    """Copy the whole home at one moment, also while the service runs and in the middle of a round.
 
-    The copy holds the hospital's key and certificate, its policy, its states and unsent updates, and its ledger where
-    that lies in the home. Records are never in it, nor keys of runs whose updates are masked.
+    The copy contains the hospital's key and certificate, its policy, its states and unsent updates, and its ledger if
+    that lies in the home. It never contains records, nor keys of masked runs.
     """
     if home.database.exists() or SiloIdentity(home.path).folder.exists():
-        # One that is behind is not worth a copy; a hospital that has joined and never served has keys, and no database.
+        # Refuse a database that is out of date. A hospital that has joined and never served has keys, but no database.
         SiloStore(home.database).close_database()
     made = backups.back_up(home.path, _layout(home, ledger_key), target, software(), time.time())
     ledger, key = (
@@ -95,12 +95,12 @@ def restore(
 ) -> CommandResult:
     """Restore a backup into an empty home, or continue with an incomplete database (--accept-loss).
 
-    After an interruption run the same command again; until then nothing else uses the home.
+    After an interruption run the same command again; until then no other command uses the home.
 
     A ledger outside of the home is not touched. One from the backup is checked against the coordinator's record before
-    anything is trained. With --accept-loss, updates and states that the database does not know are
-    deleted at the next start; the ledger is not touched. Either way the hospital is absent for the rest of runs whose
-    updates are masked: which sums it helped to open since is not known.
+    any training. With --accept-loss, updates and states that the database does not know are deleted at the next start;
+    the ledger is not touched. In both cases the hospital takes no further part in running masked runs, because the home
+    no longer knows which sums it helped to open.
     """
     if (source is None) is not accept_loss:
         raise ConfigError("E-CFG-02", "expected FROM or --accept-loss: name one of them")
@@ -152,10 +152,10 @@ def doctor(
     *,
     home: AnyHome,
 ) -> CommandResult:
-    """Look for what keeps this hospital from its work; changes nothing, also beside a running service. Status 1: found.
+    """Check what may keep this hospital from taking part; changes nothing. Exit status 1 if there is a problem.
 
-    Looks at versions, clock, disk, modes of files, certificate, database, the way to the coordinator, policy and
-    ledger; before joining at as much of it as there is.
+    Checks versions, clock, disk, modes of files, certificate, database, the way to the coordinator, policy and ledger;
+    before joining, those that exist already. It can run beside the service.
     """
     from silo.operations.doctor import Examination
 
@@ -176,7 +176,7 @@ def health(
     *,
     home: SiloHome,
 ) -> CommandResult:
-    """Look whether this hospital's service lives, and is connected or trying; exit status 1 if not."""
+    """Check whether this hospital's service is alive, and connected or trying to connect; exit status 1 if not."""
     from silo.operations.liveness import Health
 
     health = Health.of(home)

@@ -32,7 +32,7 @@ def _any_home(home: HomeOption = None) -> Home:
 
 
 def home_of(home: HomeOption = None) -> Home:
-    """Return the silo's home; raises StateError (E-STATE-26) on one that a command did not finish."""
+    """Return the silo's home; raises StateError (E-STATE-26) if a command on it was interrupted."""
     require_finished((place := Home.at(home)).path)
     return place
 
@@ -48,7 +48,7 @@ def open_store(database: Path, accept_loss: bool = False) -> Iterator[SiloStore]
 
 SiloHome = Annotated[Home, Depends(home_of)]
 AnyHome = Annotated[Home, Depends(_any_home)]
-"""Also one that a command did not finish: for those that go on with it or look at it."""
+"""Also accepts a home with an interrupted command, for commands that finish or inspect it."""
 LogFormatOption = Annotated[
     LogFormat | None,
     typer.Option("--log-format", help=f"Log to standard error, as text or JSON, instead. Default: ${VARIABLE}."),
@@ -106,7 +106,7 @@ PulseFloorOption = Annotated[
 
 
 def metrics_address(text: str | None, budgets: bool) -> LoopbackAddress | None:
-    """Read --metrics; raises ConfigError (E-CFG-02) on an address beyond loopback, or on budgets without one."""
+    """Read --metrics; raises ConfigError (E-CFG-02) on an address other than loopback, or on budgets without one."""
     from service_core.loopback import LoopbackAddress
 
     if budgets and text is None:
@@ -115,7 +115,7 @@ def metrics_address(text: str | None, budgets: bool) -> LoopbackAddress | None:
 
 
 def text_of(file: Path | None) -> str:
-    """Read a file, or standard input for none and for -; raises ConfigError (E-CFG-02)."""
+    """Read a file, or standard input for None or "-"; raises ConfigError (E-CFG-02)."""
     try:
         return decoded(sys.stdin.buffer.read()) if file is None or str(file) == "-" else read_text(file)
     except (OSError, ValueError) as error:

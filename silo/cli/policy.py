@@ -22,7 +22,7 @@ app = typer.Typer(no_args_is_help=True, help="The hospital's policy: policy.toml
 @app.command("show")
 @command
 def show_policy(home: SiloHome) -> CommandResult:
-    """Show the policy in force, and the digest that goes with every update."""
+    """Show the policy in force, and its digest, which is sent with every update."""
     from silo.admission.policy_in_force import in_force
 
     policy = in_force(home)
@@ -45,7 +45,7 @@ _EMPTY = {
     "survey.allow": "none: every number of a survey is suppressed",
     "privacy.labels": "what the publisher of the data names, or --holds",
 }
-"""What an empty list means; any other: none."""
+"""The meaning of an empty list; for all others: none."""
 
 
 def _text(value: object, empty: str) -> str:
@@ -61,7 +61,7 @@ def check(
     *,
     home: SiloHome,
 ) -> CommandResult:
-    """Look for everything that would close this hospital to all runs, or to all private ones; exit status 1 then."""
+    """Check the policy for errors that would refuse all runs, or all private ones; exit status 1 if there are any."""
     from privacy.policy import Policy, closed
     from silo.admission.policy_in_force import in_force
 
@@ -90,10 +90,10 @@ def approve(
     *,
     home: SiloHome,
 ) -> CommandResult:
-    """Decide about a run that waits for this hospital, where its policy says approve = "by hand".
+    """Decide about a run that waits for this hospital, if its policy says approve = "by hand".
 
-    A decision holds for one manifest: a run that changes asks again. What a run that waits would spend is said for all
-    its rounds together, at most.
+    A decision is for one manifest: a run that changes asks again. The cost of a waiting run is shown as an upper bound
+    over all its rounds.
     """
     from silo.reports.questions import PendingDecision, PolicyAndLedger
 
@@ -128,6 +128,6 @@ def approve(
 
 
 def _survey(run: str, preview: SurveyPreview) -> list[str | TextTable]:
-    """Show what would leave of a survey, cell by cell."""
+    """Show what would leave in a survey, cell by cell."""
     title = f"What would leave of {run}"
     return [TextTable(title, preview.head, preview.cells(), headings=True, titled=True), preview.sentence()]

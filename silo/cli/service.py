@@ -1,4 +1,4 @@
-"""`silo serve`, and the audit log of what it was asked."""
+"""`silo serve`, and the audit log of the requests to it."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def serve(
     *,
     home: SiloHome,
 ) -> None:
-    """Take part in runs until told to stop.
+    """Take part in runs until stopped.
 
-    Ctrl-C or SIGTERM ends in good order: an upload under way is finished, training is handed back, finished work stays
-    on disk. A second one ends at once. Image size, label space and schedule come from each run's manifest.
+    Ctrl-C or SIGTERM ends in good order: a running upload is finished, training is handed back, finished work stays on
+    disk. A second one ends at once. Image size, label space and schedule come from each run's manifest.
     """
     startup.end_on_interrupt()
     from silo.cli import foreground

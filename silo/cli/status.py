@@ -1,4 +1,4 @@
-"""`silo status`: identity, connection, outbox, and what this hospital measured of each model it received."""
+"""`silo status`: identity, connection, outbox, and this hospital's measurements of the models that it received."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from silo.storage.store import JoinedRun, SiloStore, TaskRecord
 from silo.training import evaluation_summary
 
 SHOWN = 3
-"""Names of broken records of a run; all are in the JSON."""
+"""Names of broken records shown per run; the JSON has all."""
 Json = Mapping[str, object]
 
 
 @command
 def status(home: SiloHome) -> CommandResult:
-    """Show identity, connection, outbox, and what this hospital measured of each model it received.
+    """Show identity, connection, outbox, and this hospital's measurements of the models that it received.
 
-    These measurements can be read here alone, unless the policy lets runs show them ([evaluation] by_hospital).
+    The measurements are shown only here, unless the policy lets runs show them ([evaluation] by_hospital).
     """
     identity = SiloIdentity(home.path)
     own, addresses = identity.load(), [str(address) for address in home.addresses()]
@@ -39,7 +39,7 @@ def status(home: SiloHome) -> CommandResult:
 
 
 class PeerStatus(NamedTuple):
-    """Other members, and whose key a person of this hospital confirmed. runs: others of each masked run, by its id."""
+    """Other members, and whose key this hospital confirmed. runs: the other members of each masked run, by run id."""
 
     others: frozenset[str]
     confirmed: frozenset[str]
@@ -166,7 +166,7 @@ def _shown(
 
 
 def evaluations(title: str, tasks: Sequence[TaskRecord], *, measures: bool = True) -> TextTable:
-    """List what was measured here of the models of a run; what became of the answers alone where it measures none."""
+    """List the local evaluations of a run's models; only the fate of the updates if nothing was measured."""
     rows = [_evaluation_row(task) for task in tasks if task.evaluation is not None]
     head = ("task", "own test images", "by class", "other measures", "update")
     if not measures:
@@ -183,7 +183,7 @@ _FATES = {
 
 
 def _fate(run: JoinedRun) -> str:
-    """Say in words what became of a run; of one that could not be finished, why."""
+    """Describe how a run ended, with the reason if it did not finish."""
     said = _FATES.get(run.state, f"ended as {run.state!r}")
     return f"{said}: {run.reason}" if run.reason else said
 

@@ -1,1 +1,1 @@
-"""Everything that talks gRPC: the connection, the session over it, transfers that resume, when to try again."""
+"""gRPC: the connection, the session over it, resumable transfers, retries."""

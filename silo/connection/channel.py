@@ -1,8 +1,8 @@
 """The connection to the coordinator: one channel, its three services, and its replacement during transfers.
 
-A connection keeps the certificate that it was made with. Once this hospital has renewed it, the next session makes a
-new connection, and all else goes over that one as soon as the session is there: the coordinator ends the old
-certificate half a minute after it first saw the new one.
+A connection keeps the certificate that it was made with. After a renewal, the next session makes a new connection, and
+other calls use it as soon as the session is open: the coordinator ends the old certificate half a minute after it first
+saw the new one.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from service_core.tls.connect import diagnose
 
 Connect = Callable[[Address], grpc.Channel]
 _ENDED = frozenset({"E-ID-12", "E-ID-13", "E-ID-28"})
-"""Refusals of a certificate. Of one that this home has replaced they say nothing: not that somebody else did."""
+"""Refusals of a certificate. If this home has replaced that certificate, they do not mean a stolen identity."""
 
 
 def channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials:
-    """Build mutual TLS: this key and certificate, and exactly that CA; no other authority counts."""
+    """Build mutual TLS with this key and certificate; only the given CA is trusted."""
     return grpc.ssl_channel_credentials(credentials.ca_pem, credentials.key_pem, credentials.cert_pem)
 
 
@@ -37,7 +37,7 @@ def connect_with(credentials: Callable[[], Credentials]) -> Connect:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """An open channel and what can be called over it. outdated: tells whether the home has another certificate now."""
+    """An open channel and its services. outdated: tells whether the home has another certificate by now."""
 
     address: Address
     channel: grpc.Channel = field(repr=False)
@@ -52,9 +52,9 @@ class Connection:
         return cls(address, channel, *stubs, outdated)
 
     def explained(self, error: FederationError) -> FederationError:
-        """Return UnavailableError for a refusal of a certificate that this home has replaced; other errors as they are.
+        """Return UnavailableError if the refused certificate was replaced by this home; other errors unchanged.
 
-        A home whose certificate is still that of the connection keeps the refusal: another party holds its identity.
+        If the certificate is still in force, the refusal stands: another party uses this identity.
         """
         if error.code in _ENDED and self.outdated():
             return UnavailableError(error.code, "this hospital has a newer certificate: connecting again with that one")
@@ -62,12 +62,12 @@ class Connection:
 
 
 class ConnectionManager:
-    """The current connection, and replaced ones still in use; closing a connection cancels the calls over it."""
+    """The current connection, and replaced ones still in use; closing a connection cancels its calls."""
 
     def __init__(
         self, addresses: Sequence[Address], connect: Connect, certificate: Callable[[], str] = lambda: ""
     ) -> None:
-        """Connect at the first call. certificate: names the one that the home has now, which `connect` uses."""
+        """Connect at the first call. certificate: names the home's current one, which `connect` uses."""
         self._addresses = tuple(addresses)
         self._connect = connect
         self._certificate = certificate
@@ -83,12 +83,12 @@ class ConnectionManager:
             return self._current
 
     def for_session(self) -> Connection:
-        """Return the connection of the next session: another one than the current once the certificate was renewed."""
+        """Return the connection for the next session: a new one if the certificate was renewed."""
         current = self.current()
         return self._made() if current.outdated() else current
 
     def use(self, connection: Connection) -> None:
-        """Let all calls from now on go over a connection whose session is open, and close the others."""
+        """Send all calls over a connection whose session is open from now on, and close the others."""
         with self._lock:
             if self._current is not None and self._current is not connection:
                 self._retired.append(self._current)
@@ -97,7 +97,7 @@ class ConnectionManager:
 
     def _made(self) -> Connection:
         address, made_with = self._addresses[self._address_index % len(self._addresses)], self._certificate()
-        # Read before the channel reads it: one that is renewed in between counts as outdated, and is made once more.
+        # Read before the channel reads it: if it is renewed in between, the connection is outdated and made again.
         return Connection.over(address, self._connect(address), lambda: self._certificate() != made_with)
 
     def replace(self, next_address: bool = False) -> None:
@@ -108,7 +108,7 @@ class ConnectionManager:
             self._address_index += int(next_address)
 
     def close_replaced(self, used: Connection | None = None) -> None:
-        """Close every replaced connection but the one in use, which may have been replaced just now."""
+        """Close every replaced connection except the one in use, which may have been replaced just now."""
         with self._lock:
             old = [connection for connection in self._retired if connection is not used]
             self._retired = [connection for connection in self._retired if connection is used]
@@ -121,7 +121,7 @@ class ConnectionManager:
 
 
 def diagnose_channel(address: Address, credentials: Credentials, server_name: str | None = None) -> Diagnosis:
-    """Find out why a channel with these credentials does not come up; blocks for seconds at most."""
+    """Find out why a channel with these credentials cannot connect; blocks for a few seconds at most."""
     key, cert, ca = credentials
     return diagnose(address.host, address.port, ca, cert, key, server_name)
 

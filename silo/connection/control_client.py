@@ -1,4 +1,4 @@
-"""Staying in touch: open a session, keep it, recycle it, and come back after every cut."""
+"""Keeps a session with the coordinator: opens it, recycles it, and reconnects after every interruption."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from silo.events import EmitEvent, error_event, event
 from silo.storage.store import SiloStore
 
 RECONNECT_CAP_S = 15.0
-"""The longest wait for the next session: a federation has some dozens of silos, no herd that must be spread further."""
+"""Longest wait before the next session. Federations have some dozens of silos, so longer waits need not spread them."""
 
 
 @dataclass(slots=True)
 class ControlClient:
-    """The silo's end of the control plane; `run` is the body of its thread.
+    """The silo's side of the control plane; `run` is the body of its thread.
 
-    make_hello: called for each session, so that it names every round staged by then   diagnose: says why an address
+    make_hello: called for each session, so that it lists every round staged so far   diagnose: explains why an address
     cannot be reached   pulse_floor: see `Session`.
     """
 
@@ -51,33 +51,34 @@ class ControlClient:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a session now."""
+        """Whether a session is open."""
         session = self._session
         return session is not None and not session.ended.is_set()
 
     def send(self, message: pb.SiloMessage) -> None:
-        """Send over the session of the moment; without one it is lost, and the next session makes up for it."""
+        """Send over the current session; without one the message is dropped, and the next session makes up for it."""
         opening = self._opening
-        # What follows a welcome at once is answered over the same session, though it is not yet the one of the moment.
+        # Answer messages right after a welcome over the same session, though it is not yet the current one.
         session = self._session if opening is None or opening.welcome is None else opening
         if session is not None:
             session.send(message)
             session.send_pulse()
 
     def recycle(self) -> None:
-        """Ask for a new session soon, which reports all staged work again; at most once per longest back-off."""
+        """Open a new session soon, which reports all staged work again; at most once per longest back-off."""
         self._recycle = True
         self._wake.set()
 
     def renewed(self) -> None:
-        """Replace session and connection at once: the certificate of these ends when the new one is used."""
+        """Replace session and connection at once: their certificate ends when the new one is used."""
         self._renewed = True
         self._wake.set()
 
     def run(self, handler: Handler, stop: CancelToken) -> None:
-        """Hold a session until `stop`.
+        """Keep a session open until `stop`.
 
-        Raises what waiting cannot repair: a refusal, another protocol, and before the first session a TLS failure.
+        Raises errors that waiting cannot repair: a refusal, another protocol, and before the first session a TLS
+        failure.
         """
         backoff = Backoff(self.retry_policy.backoff_s, min(self.retry_policy.backoff_cap_s, RECONNECT_CAP_S))
         try:
@@ -86,13 +87,13 @@ class ControlClient:
                     if self._connect(handler, backoff):
                         self._run_session(stop)
                         if self._session is not None:
-                            continue  # due for recycling: the next one is opened while this one lasts
+                            continue  # due for recycling: open the next one before this one ends
                     stop.wait(backoff.next())
         finally:
             self._close(stop.reason)
 
     def _connect(self, handler: Handler, backoff: Backoff) -> bool:
-        self._recycle = self._renewed = False  # before the connection is made: a renewal meanwhile asks again
+        self._recycle = self._renewed = False  # before the connection is made: a renewal in between sets it again
         connection = self.connections.for_session()
         session = Session(
             connection.control,
@@ -138,7 +139,7 @@ class ControlClient:
         return True
 
     def _on_failure(self, address: Address, error: UnavailableError) -> None:
-        """Say why there is no session; raises the finding when waiting cannot help and there never was one."""
+        """Report why there is no session; raises the diagnosis if waiting cannot help and there never was a session."""
         problem: FederationError = error
         if self._session is None or self._session.ended.is_set():
             if error.code == "E-NET-01" and not (finding := self.diagnose(address)).ok:

@@ -1,4 +1,4 @@
-"""Retry with back-off and cancellation, and a watch over idle streams."""
+"""Retries with back-off and cancellation, and a watchdog for idle streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class CancelledError(UnavailableError):
-    """A task was given up on purpose: nothing is wrong."""
+    """A task was cancelled on purpose; this is not a failure."""
 
     def __init__(self, reason: str) -> None:
         super().__init__("E-RUN-06", f"given up: {reason}")
@@ -28,9 +28,9 @@ class CancelledError(UnavailableError):
 
 
 class CancelToken:
-    """A request to stop, which reaches every wait and every call over the network.
+    """A request to stop that reaches every wait and every network call.
 
-    cancel(gently=True) lets the attempt that is under way finish and prevents the next one.
+    cancel(gently=True) lets the current attempt finish and prevents the next one.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class CancelToken:
         self.reason = ""
 
     def cancel(self, reason: str, gently: bool = False) -> None:
-        """Ask to stop, for a reason that is shown; unless gently, cancel the calls under way."""
+        """Request a stop, with a reason that is shown; unless gently, cancel the current calls."""
         with self._lock:
             self.reason = self.reason or reason
             self._cancelled = True
@@ -74,7 +74,7 @@ class CancelToken:
 
     @contextmanager
     def on_cancel(self, cancel: Callable[[], object]) -> Iterator[None]:
-        """Call `cancel` when the token is cancelled inside the block, or at once when it was before."""
+        """Call `cancel` when the token is cancelled inside the block, or at once if it was before."""
         with self._lock:
             self._callbacks.append(cancel)
             late = self._at_once
@@ -109,20 +109,20 @@ class Backoff:
 
 
 class Pace:
-    """How often something may happen: `per_s` times a second, and `burst` times at once."""
+    """A rate limit (token bucket): `per_s` events a second, with bursts of up to `burst`."""
 
     def __init__(self, per_s: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_s, self._burst, self._clock = per_s, burst, clock
         self._left, self._at = burst, clock()
 
     def wait(self) -> float:
-        """Count one, and return the seconds until the next may come."""
+        """Count an event, and return the seconds until the next may come."""
         self._refill()
         self._left -= 1.0
         return max(0.0, -self._left / self._per_s)
 
     def allows(self) -> bool:
-        """Count one where it may happen now; what may not is not counted."""
+        """Count an event if the limit allows it now; otherwise it is not counted."""
         self._refill()
         if self._left < 1.0:
             return False
@@ -138,7 +138,7 @@ class Pace:
 def retry_until(
     attempt: Callable[[], T], backoff: Backoff, stop: CancelToken, report: Callable[[FederationError], None]
 ) -> T:
-    """Repeat an attempt while it raises UnavailableError, which is reported; raises all else, and CancelledError."""
+    """Repeat an attempt while it raises UnavailableError, which is reported; other errors and CancelledError pass."""
     while True:
         stop.raise_if_cancelled()
         try:
@@ -152,13 +152,13 @@ def retry_until(
 
 
 class Cancellable(Protocol):
-    """A call that can be given up."""
+    """A call that can be cancelled."""
 
     def cancel(self) -> object: ...
 
 
 class IdleWatch:
-    """Cancel a call in which nothing has moved for `seconds`; how long the whole of it takes does not matter."""
+    """Cancels a call in which nothing has moved for `seconds`; its total duration is not limited."""
 
     def __init__(self, call: Cancellable, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._call = call
@@ -189,11 +189,11 @@ class IdleWatch:
 
 
 PASSING = frozenset({"E-TLS-06", "E-TLS-08", "E-WIRE-01"})
-"""Refusals that end when a clock is set or the other side is upgraded: nothing has to be done to this service."""
+"""Refusals that end when a clock is set or the other side is upgraded; this service needs no change."""
 
 
 def passing(error: FederationError) -> FederationError:
-    """Return UnavailableError for what waiting can end, and every other error as it is."""
+    """Return UnavailableError for errors that waiting can end, and every other error unchanged."""
     if error.code not in PASSING or isinstance(error, UnavailableError):
         return error
     return UnavailableError(error.code, error.message)

@@ -1,4 +1,4 @@
-"""One control session: hello and welcome, messages both ways, and a pulse from a thread of its own."""
+"""One control session: hello and welcome, messages in both directions, and pulses from a separate thread."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from protos.consilium.v1 import federation_pb2_grpc as rpc
 from silo.connection.retry import Pace, passing, to_federation_error
 
 PULSE_FLOOR_S, PULSE_CEILING_S = 1.0, 300.0
-"""The least and the most seconds from one pulse to the next, whatever a coordinator asks for."""
+"""Shortest and longest interval between pulses in seconds, whatever the coordinator asks for."""
 _MIN_S, _MAX_S = 0.5, 3600.0
-"""What a coordinator may ask for at all, in seconds from pulse to pulse and from session to session."""
+"""Valid range of the pulse and recycle intervals that a coordinator may ask for, in seconds."""
 MISSED_PULSES = 3
-"""Pulses after whose absence the other side counts as dead."""
+"""After this many missed pulses the other side counts as dead."""
 _PER_S, _BURST = 50.0, 5000.0
-"""Messages read per second and at once: others wait at the coordinator, and fill no memory or log here."""
+"""Messages read per second, and in a burst; further ones wait at the coordinator and fill no memory or log here."""
 _MAX_UNREAD = 10_000
-"""Answers that a coordinator which reads nothing may let pile up."""
+"""Answers that may queue up when the coordinator does not read."""
 
 ReportError = Callable[[FederationError], None]
 
 
 class Handler(Protocol):
-    """Who acts on what the coordinator says. Called from the session's thread: be quick, never wait for the network."""
+    """Acts on the coordinator's messages, in the session's thread: return quickly, never wait for the network."""
 
     def offer(self, offer: pb.Offer) -> None: ...
 
@@ -48,7 +48,7 @@ class Handler(Protocol):
 
 
 class _Stream(Protocol):
-    """The two things that a stream of answers is used for."""
+    """The part of a stream of answers that is used here."""
 
     def __iter__(self) -> Iterator[pb.CoordinatorMessage]: ...
 
@@ -58,7 +58,7 @@ class _Stream(Protocol):
 class Session:
     """A stream to the coordinator, from `open` until `ended` is set; `error` then says why.
 
-    pulse_floor: the least seconds from one pulse to the next, whatever the coordinator asks for.
+    pulse_floor: minimum interval between pulses in seconds, whatever the coordinator asks for.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class Session:
         self.ended = threading.Event()
         self.error: FederationError | None = None
         self.was_silent = False
-        """Whether it ended because nothing was heard: its connection may be dead as well."""
+        """Whether it ended because nothing was received: its connection may be dead as well."""
 
     def open(self, hello: pb.Hello, timeout_s: float) -> pb.Welcome:
-        """Say hello and wait for the welcome.
+        """Send the hello and wait for the welcome.
 
         Raises UnavailableError when the coordinator is away or silent for `timeout_s` seconds, and any final refusal.
         """
@@ -109,13 +109,13 @@ class Session:
         return self.welcome
 
     def send(self, message: pb.SiloMessage) -> None:
-        """Put a message on the stream; on one that has ended it is lost, and what it said is said in the next."""
+        """Put a message on the stream. After the stream has ended it is dropped; the next hello repeats its content."""
         self._outgoing.put(message)
         if self._outgoing.qsize() > _MAX_UNREAD:
             self._fail(UnavailableError("E-NET-12", "the coordinator reads nothing of this session"))
 
     def send_pulse(self) -> None:
-        """Send the next pulse as soon as the floor allows."""
+        """Send the next pulse as soon as the minimum interval allows."""
         self._pulse_due.set()
 
     def leave(self, timeout_s: float = 5.0) -> None:
@@ -150,11 +150,11 @@ class Session:
         self.ended.set()
         self._answered.set()
         self._pulse_due.set()
-        self._outgoing.put(None)  # gRPC's own thread waits for the next message: let it go
+        self._outgoing.put(None)  # gRPC's thread waits for the next message: end its wait
         self._on_end()
 
     def _take(self, message: pb.CoordinatorMessage) -> None:
-        """Hand a message on; one that makes no sense is reported and left out."""
+        """Pass a message to the handler; an invalid one is reported and dropped."""
         try:
             match message.WhichOneof("body"):
                 case "welcome":
@@ -175,7 +175,7 @@ class Session:
                 case "refusal":
                     self.error = _refusal(message.refusal)
                 case _:
-                    pass  # a pulse, or a message of a later minor version: being heard is all it does
+                    pass  # a pulse, or a message of a later minor version: it only shows that the other side is alive
         except FederationError as error:
             self._report(error)
 
@@ -190,7 +190,7 @@ class Session:
                 return
             self.send(pb.SiloMessage(pulse=self._handler.pulse()))
             sent = self._clock()
-            if self._pulse_due.wait(period):  # asked for sooner, however often: one pulse, and not below the floor
+            if self._pulse_due.wait(period):  # several requests: one pulse, after the minimum interval
                 self._pulse_due.clear()
                 self.ended.wait(max(0.0, sent + self._pulse_floor - self._clock()))
 
@@ -201,7 +201,7 @@ class Session:
 
 
 def _check_times(welcome: pb.Welcome, least: float) -> None:
-    """Raise ProtocolError (E-WIRE-06) on times that no coordinator asks for; recycle_seconds 0: never."""
+    """Raise ProtocolError (E-WIRE-06) on intervals out of range; recycle_seconds 0: never."""
     for name, asked in (("pulse_seconds", welcome.pulse_seconds), ("recycle_seconds", welcome.recycle_seconds or 1.0)):
         if not least <= asked <= _MAX_S:
             raise ProtocolError(
@@ -212,12 +212,12 @@ def _check_times(welcome: pb.Welcome, least: float) -> None:
 
 
 def pulse_period(asked: float, floor: float) -> float:
-    """Return the seconds between pulses; `asked` may be any number, or none (NaN)."""
+    """Return the seconds between pulses; `asked` may be any number, or NaN."""
     return min(asked, max(floor, PULSE_CEILING_S)) if asked > floor else floor
 
 
 def _refusal(refusal: pb.Refusal) -> FederationError:
-    """Read a refusal: one about the network will pass, one about the protocol or an identity will not."""
+    """Convert a refusal: network errors are temporary; protocol and identity errors are final."""
     code = refusal.code or "E-WIRE-10"
     if code.startswith("E-NET"):
         return UnavailableError(code, refusal.reason)

@@ -1,7 +1,7 @@
-"""Sending updates and fetching objects, resumed at the byte where they were cut.
+"""Uploads updates and fetches objects, resuming at the byte where a transfer broke off.
 
 A transfer may take hours; it is given up when nothing moves for `idle_s` or the channel's keepalive fails. A damaged
-one is begun anew a bounded number of times.
+transfer is restarted a limited number of times.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from silo.storage.tasks import Attestation, OutboxEntry
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 DAMAGED = "E-WIRE-04"
-"""What a link can do to bytes: worth another try, a bounded number of times."""
+"""Damage on the way, worth a limited number of retries."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How long a silo waits, in seconds. Tests shorten these; nobody else needs to."""
+    """A silo's waiting times in seconds. Only tests change them."""
 
     idle_s: float = 60.0
     backoff_s: float = 1.0
@@ -47,14 +47,14 @@ class RetryPolicy:
 
 @dataclass(frozen=True, slots=True)
 class ReceiptVerifier:
-    """What a receipt must say to be ours: the pinned authority, the consortium and this silo's name."""
+    """Checks that a receipt is for this silo: the pinned authority, the consortium and the silo's name."""
 
     authority_pem: bytes = field(repr=False)
     consortium: str
     silo: str
 
     def verify(self, receipt: pb.Receipt, entry: OutboxEntry) -> bytes:
-        """Return the receipt's bytes once its signature and every field are right.
+        """Return the receipt's bytes after checking its signature and every field.
 
         Raises RefusedError (E-ID-14) on another signature, ProtocolError (E-WIRE-12) on other content.
         """
@@ -62,7 +62,7 @@ class ReceiptVerifier:
         facts = entry.facts()
         expected = facts | {"silo": self.silo, "attestation": entry.attested.signed}
         attested = Attestation.of(receipt.attestation)
-        if attested.sealed == entry.attested.sealed:  # a coordinator of 0.1.0 signs that as well
+        if attested.sealed == entry.attested.sealed:  # a coordinator of 0.1.0 signs it as well
             attested = attested.signed
         received = {n: getattr(receipt, n) for n in facts} | {"silo": receipt.silo, "attestation": attested}
         if received != expected:
@@ -71,17 +71,17 @@ class ReceiptVerifier:
 
 
 ProgressFn = Callable[[int, int], None]
-"""Called with the bytes so far and the bytes in all (0: unknown)."""
+"""Called with the bytes so far and in total (0: unknown)."""
 
 
 class _RetryBudget:
-    """Counts damage: a link that breaks bytes every time is an error, not a reason to try for ever."""
+    """Limits retries after damage: a link that damages every transfer is an error."""
 
     def __init__(self, tries: int) -> None:
         self._left = tries
 
     def note(self, error: ProtocolError) -> None:
-        """Turn damage into "try again" while tries are left; raises the error itself otherwise."""
+        """Convert damage to UnavailableError while retries are left; then raise the error itself."""
         if error.code != DAMAGED or self._left <= 0:
             raise error
         self._left -= 1
@@ -89,7 +89,7 @@ class _RetryBudget:
 
 
 class Transfer:
-    """The data plane, over whatever channel is current: a new one may replace it in the middle of a transfer."""
+    """The data plane over the current channel, which may be replaced during a transfer."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Transfer:
         on_sent: Callable[[int], None] = lambda _: None,
         on_received: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """log_head: the end of this hospital's audit log, which goes with each announcement.
+        """log_head: the end of this hospital's audit log, sent with each announcement.
 
         on_sent, on_received: called with the bytes of each chunk.
         """
@@ -126,8 +126,8 @@ class Transfer:
     ) -> bytes:
         """Send an update until the coordinator's receipt for it is verified; return the receipt's bytes.
 
-        ready: called before each commit. Raises CancelledError, and whatever the coordinator refuses it with.
-        Guarantees: after a cut, only missing bytes are sent; an update that was taken before is not sent at all.
+        ready: called before each commit. Raises CancelledError, and the coordinator's refusals. Guarantees: after an
+        interruption, only missing bytes are sent; an update that was accepted before is not sent at all.
         """
         backoff, damage, best = self._retry_policy.backoff(), _RetryBudget(self._retry_policy.tries), -1
 
@@ -154,17 +154,18 @@ class Transfer:
         return retry_until(attempt, backoff, stop, self._report)
 
     def fetch_receipt(self, entry: OutboxEntry, verifier: ReceiptVerifier) -> bytes | None:
-        """Ask once for the receipt of an update that was taken; None when the coordinator has none.
+        """Ask once for the receipt of an accepted update; None if the coordinator has none.
 
-        Raises what the coordinator refuses the question with, and as `ReceiptVerifier.verify`.
+        Raises the coordinator's refusals, and as `ReceiptVerifier.verify`.
         """
         _, receipt = self._open(entry)
         return None if receipt is None else verifier.verify(receipt, entry)
 
     def taken(self, entry: OutboxEntry, verifier: ReceiptVerifier, stop: CancelToken) -> bytes | None:
-        """Ask until it is answered whether an update was taken: its receipt, or None when the coordinator has none.
+        """Ask, with retries, whether an update was accepted; return its receipt, or None if the coordinator has none.
 
-        Raises CancelledError; ProtocolError (E-WIRE-07) when it took another update for this task; as `fetch_receipt`.
+        Raises CancelledError; ProtocolError (E-WIRE-07) if it accepted another update for this task; as
+        `fetch_receipt`.
         """
         backoff = self._retry_policy.backoff()
         return retry_until(lambda: self.fetch_receipt(entry, verifier), backoff, stop, self._report)
@@ -195,7 +196,7 @@ class Transfer:
                     progress(chunk.offset, entry.size)
                     self._on_sent(len(chunk.data))
                     yield chunk
-            except OSError as error:  # runs in a thread of gRPC's, which would only say that the call was cancelled
+            except OSError as error:  # runs in a thread of gRPC, which would report only that the call was cancelled
                 broken.append(error)
                 raise
 
@@ -220,11 +221,11 @@ class Transfer:
     def fetch(
         self, digest: str, size: int, stop: CancelToken, progress: ProgressFn, most: int = MANIFEST_BYTES
     ) -> Path:
-        """Return an object's file, from the disk or from the coordinator. size: 0 when unknown; most: what it may be.
+        """Return an object's file, from disk or from the coordinator. size: 0 if unknown; most: the largest allowed.
 
-        Raises ProtocolError: E-WIRE-04 when what arrives never has its digest, E-WIRE-06 above `most`; RefusedError
-        (E-RUN-38) when the disk's reserve would be used; and what the coordinator refuses with.
-        Guarantees: after a cut, only missing bytes are fetched; a file has its name only once its digest is right.
+        Raises ProtocolError: E-WIRE-04 when the received bytes never have this digest, E-WIRE-06 above `most`;
+        RefusedError (E-RUN-38) when the disk's reserve would be used; and the coordinator's refusals. Guarantees: after
+        an interruption, only missing bytes are fetched; a file gets its name only once its digest is right.
         """
         if self._objects.holds(digest):
             return self._objects.path(digest)
@@ -237,7 +238,7 @@ class Transfer:
             before = partial_size(partial)
             try:
                 content_digest = self._get(digest, partial, size, most, stop, progress)
-                # Not on the disk for certain: what a power cut damages is found by `holds` and fetched again.
+                # No fsync: `holds` detects a file that a power cut damaged, and it is fetched again.
                 return self._objects.commit(partial, digest, content_digest, sync=False)
             except ProtocolError as error:
                 damage.note(error)
@@ -292,15 +293,15 @@ class Transfer:
 
     @staticmethod
     def _begun(begin: Callable[[], Response]) -> Response:
-        """Begin a call; raises UnavailableError (E-NET-01) where its channel was closed for a newer one meanwhile."""
+        """Begin a call; raises UnavailableError (E-NET-01) if its channel was closed for a newer one."""
         try:
             return begin()
-        except ValueError as error:  # what gRPC says of a closed channel
+        except ValueError as error:  # gRPC's error for a closed channel
             raise UnavailableError("E-NET-01", f"the connection was replaced: {error}") from error
 
 
 def _require_room(file: Path, size: int) -> None:
-    """Raise RefusedError (E-RUN-38) when so many bytes would use the reserve of the disk."""
+    """Raise RefusedError (E-RUN-38) if so many bytes would use the disk's reserve."""
     if size > (room := disk.available(file.parent)):
         raise RefusedError(
             "E-RUN-38",

@@ -1,8 +1,8 @@
-"""A silo's identity on disk: its key (which never leaves), its certificate, the CA and the roster that it pins.
+"""A silo's identity on disk: its key (which never leaves), its certificate, the pinned CA and roster.
 
-In `<home>/identity`: `silo.pem` (key and certificate), `silo.previous.pem` (those before), `ca.crt`, `roster.json`, and
-`key.next`, a key that waits for its certificate. `silo.pem` is written last, by one rename: after a crash the old
-identity or the new one is whole.
+In `<home>/identity`: `silo.pem` (key and certificate), `silo.previous.pem` (the previous ones), `ca.crt`,
+`roster.json`, and `key.next`, a key without a certificate yet. `silo.pem` is written last, by one rename: after a crash
+either the old or the new identity is complete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RENEW_AFTER = 2 / 3
 
 @dataclass(frozen=True, slots=True)
 class JoinMaterial:
-    """What the first connection needs. proof: the present key's signature over the new one; empty in a new home."""
+    """Input of the first connection. proof: the present key's signature over the new one; empty in a new home."""
 
     addresses: tuple[Address, ...]
     invitation: Credentials = field(repr=False)
@@ -40,7 +40,7 @@ class JoinMaterial:
 
 @dataclass(frozen=True, slots=True)
 class RenewalRequest:
-    """What `coordinator.pki.authority.Authority.renew` needs besides the certificate in force."""
+    """Input of `coordinator.pki.authority.Authority.renew` besides the certificate in force."""
 
     csr_pem: bytes
     proof: bytes
@@ -48,7 +48,7 @@ class RenewalRequest:
 
 @dataclass(frozen=True, slots=True)
 class SiloIdentity:
-    """The identity in a silo's home. Everything is read from disk when asked, so a renewal needs no restart."""
+    """The identity in a silo's home. Every call reads from disk, so a renewal needs no restart."""
 
     home: Path
     clock: Clock = utc_now
@@ -62,10 +62,10 @@ class SiloIdentity:
         return (self.folder / "silo.pem").exists()
 
     def join_material(self, token: InvitationToken) -> JoinMaterial:
-        """Make, or after a crash find again, the silo's own key and a request for it.
+        """Create the silo's key and a certificate request, or return those that an interrupted join created.
 
-        Raises StateError (E-STATE-44) when this home belongs to another silo or consortium. Guarantees: a second call
-        asks for the same key.
+        Raises StateError (E-STATE-44) if this home belongs to another silo or consortium. Guarantees: a second call
+        returns the same key.
         """
         proof = b""
         key = self._next_key()
@@ -86,14 +86,14 @@ class SiloIdentity:
     def install(self, cert_pem: bytes, ca_pem: bytes, roster: SignedRoster | None = None) -> PeerCertificate:
         """Put a certificate in force: the first one, whose roster is pinned, or a renewed one.
 
-        Raises RefusedError: E-ID-31 when the certificate is not for the waiting key, not from `ca_pem`, not a silo's,
-        not in force, or not for the silo that lives here; E-ID-14 on a bad roster. Guarantees: on an error nothing has
-        changed; after a crash the old identity or the new one is whole.
+        Raises RefusedError: E-ID-31 if the certificate is not for the waiting key, not from `ca_pem`, not a silo's, not
+        in force, or not for this home's silo; E-ID-14 on a bad roster. Guarantees: on an error nothing has changed;
+        after a crash either the old or the new identity is complete.
         """
         cert = certificates.load_certificate(cert_pem, "the answer of the coordinator")
         peer = self._checked_certificate(cert, certificates.load_certificate(ca_pem, "the consortium's authority"))
         if self.joined and cert_pem == self.current_credentials().cert_pem:
-            return peer  # a repeated answer: installed before the crash
+            return peer  # a repeated answer: it was installed before a crash
         key = self._next_key()
         if certificates.spki(certificates.public_key(cert)) != certificates.spki(key.public_key()):
             raise _wrong_certificate("it is for another key than the one that waits here")
@@ -116,9 +116,9 @@ class SiloIdentity:
         return identity_of(self.current_credentials().cert_pem)
 
     def current_credentials(self) -> Credentials:
-        """Read (key_pem, cert_pem, ca_pem) as they are now; raises as `load`.
+        """Read (key_pem, cert_pem, ca_pem); raises as `load`.
 
-        Where a clock that was ahead made the newest certificate, so that it is not valid yet, they are the ones before.
+        If the newest certificate is not valid yet, since a clock was ahead when it was made, returns the previous ones.
         """
         if not self.joined:
             raise StateError(
@@ -135,7 +135,7 @@ class SiloIdentity:
         return certificates.read_bundle(path, self.authority_pem())
 
     def _is_early(self) -> bool:
-        """Return whether the newest certificate is not valid yet and the one before it is."""
+        """Return whether the newest certificate is not valid yet and the previous one is."""
         now = self.clock()
         if now >= identity_of(self._read(self.folder / "silo.pem").cert_pem).not_before or not self._previous.exists():
             return False
@@ -143,11 +143,11 @@ class SiloIdentity:
         return before.not_before <= now <= before.not_after
 
     def fingerprint(self) -> str:
-        """Hash this silo's public key, lower-case hex: what its peers pin and hospitals read to each other."""
+        """Return the SHA-256 of this silo's public key, lower-case hex, which hospitals compare by voice and pin."""
         return self.load().fingerprint
 
     def ca_fingerprint(self) -> str:
-        """Hash the pinned CA certificate, lower-case hex: must equal what the lead reads out."""
+        """Return the SHA-256 of the pinned CA certificate, lower-case hex, for comparison with the lead's."""
         return certificate_fingerprint(self.authority_pem())
 
     def renewal_due(self, now: datetime | None = None) -> bool:
@@ -157,9 +157,9 @@ class SiloIdentity:
         )
 
     def renewal_request(self) -> RenewalRequest:
-        """Make the next key (kept in `key.next` until `install`) and ask for it, signed by the key in force.
+        """Create the next key (kept in `key.next` until `install`) and a request for it, signed by the key in force.
 
-        Guarantees: a second call asks for the same key.
+        Guarantees: a second call returns the same key.
         """
         self.load()
         return self.signing_request()
@@ -179,7 +179,7 @@ class SiloIdentity:
         return self.pins().update(signed, accept_additions, asked_at)
 
     def peers(self) -> dict[str, bytes]:
-        """Give the certificates (PEM) of the members that this silo accepts, itself included, by name."""
+        """Return the certificates (PEM) of the members that this silo accepts, itself included, by name."""
         return self.pins().accepted()
 
     def pins(self) -> PinnedPeers:
@@ -189,7 +189,7 @@ class SiloIdentity:
         return PinnedPeers(self.folder / "roster.json", ca_pem, own.identity.consortium)
 
     def authority_pem(self) -> bytes:
-        """Read the pinned CA certificate; raises StateError (E-STATE-43) where it is gone."""
+        """Read the pinned CA certificate; raises StateError (E-STATE-43) if it is missing."""
         path = self.folder / "ca.crt"
         if not path.exists():
             raise StateError("E-STATE-43", f"expected the consortium's authority at {path}, found nothing; join anew")
@@ -204,7 +204,7 @@ class SiloIdentity:
 
     def _next_key(self) -> ec.EllipticCurvePrivateKey:
         path = self.folder / "key.next"
-        if self.joined and self._is_early():  # its key stays: another one would need the other silos' consent
+        if self.joined and self._is_early():  # its key stays: a new one would need the other silos' consent
             newest = self.folder / "silo.pem"
             return certificates.load_key(private_files.read_private(newest), str(newest))
         if path.exists():
@@ -213,7 +213,7 @@ class SiloIdentity:
                 self._current_key().public_key()
             ):
                 return key
-            # A crash between `silo.pem` and the removal of `key.next`: that key is in force already.
+            # After a crash between writing `silo.pem` and removing `key.next`, that key is in force already.
         pem = certificates.new_key()
         private_files.write_private(path, pem)
         return certificates.load_key(pem, str(path))

@@ -1,7 +1,7 @@
-"""The peers that a silo accepts: the CA signs the list, the hospital decides how far it follows.
+"""The peers that a silo accepts. The CA signs the roster; the hospital decides which of its keys it accepts.
 
-The CA's signature alone must not be able to invent peers: each member's public key is pinned when it is first accepted,
-and another key under the same name counts only with the old key's signature.
+The CA alone must not be able to invent peers: each member's public key is pinned when it is first accepted, and another
+key under the same name needs the old key's signature.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from service_core.storage import private_files
 
 @dataclass(frozen=True, slots=True)
 class RosterChange:
-    """What a newer roster changed, by name. held: name -> why it is not accepted."""
+    """The changes in a newer roster, by name. held: name -> why the key is not accepted."""
 
     version: int
     added: tuple[str, ...]
@@ -35,8 +35,8 @@ class RosterChange:
 class PinnedPeers:
     """The pinned roster in one file: the signed document, and name -> fingerprint, accepted and former.
 
-    Former pins stay, so that a removed name cannot come back with another key. by_hand: those of the accepted that a
-    person here compared with what the other hospital read out; a renewal that is proved keeps that.
+    Former pins are kept, so that a removed name cannot come back with another key. by_hand: accepted keys that a person
+    here compared with the other hospital; a proved renewal keeps the confirmation.
     """
 
     path: Path
@@ -48,7 +48,7 @@ class PinnedPeers:
     by_hand: Mapping[str, str] = field(default_factory=dict)
 
     def first(self, signed: SignedRoster) -> PinnedPeers:
-        """Pin everybody in the roster that came with the first certificate; raises RefusedError (E-ID-14)."""
+        """Pin all members of the roster that came with the first certificate; raises RefusedError (E-ID-14)."""
         roster = signed.verify(self.ca_pem, self.consortium)
         pins = {member.name: member.fingerprint for member in roster.members}
         return PinnedPeers(self.path, self.ca_pem, self.consortium, signed, pins)
@@ -99,19 +99,19 @@ class PinnedPeers:
 
     def _pin(self, signed: SignedRoster, pins: Mapping[str, str]) -> None:
         former = {n: f for n, f in {**self.former, **self.pins}.items() if n not in pins}
-        # What was confirmed goes on with a key that follows from it; a member that comes back was confirmed before.
+        # A proved new key stays confirmed, and so does a member that returns with the same key.
         by_hand = {n: pins.get(n, f) if self.pins.get(n) == f else f for n, f in self.by_hand.items()}
         replace(self, signed=signed, pins=pins, former=former, by_hand=by_hand).save()
 
     def held(self) -> dict[str, RosterMember]:
-        """Give the members of the pinned roster whose present key this silo does not accept."""
+        """Return the members of the pinned roster whose present key this silo does not accept."""
         known = self.load()
         return {name: m for name, m in known.members().items() if known.pins.get(name) != m.fingerprint}
 
     def accept(self, name: str, fingerprint: str) -> None:
-        """Consent to the key of one member; fingerprint: hex, as the other hospital read it out.
+        """Accept the key of one member; fingerprint: hex, as the other hospital reads it out.
 
-        Raises ConfigError (E-ID-16) when the roster has no member of that name with that key: nothing changes then.
+        Raises ConfigError (E-ID-16) if the roster has no member of that name with that key; nothing changes then.
         """
         with self._locked():
             known = self.load()
@@ -132,18 +132,18 @@ class PinnedPeers:
             marked._pin(known.signed, {**known.pins, name: fingerprint})
 
     def confirmed(self) -> frozenset[str]:
-        """Name the members whose key a person of this hospital confirmed by its fingerprint (`accept`)."""
+        """Return the names of members whose key a person of this hospital confirmed by its fingerprint (`accept`)."""
         known = self.load()
         return frozenset(name for name in known.accepted() if known.by_hand.get(name) == known.pins[name])
 
     def members(self) -> dict[str, RosterMember]:
-        """Give the members of the pinned roster, whether their present key is accepted or not."""
+        """Return the members of the pinned roster, accepted or not."""
         roster = self.load()._roster()
         return {} if roster is None else {member.name: member for member in roster.members}
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep the service and a command apart: each reads, decides and writes."""
+        """Serialise the service and commands: each reads, decides and writes."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self.path.with_suffix(".lock").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

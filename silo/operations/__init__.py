@@ -1,1 +1,1 @@
-"""The hospital's service seen from outside: its machine, its connection, its log, whether it lives."""
+"""Operating the hospital's service: its machine, its connection, its log, its liveness."""

@@ -1,4 +1,4 @@
-"""What keeps a hospital's service from its work: the checks of `silo doctor`."""
+"""The checks of `silo doctor`: problems that keep a hospital's service from taking part."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What is looked at. data, device: None leaves them out, and with them the import of torch.
+    """The checks and their subjects. data, device: None skips them, and with them the import of torch.
 
-    invitation: tries the connection of a hospital that has not joined; it is not used up   network: False opens none.
+    invitation: tests the connection of a hospital that has not joined; it is not used up   network: False opens none.
     """
 
     home: Home
@@ -151,7 +151,7 @@ class Examination:
 
     @contextmanager
     def _ledger_copy(self) -> Iterator[Ledger]:
-        """Open a copy of the ledger as the service opens the ledger, which a version may have to change for that."""
+        """Open a copy of the ledger as the service would, since a new version may have to migrate it."""
         from privacy.ledger.event_chain import schema_version
         from privacy.ledger.ledger import Ledger
 
@@ -178,7 +178,7 @@ class Examination:
         yield checks.ok("ledger", f"{count} events, unbroken; others saw event {seen.seq}")
 
     def _private_runs(self) -> Iterator[Finding]:
-        """List everything that a private run would still lack here, each with the command that brings it."""
+        """List everything that a private run would still need here, each with its command."""
         from privacy.policy import Policy
         from silo.admission.private_readiness import missing_requirements
 
@@ -218,13 +218,13 @@ class Examination:
             yield checks.warning("worker", text, "docs/operations/install.md says what each wall needs")
 
     def _attested(self) -> Attestation:
-        """Return the furthest end of the ledger that others have seen, by this home's own notes."""
+        """Return the furthest end of the ledger that others have seen, as this home recorded it."""
         attestations = [Attestation()]
-        with suppress(OSError, ValueError, TypeError):  # the coordinator never reminded this home of anything
+        with suppress(OSError, ValueError, TypeError):  # the coordinator has sent no attestation to this home
             attestations.append(Attestation(*json.loads(self.home.attested.read_text())))
         if self.home.database.exists():
             with (
-                suppress(sqlite3.Error, ValueError, TypeError),  # the check of the database tells
+                suppress(sqlite3.Error, ValueError, TypeError),  # the check of the database reports it
                 closing(open_untouched(self.home.database)) as db,
             ):
                 rows = db.execute("SELECT attested FROM tasks WHERE attested <> ''").fetchall()
@@ -303,7 +303,7 @@ _ASK_S = 10.0
 
 
 def ask(address: Address, own: Credentials) -> HealthAnswer:
-    """Ask a coordinator how it is; raises FederationError where it refuses or does not answer."""
+    """Query a coordinator's health; raises FederationError if it refuses or does not answer."""
     with closing(connect_with(lambda: own)(address)) as channel:
         stub, asked = health_pb2_grpc.HealthStub(channel), time.time()
         check = stub.Check  # type: ignore[attr-defined]  # set in __init__, which the stub does not show

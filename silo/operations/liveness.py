@@ -1,4 +1,4 @@
-"""Whether a hospital's service lives and is connected, by a file that it writes every few seconds."""
+"""Whether a hospital's service is alive and connected, in a file that it writes every few seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SILENCE_S = 30.0
 
 
 def since_boot() -> float:
-    """Seconds since this machine was started, also while it slept: a clock that nobody sets."""
+    """Seconds since this machine booted, including sleep; setting the system clock does not change it."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -35,14 +35,14 @@ class Liveness:
     _last: float = -BEAT_S
 
     def note(self, event: SiloEvent) -> None:
-        """Take note of an event: whether there is a session, else why not."""
+        """Record an event: whether there is a session, or why not."""
         if event.event in ("connected", "disconnected"):
             self._connected, self._changed, self._last = event.event == "connected", time.time(), -BEAT_S
         if not self._connected and (code := event.facts.get("code")):
             self._why = str(code)
 
     def beat(self) -> None:
-        """Write the file when it is due. A disk that takes nothing is no error here: the silence tells."""
+        """Write the file when it is due. A failed write is ignored here: the file's age shows it."""
         now = self.clock()
         if 0 <= now - self._last < BEAT_S:
             return
@@ -57,7 +57,7 @@ class Liveness:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """What is known of a service. since: Unix seconds, of the session or of its loss   why: a code, or empty."""
+    """The state of a service. since: Unix seconds, of the session or of its loss   why: an error code, or empty."""
 
     alive: bool
     connected: bool = False
@@ -66,7 +66,7 @@ class Health:
 
     @classmethod
     def of(cls, home: Home, clock: Callable[[], float] = since_boot) -> Health:
-        """Look at a home: a service that does not run, or that has said nothing for half a minute, is not alive."""
+        """Read a home's state. A service that does not run, or has not written for half a minute, is not alive."""
         if not home.is_locked():
             return cls(alive=False, why="it does not run")
         try:
@@ -78,7 +78,7 @@ class Health:
         return health if 0 <= age < _SILENCE_S else cls(alive=False, why="it runs and does nothing")
 
     def require(self, connected: bool) -> None:
-        """Raise UnavailableError (E-NET-01) unless the service lives, and has a session if that is asked for."""
+        """Raise UnavailableError (E-NET-01) unless the service is alive and, if `connected`, has a session."""
         if not self.alive:
             raise UnavailableError("E-NET-01", f"expected a service that lives, found that {self.why}: look at its log")
         if connected and not self.connected:

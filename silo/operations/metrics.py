@@ -1,4 +1,4 @@
-"""What a hospital's monitoring sees of its service; docs/operations/metrics.md lists it."""
+"""Metrics of a hospital's service for its monitoring; docs/operations/metrics.md lists them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ FAMILIES = (
 
 
 class SiloMetrics:
-    """Counts what happens from the beginning on; the rest is looked up once `watch` was called. Thread-safe."""
+    """Counts events from the start; after `watch`, other values are read when scraped. Thread-safe."""
 
     def __init__(self) -> None:
         self.registry = metrics.new_registry()
@@ -85,11 +85,11 @@ class SiloMetrics:
 
     @property
     def traffic(self) -> tuple[Callable[[int], None], Callable[[int], None]]:
-        """What is called with bytes that were sent, and with those that were received."""
+        """Return callbacks for the bytes sent and the bytes received."""
         return self._sent.inc, self._received.inc
 
     def counting(self, emit: EmitEvent) -> EmitEvent:
-        """Return what counts an event and emits it."""
+        """Return a function that counts an event and passes it on."""
 
         def both(event: SiloEvent) -> None:
             self._count(event)
@@ -98,7 +98,7 @@ class SiloMetrics:
         return both
 
     def timing(self, run_round: RunRound) -> RunRound:
-        """Return what computes a round and takes note of how long it took."""
+        """Return a function that runs a round and records its duration."""
 
         def timed(*given: Any) -> SiloRound:  # noqa: ANN401
             began = time.monotonic()
@@ -115,7 +115,7 @@ class SiloMetrics:
         credentials: Callable[[], Credentials],
         ledger: Callable[[], Ledger | None] | None,
     ) -> None:
-        """Show from now on how this service is. ledger: finds it; None leaves out what was spent."""
+        """Report this service's state from now on. ledger: finds the ledger; None leaves spending out."""
         build, room, ends = (
             _COMMON[name] for name in ("build_info", "disk_available_bytes", "certificate_expiry_timestamp_seconds")
         )

@@ -1,4 +1,4 @@
-"""What the hospital's page and its commands say alike: what left, what a run asks for, what was and would be spent.
+"""Shown by the hospital's page and by its commands: updates that left, requests of runs, spending and its preview.
 
-None of it imports torch.
+Nothing here imports torch.
 """

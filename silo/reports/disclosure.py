@@ -1,4 +1,4 @@
-"""What left this hospital: for which runs, which numbers, how many bytes; and whether it can contain an image."""
+"""What left this hospital: for which runs, which numbers, how many bytes, and whether it can contain an image."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ PART_DESCRIPTIONS: Mapping[str, str] = {
     "generator": "changes of the parameters of the feature generator",
     "fine": "statistics of the subclusters of each class",
 }
-"""Parts of updates in plain words; a kind of run describes its own in `RunKind.parts`."""
+"""Descriptions of an update's parts; a kind of run describes its own in `RunKind.parts`."""
 MEASURED = ("metrics", "clinical")
-"""Parts that every run has, and that are zeros where nothing is measured."""
+"""Parts that every run has; they are zeros if nothing is measured."""
 NO_PRIVACY = "no privacy"
-"""Of a run without masks."""
+"""For a run without masks."""
 FLOAT_BYTES = 4
 _BYTES_PER_TENSOR, _FRAME_BYTES = 512, 4096
-"""The most that an update's file takes beside its numbers: what names and places them."""
+"""Upper bounds on the bytes of an update's file besides its numbers: names and positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateContents:
-    """What an update of a run contains, by its manifest: numbers of each part, and tensors in all.
+    """What an update of a run contains, by its manifest: numbers of each part, and the number of tensors.
 
-    word: largest size of a number in bytes (4 in what earlier versions noted)   beside: bytes in each masked update
+    word: largest size of a number in bytes (4 in entries of earlier versions)   beside: bytes in each masked update
     that help to open the sum; 0 without masks.
     """
 
@@ -65,7 +65,7 @@ class UpdateContents:
 
     @classmethod
     def from_json(cls, text: str) -> UpdateContents | None:
-        """Read what was noted of a run; None where an earlier version noted nothing."""
+        """Read a run's stored contents; None if an earlier version stored none."""
         if not text:
             return None
         raw = json.loads(text)
@@ -99,15 +99,15 @@ class UpdateContents:
 
     @property
     def measures(self) -> bool:
-        """Whether a model is measured on test images here; the parts are those of the run's kind."""
+        """Whether a model is measured on test images here; the run's kind names the parts."""
         return not any(self.parts.keys() & kind.parts.keys() for kind in kinds.kinds() if not kind.measures)
 
 
 class Unprotected(NamedTuple):
-    """How many updates left without differential privacy, masked or not, and of how many runs.
+    """Updates that left without differential privacy, masked or not, and the number of their runs.
 
-    unregistered: of data that is not registered in the ledger   unknown: made by versions that did not note privacy;
-    not in `updates`.
+    unregistered: with data that are not in the ledger   unknown: of versions that did not record privacy; not in
+    `updates`.
     """
 
     updates: int = 0
@@ -117,12 +117,12 @@ class Unprotected(NamedTuple):
 
     @classmethod
     def of_home(cls, updates: Sequence[UnprotectedUpdate]) -> Unprotected:
-        """Count what left a home, of whatever records."""
+        """Count the updates that left a home, with any records."""
         runs = [update.run_id for update in updates if update.splits is not None]
         return cls(len(runs), len(set(runs)), unknown=len(updates) - len(runs))
 
     def sentence(self, whose: str = "") -> str:
-        """Say it to the data protection officer; empty where there are none. whose: " of these records"."""
+        """Describe it for the data protection officer; empty if there are none. whose: " of these records"."""
         text = ""
         if self.updates:
             text = (
@@ -144,8 +144,8 @@ NO_UPDATES = Unprotected()
 class RunDisclosure:
     """What left for one run.
 
-    privacy: what it promises, empty where not noted   classes: what was said of them once a census was proved
-    last: when the newest was ready to be sent   larger: updates that their numbers exceed.
+    privacy: the run's guarantee, empty if not recorded   classes: a note on the classes once a census was proved last:
+    when the newest update was ready   larger: number of updates that are larger than declared.
     """
 
     run_id: str
@@ -167,7 +167,7 @@ class RunDisclosure:
 
     @property
     def fits(self) -> bool | None:
-        """Tell whether no update is larger than the numbers that its run's manifest lists; None where not noted."""
+        """Tell whether no update is larger than the numbers in its run's manifest; None if these were not recorded."""
         if not self.updates:
             return True
         return None if self.contents is None else self.largest <= self.contents.most_bytes
@@ -199,10 +199,10 @@ class DisclosureSummary:
 
     @property
     def verdict(self) -> str:
-        """Say in one sentence what is known: the headline of the page, and a line of `silo status`.
+        """Summarise what is known in one sentence: the headline of the page, and a line of `silo status`.
 
-        Guarantees: that no image left is said only where every update that was sent is known to be no larger than the
-        numbers that the manifest of its run lists, which are sums over records.
+        Guarantees: it says that no image left only if every update that was sent is known to be no larger than the
+        numbers in its run's manifest, which are sums over records.
         """
         if not self.updates:
             return "Nothing has left this hospital"
@@ -215,7 +215,7 @@ class DisclosureSummary:
 
 
 def disclosures_of(store: SiloStore) -> DisclosureSummary:
-    """Add up the updates of the silo's database. One that the coordinator refused has left as well."""
+    """Add up the updates in the silo's database. An update that the coordinator refused has left as well."""
     unprotected = Unprotected.of_home(store.unprotected())
     lines = {run_id: tuple(coverage.lines()) for run_id, coverage in store.secagg.coverages().items()}
     made = (_of_run(run, lines.get(run.run_id, ())) for run in reversed(store.history()))

@@ -1,4 +1,4 @@
-"""Runs that ask this hospital: what they ask for beside its policy, and what they would spend of its budgets."""
+"""Runs that wait for this hospital's decision: what they ask for, compared with its policy, and their cost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PolicyAndLedger:
-    """What a request is held against: policy and ledger, or why they cannot be read; the data's fingerprint.
+    """The basis of a decision: policy and ledger, or why they cannot be read; the data's fingerprint.
 
     confirmed: members whose key this hospital confirmed   measured: runs of the last day that measured models here.
     """
@@ -38,7 +38,7 @@ class PolicyAndLedger:
 
     @classmethod
     def of(cls, home: Home, fingerprint: str = "", ledger: Ledger | None = None, measured: int = 0) -> PolicyAndLedger:
-        """Read both as they are now. ledger: one that is open already; it reads what is new."""
+        """Read both. ledger: one that is already open; it reads new entries."""
         policy, policy_error, ledger_error = None, "", ""
         try:
             policy = in_force(home)
@@ -62,10 +62,10 @@ class PolicyAndLedger:
 
 @dataclass(frozen=True, slots=True)
 class PendingDecision:
-    """A run to decide about, with everything that a person is shown of it.
+    """A run that waits for a decision, with everything that is shown about it.
 
-    previews: what it would spend; None where that cannot be said, empty where it spends nothing   spends: the same in
-    words   digest: of all of it; another one when anything of it has changed.
+    previews: what it would spend; None if unknown, empty if it spends nothing   spends: the same in words digest: of
+    all this; it changes with every detail.
     """
 
     approval: Approval
@@ -102,7 +102,7 @@ class PendingDecision:
 
     @property
     def survey(self) -> SurveyPreview | None:
-        """What would leave of a survey, cell by cell."""
+        """What would leave in a survey, cell by cell."""
         return None if self.request is None else self.request.survey
 
     @property
@@ -114,7 +114,7 @@ def _request(approval: Approval) -> RunRequest | None:
     try:
         return RunRequest.from_json(approval.request)
     except (FederationError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None  # shown by its sentence alone
+        return None  # only its sentence is shown
 
 
 def _spends(request: RunRequest | None, known: PolicyAndLedger) -> tuple[tuple[SpendingPreview, ...] | None, str]:

@@ -1,4 +1,4 @@
-"""What a run asks of this hospital, as it is kept beside the question for approval: read without torch."""
+"""A run's request to this hospital, as stored for its approval; readable without torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from silo.reports.disclosure import FLOAT_BYTES, UpdateContents
 
 
 class RequestLine(NamedTuple):
-    """One line of a request: what is asked for, and what the policy says of it."""
+    """One line of a request: what the run asks for, and what the policy allows."""
 
     what: str
     asked: str
@@ -29,12 +29,12 @@ class RequestLine(NamedTuple):
 
 
 LEAVES, SUPPRESSED, NOT_ANSWERED = "leaves", "suppressed: too few", "suppressed: not answered"
-"""What becomes of a number of a survey."""
+"""What happens to a number of a survey."""
 
 
 @dataclass(frozen=True, slots=True)
 class SurveyRow:
-    """A cell of a survey's question, as it would leave this hospital; numbers that are suppressed are 0."""
+    """A cell of a survey's question, as it would leave this hospital; suppressed numbers are 0."""
 
     question: str
     cell: str
@@ -45,11 +45,11 @@ class SurveyRow:
 
 @dataclass(frozen=True, slots=True)
 class SurveyPreview:
-    """What of a survey would leave. noise: standard deviation of what is added to each number of patients; 0: none.
+    """What would leave in a survey. noise: standard deviation added to each number of patients; 0: none.
 
-    digest: of the numbers, which are held to it when they leave; empty where noise makes others   least: patients of
-    the smallest number that leaves without noise   records: their word   named: the data name patients; else numbers of
-    patients are numbers of records.
+    digest: of the numbers; only these may leave; empty with noise, which changes them   least: patients in the
+    smallest number that leaves without noise   records: what they are called   named: the data name patients;
+    otherwise numbers of patients are numbers of records.
     """
 
     rows: tuple[SurveyRow, ...]
@@ -68,7 +68,7 @@ class SurveyPreview:
         return "question", "cell", self.records, self.counts if self.named else f"{self.records} counted", "becomes"
 
     def floor(self, least: int) -> str:
-        """Say of how many a number must be."""
+        """Describe the smallest number that may leave."""
         return f"at least {least} {self.counts}" + ("" if self.named else "; patients are not known here")
 
     def sentence(self) -> str:
@@ -80,7 +80,7 @@ class SurveyPreview:
         return f"Exactly these numbers leave. A number that is not 0 is of {self.floor(self.least)}."
 
     def cells(self) -> list[tuple[str, str, str, str, str]]:
-        """Return the rows as text, as `head` names them."""
+        """Return the rows as text, in the columns of `head`."""
         rows = []
         for row in self.rows:
             there = row.becomes == LEAVES
@@ -92,21 +92,21 @@ class SurveyPreview:
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """A run as a hospital decides about it.
+    """A run's request, as a hospital decides about it.
 
     Attributes:
         profile: of privacy; epsilon, delta, subject only of a private one
         rng, test_data: its options
-        prototypes: the run takes them from this hospital
-        extensions: code that is not of this software
-        charges: (noise, rate, steps) of all rounds, by split, at most; None where this hospital is no member
-        parts, tensors, word: as `UpdateContents` has them
-        masked, sums_of, others: of a run whose updates are masked: bytes of a number and beside them, hospitals in
-            the smallest sum, the other members
-        shared: what noise that hospitals share out comes to; None where all of it is the hospital's own
-        survey: what would leave of a survey; None of other runs
-        models: that are measured on this hospital's test images, exactly
-        few: classes of fewer test images here than the policy asks for, of which nothing is sent
+        prototypes: the run takes prototypes from this hospital
+        extensions: code that is not part of this software
+        charges: (noise, rate, steps) of all rounds, by split, at most; None if this hospital is no member
+        parts, tensors, word: as in `UpdateContents`
+        masked, sums_of, others: of a masked run: bytes of a number and of additional data, hospitals in the smallest
+            sum, the other members
+        shared: the noise that hospitals add together; None if each adds all of it
+        survey: what would leave in a survey; None for other runs
+        models: number of models that are measured on this hospital's test images, exactly
+        few: classes with fewer test images here than the policy asks for, whose results are not sent
     """
 
     method: str
@@ -142,7 +142,7 @@ class RunRequest:
 
     @classmethod
     def from_json(cls, text: str) -> RunRequest | None:
-        """Read what was kept; None where an earlier version was asked, which kept less."""
+        """Read a stored request; None for the shorter ones of earlier versions."""
         if not text:
             return None
         raw: dict[str, Any] = json.loads(text)
@@ -165,7 +165,7 @@ class RunRequest:
         return {split: [Mechanism(*row) for row in rows] for split, rows in (self.charges or {}).items()}
 
     def compare(self, policy: Policy, confirmed: Collection[str] = (), measured: int = 0) -> list[RequestLine]:
-        """Set what is asked for beside the policy. Whether it is allowed, the service decides: `Policy.check`.
+        """Compare the request with the policy, for display. Whether it is allowed, the service decides: `Policy.check`.
 
         confirmed: members whose key this hospital confirmed by its fingerprint   measured: runs of the last day that
         measured models here.
@@ -224,7 +224,7 @@ class RunRequest:
         return [*rows, self._prototypes(policy)]
 
     def _sums(self, policy: Policy, confirmed: Collection[str]) -> RequestLine:
-        """Say who reads single updates, and whose keys that rests on."""
+        """Describe who reads single updates, and whose keys that depends on."""
         floors, asked = policy.secagg, f"none: {READ_ALONE}"
         if self.sums_of:
             there = len({*self.others} & {*confirmed})
@@ -236,7 +236,7 @@ class RunRequest:
         return RequestLine("Secure aggregation", asked, ", ".join(allowed))
 
     def _results(self, policy: Policy, measured: int) -> RequestLine:
-        """Say what an exact evaluation sends of the results on this hospital's test images."""
+        """Describe what an exact evaluation sends about this hospital's test images."""
         said = policy.evaluation
         accuracies = "correct answers per class"
         more = ", confusion matrix, scores and confidence in bins" if "clinical" in self.parts else ""

@@ -1,4 +1,4 @@
-"""What was spent of each collection of records, and what a run would spend on top."""
+"""What was spent of each collection of records, and what a run would spend in addition."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 SPLITS = ("train", "test")
 WHOLE = "hospital"
-"""The collection of everything that the hospital has."""
+"""The collection of all the hospital's data."""
 _SAYABLE = math.log(1e6)
 
 
 @dataclass(frozen=True, slots=True)
 class Spending:
-    """A collection's spending, by RDP. budget, delta: of its ledger's budget, None and 1e-5 without one.
+    """A collection's spending, by RDP. budget, delta: of its budget in the ledger; None and 1e-5 without one.
 
-    cap: epsilon of the policy's own budget   used: share of whichever of both is used up first, None without any, or
-    where one is too small for anything (`closed`)   unprotected: updates of its records that no spending covers.
+    cap: epsilon of the policy's own budget   used: share of the budget that is used up first; None without any, or if
+    one is too small for any run (`closed`)   unprotected: updates of its records that the spending does not cover.
     """
 
     collection: str
@@ -46,7 +46,7 @@ class Spending:
         return min((e for e in (self.budget, self.cap) if e is not None), default=None)
 
     def sentence(self) -> str:
-        """Say it to whoever answers for the records. What it says holds of private runs; `warning` names the others."""
+        """Describe it to the person responsible for the records. It covers private runs; `warning` the others."""
         whom = {"hospital": "the hospital as a whole", "group": "each patient", "record": "each record"}
         unit = whom.get(self.unit, f"each {self.unit}")
         charged = "runs that protect the hospital as a whole" if self.unit == WHOLE else "private runs"
@@ -67,13 +67,13 @@ class Spending:
 
     @property
     def warning(self) -> str:
-        """Say how many updates the sentence does not cover; empty where there are none."""
+        """Describe the updates that the sentence does not cover; empty if there are none."""
         return self.unprotected.sentence(" of this hospital's records" if self.unit == WHOLE else " of these records")
 
 
 @dataclass(frozen=True, slots=True)
 class SpendingPreview:
-    """A collection before and after a run. fits: within all budgets, so the run would not be refused for them."""
+    """A collection before and after a run. fits: within all budgets, so they would not refuse the run."""
 
     before: Spending
     after: Spending
@@ -98,9 +98,9 @@ def spending(
     asked: Sequence[Mechanism] = (),
     updates: Sequence[UnprotectedUpdate] = (),
 ) -> Spending:
-    """Read a collection's spending; asked: as if that were spent as well. policy: None where it cannot be read.
+    """Read a collection's spending; asked: counted as spent too. policy: None if it cannot be read.
 
-    updates: of the home's list of those that nothing protects.
+    updates: the home's list of unprotected updates.
     """
     status, cap = ledger.status(name, prv=False, planned=asked), None if policy is None else policy.caps().get(name)
     limits = [limit for limit in (ledger.budget(name), cap) if limit is not None]
@@ -119,10 +119,10 @@ def spending(
 
 
 def unprotected(ledger: Ledger, name: str, updates: Iterable[UnprotectedUpdate]) -> Unprotected:
-    """Count the updates of a collection's records that nothing protects, by the versions of data that its ledger knows.
+    """Count the unprotected updates of a collection's records, by the data versions that its ledger knows.
 
-    Guarantees: none is left out. Data that the ledger does not know count for every collection, and what an earlier
-    version made counts unless its run was charged for such records.
+    Guarantees: none is left out. Data that the ledger does not know count for every collection, and updates of an
+    earlier version of the software count unless their run was charged for such records.
     """
     charged, unprotected_updates = ledger.charged_runs(), list[tuple[str, bool]]()
     for update in updates:
@@ -142,9 +142,9 @@ def unprotected(ledger: Ledger, name: str, updates: Iterable[UnprotectedUpdate])
 def preview(
     ledger: Ledger, policy: Policy | None, request: RunRequest, fingerprint: str = ""
 ) -> tuple[SpendingPreview, ...] | None:
-    """Say what a run would spend of each collection, at most; None where the data's collection is not known.
+    """Compute what a run would spend of each collection, at most; None if the data's collection is unknown.
 
-    fingerprint: of the data that is served, where it is known.
+    fingerprint: of the served data, if known.
     """
     known, previews = ledger.collections(), []
     for split, asked in request.mechanisms().items():
@@ -172,7 +172,7 @@ def _collection(ledger: Ledger, known: Sequence[str], split: str, fingerprint: s
 
 
 def version_of(fingerprint: str, split: str) -> str:
-    """Name the version of a split; the same as `privacy.ledger.registration.version`."""
+    """Return the version of a split; the same as `privacy.ledger.registration.version`."""
     return hashlib.sha256(f"{fingerprint}|{split}".encode()).hexdigest()
 
 

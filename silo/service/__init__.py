@@ -1,1 +1,1 @@
-"""The threads of `silo serve`: the task queue, the task runner, the membership, and when a hospital speaks."""
+"""The threads of `silo serve`: the task queue, the task runner, the membership, and response timing."""

@@ -1,4 +1,4 @@
-"""Becoming and staying a member: join by invitation, renew before expiry, follow the roster."""
+"""Membership: join by invitation, renew before expiry, follow the roster."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CALL_TIMEOUT_S = 60.0
 
 
 def pinned_version(identity: SiloIdentity) -> int:
-    """Read the version of the roster that is pinned; 0 where there is none, or it claims none."""
+    """Read the version of the pinned roster; 0 without a roster, or one without a version."""
     own = identity.load().identity
     peers = PinnedPeers(identity.folder / "roster.json", identity.current_credentials().ca_pem, own.consortium)
     signed = peers.load().signed
@@ -57,8 +57,8 @@ def join(
     again: ask for a new key although this home has a certificate in force of the same silo   authority: its
     fingerprint as the lead reads it out. Raises ConfigError (E-ID-01, E-ID-13, E-WIRE-01) on a bad token, RefusedError
     (E-ID-10) on one of another authority, before anything is sent or written; UnavailableError or RefusedError when no
-    address answers as it should, and whatever the coordinator refuses with. Guarantees: an interrupted join can be
-    repeated with the same token and home; a complete one is left as it is.
+    address gives a valid answer, and the coordinator's refusals. Guarantees: an interrupted join can be repeated with
+    the same token and home; a complete one is not changed.
     """
     invitation = InvitationToken.decode(token, clock())
     if authority is not None:
@@ -74,12 +74,12 @@ def join(
         raise ProtocolError("E-WIRE-06", "expected the authority of the invitation, found another one: ask the lead")
     roster = SignedRoster.unpack(answer.signed_roster) if answer.signed_roster else None
     home.write_addresses(material.addresses)
-    home.join_for(answer.validation_only)  # before the identity, without which nothing is served
+    home.join_for(answer.validation_only)  # before the identity: the service does not start without one
     return identity.install(answer.certificate_pem, invitation.ca_pem, roster)
 
 
 def _certificate_in_force(identity: SiloIdentity, token: InvitationToken, clock: Clock) -> PeerCertificate | None:
-    """Return the certificate in force when this token was, or might have been, used up for it already."""
+    """Return the certificate in force if this token was, or may have been, used up for it already."""
     own = identity.load()
     same = (own.identity.consortium, own.identity.name, identity.ca_fingerprint()) == (
         token.consortium,
@@ -120,10 +120,11 @@ def write_request(home: Home, out: Path, clock: Clock = utc_now) -> str:
 
 
 def install_signed(text: str, home: Home, authority: str | None, clock: Clock = utc_now) -> PeerCertificate:
-    """Take over the authority's answer to `write_request`: the certificate, the addresses and the roster.
+    """Install the authority's answer to `write_request`: the certificate, the addresses and the roster.
 
     authority: its fingerprint as the lead reads it out; needed once, then pinned. Raises ConfigError (E-ID-31) on
-    another file, RefusedError: E-ID-10 on another authority, E-ID-31 on another certificate, E-ID-14 on a false roster.
+    another file, RefusedError: E-ID-10 on another authority, E-ID-31 on another certificate, E-ID-14 on an invalid
+    roster.
     """
     answer = Admission.from_json(text)
     if not answer.certificate_pem:
@@ -150,7 +151,7 @@ def install_signed(text: str, home: Home, authority: str | None, clock: Clock = 
 
 
 def _read_fingerprint(text: str) -> str:
-    """Read a fingerprint that a person has copied; raises ConfigError (E-CFG-02)."""
+    """Read a fingerprint typed by a person; raises ConfigError (E-CFG-02)."""
     digest = re.sub(r"[:\s]", "", text).lower()
     if not re.fullmatch(r"[0-9a-f]{64}", digest):
         raise ConfigError(
@@ -173,7 +174,7 @@ def _require_authority(wanted: str, fingerprint: str) -> None:
 
 @dataclass(slots=True)
 class MembershipMaintainer:
-    """Keeps the membership in force while the service runs. on_renewal: called after each renewal."""
+    """Renews the membership while the service runs. on_renewal: called after each renewal."""
 
     identity: SiloIdentity
     connections: ConnectionManager
@@ -184,9 +185,9 @@ class MembershipMaintainer:
     _last_error: str = field(default="")
 
     def renew_if_due(self) -> bool:
-        """Renew the certificate when two thirds of its life are over; return whether it was renewed.
+        """Renew the certificate after two thirds of its life; return whether it was renewed.
 
-        A failure is reported once and tried again at the next look; the certificate in force stays.
+        A failure is reported once and retried at the next check; the certificate in force stays.
         """
         if not self.identity.renewal_due(self.clock()):
             return False
@@ -212,10 +213,10 @@ class MembershipMaintainer:
         return True
 
     def apply_roster(self, raw: bytes, pinned: int | None = None) -> None:
-        """Pin what a newer roster says, and tell what changed; raises RefusedError (E-ID-14) on a false one.
+        """Pin a newer roster and report its changes; raises RefusedError (E-ID-14) on an invalid one.
 
-        pinned: the version that was pinned here when this roster was asked for, if it was. One from then on is left out
-        where another answer has brought a newer one meanwhile.
+        pinned: the version that was pinned when this roster was asked for, if known. If a newer version was pinned
+        since, this roster is ignored.
         """
         if not raw:
             return

@@ -1,7 +1,7 @@
-"""The hospital's half of runs whose updates are masked: keys before round 0, masks over an update, and two answers.
+"""The hospital's side of masked runs: keys before round 0, the masks of an update, and the two answers.
 
-Keys and masks are the task runner's work. The answers, to a seal and to the opening of its sum, are given by the thread
-that reads the session, also while this hospital trains for another run.
+Keys and masks are made by the task runner. The answers (to a fixed set, and to the opening of its sum) come from the
+thread that reads the session, also while this hospital trains for another run.
 """
 
 from __future__ import annotations
@@ -41,22 +41,23 @@ from silo.storage.secagg_keys import READY, MaskedRun
 from silo.storage.store import SiloStore
 
 MAX_KEYS_BYTES = 4 << 20
-"""Of everybody's keys: 17 KiB for each of the most members that a masked run has."""
+"""Size limit of the file with all members' keys: 17 KiB per member of the largest masked run."""
 _REMEMBERED = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class TaskMasks:
-    """What covers the update of one task, which has none yet."""
+    """The masks for the update of one task, which has no update yet."""
 
     store: SiloStore
     key: TaskKey
     round: Round
 
     def cover(self, update: Bundle) -> Bundle:
-        """Mask an update that is laid out as two blocks, in place, and add what others need to open a sum of it.
+        """Mask a two-block update in place, and add the data with which others help to open the sum.
 
-        Raises SecaggError (E-RUN-49, E-RUN-50) where the task was masked, sealed or closed since it began.
+        Raises SecaggError (E-RUN-49, E-RUN-50) if the task was masked, its set fixed, or its round closed since it
+        began.
         """
         keys, row = self.store.secagg.known(self.key.run_id).keys, self.store.secagg.row(self.key)
         model, classes = (unsigned(update[block].total[WORDS]) for block in (MODEL, CLASSES))
@@ -67,10 +68,10 @@ class TaskMasks:
 
 @dataclass(slots=True)
 class SecaggMember:
-    """One hospital in its masked runs. Whatever a message says, the answer is an answer or a refusal, and is recorded.
+    """One hospital in its masked runs. Every message gets an answer or a refusal, which is recorded.
 
-    min_sum: the hospital's policy, asked anew for each set; raises RefusedError where that cannot be read
-    apply_roster: pins what a newer roster says, within the policy.
+    min_sum: the hospital's policy, read again for each set; raises RefusedError if it cannot be read apply_roster: pins
+    a newer roster, within the policy.
     """
 
     store: SiloStore
@@ -85,10 +86,10 @@ class SecaggMember:
     # ---- the task runner's ---------------------------------------------------------------------------------------
 
     def entry(self, run_id: str, run: CompiledRun) -> pb.SecaggEntry:
-        """Return this hospital's public keys of a run; asked again, the same.
+        """Return this hospital's public keys for a run; repeated calls return the same.
 
-        Raises SecaggError: E-RUN-50 where the private ones are gone, E-RUN-51 as `begin`. Guarantees: the private keys
-        are on the disk on return.
+        Raises SecaggError: E-RUN-50 if the private keys are gone, E-RUN-51 as `begin`. Guarantees: the private keys are
+        on the disk on return.
         """
         known = MaskedRun.of(secagg_run(run_id, run.manifest), run.manifest)
 
@@ -104,12 +105,12 @@ class SecaggMember:
         return pb.SecaggEntry.FromString(self.store.secagg.entry(known, make))
 
     def begin(self, key: TaskKey, offer: pb.Offer, run: CompiledRun, fetch: Callable[[str], Path]) -> TaskMasks:
-        """Return the masks of a task that has no update yet; fetch: gives the file of an object.
+        """Return the masks of a task that has no update yet; fetch: returns the file of an object.
 
-        Takes everybody's keys where this is the first task of the run. Raises SecaggError: E-ID-33 on keys that are
-        not those of the pinned members, or others than before; E-RUN-49 where the task was masked before, E-RUN-50
-        where it is sealed, closed or begins from another base, or the keys of the run are gone; E-RUN-51 where rows of
-        classes would have to be left out.
+        The first task of the run stores all members' keys. Raises SecaggError: E-ID-33 on keys that are not those of
+        the pinned members, or that have changed; E-RUN-49 if the task was masked before; E-RUN-50 if its set is fixed,
+        its round closed, its base another one, or the run's keys are gone; E-RUN-51 if rows of classes would have to be
+        left out.
         """
         if self.store.secagg.state(key.run_id) != READY:
             self._agree(key.run_id, offer.secagg_keys_digest, run.manifest, fetch)
@@ -149,9 +150,9 @@ class SecaggMember:
         self.emit(event("keys", text, facts={"run": run_id}))
 
     def compare_answers(self, seen: int) -> None:
-        """Give up masked runs where this home lacks answers that the coordinator saw: it was restored from a copy.
+        """Give up masked runs if this home lacks answers that the coordinator saw: it was restored from a copy.
 
-        A coordinator that lies ends this hospital's part in masked runs, and nothing else.
+        A lying coordinator can end this hospital's part in masked runs this way, and nothing else.
         """
         if seen <= (own := self.store.answers.masked_answers()):
             return
@@ -168,11 +169,11 @@ class SecaggMember:
     # ---- the session's -------------------------------------------------------------------------------------------
 
     def note_offer(self, offer: pb.Offer) -> None:
-        """Remember which base a task was offered with: its set must be about that one."""
+        """Remember the base of an offered task: its set must be about that base."""
         try:
             key, base = TaskKey.of(offer), digest_of(offer.base_digest)
         except FederationError:
-            return  # whoever works on the offer says what is wrong with it
+            return  # the task runner reports what is wrong with the offer
         self._offered.pop(key, None)
         self._offered[key] = base
         while len(self._offered) > _REMEMBERED:
@@ -212,7 +213,7 @@ class SecaggMember:
             self.send(pb.SiloMessage(secagg_confirm=answer))
 
     def open(self, message: pb.SecaggOpen) -> None:
-        """Give the shares that open the set which was confirmed here; raises as `TaskKey.of`."""
+        """Send the shares that open the set which was confirmed here; raises as `TaskKey.of`."""
         key = TaskKey.of(message)
         with self._refusing(key, message.seal_hash):
             known = self.store.secagg.known(key.run_id)
@@ -235,7 +236,7 @@ class SecaggMember:
 
     @contextmanager
     def _refusing(self, key: TaskKey, seal_hash: bytes) -> Iterator[None]:
-        """Turn what is wrong with a message into a refusal, and record it once."""
+        """Turn an error about a message into a refusal, and record it once."""
         try:
             yield
         except FederationError as error:
@@ -249,7 +250,7 @@ class SecaggMember:
                 reason=public_reason(error),
                 blamed=blamed,
             )
-            if self.store.secagg.state(key.run_id):  # of runs of others nothing is kept
+            if self.store.secagg.state(key.run_id):  # nothing is stored about runs of others
                 facts = {"code": error.code}
                 self._tell_once((key, error.code, seal_hash), "refused", f"{key}: {error}", key, facts)
             self.send(pb.SiloMessage(secagg_refusal=refusal))
@@ -265,7 +266,7 @@ class SecaggMember:
         self.emit(event(kind, text, key, facts))
 
     def _signed_by_coordinator(self, signer_pem: bytes, message: bytes, signature: bytes) -> bool:
-        """Say whether the consortium's coordinator signed a set; whatever the bytes are, the answer is yes or no."""
+        """Tell whether the consortium's coordinator signed a set; never raises, whatever the bytes are."""
         try:
             signer, authority = parse_certificate(signer_pem), self.identity.authority_pem()
             wanted = Identity(CertificateRole.COORDINATOR, self.identity.load().identity.consortium)
@@ -280,7 +281,7 @@ class SecaggMember:
 
 @dataclass(frozen=True, slots=True)
 class SessionHandler:
-    """Hands each message of the coordinator to who acts on it."""
+    """Passes each message of the coordinator to the part that handles it."""
 
     queue: TaskQueue
     member: SecaggMember
@@ -309,12 +310,12 @@ class SessionHandler:
 
 
 def _cohort(terms: MaskedRun, key: TaskKey) -> Sequence[int]:
-    """Return the members of a round, as the manifest's seed has them."""
+    """Return the members of a round, drawn with the manifest's seed."""
     return sampling.sample_cohort(terms.seed, key.round, len(terms.members), key.kind.drawn(terms.cohort))
 
 
 def _entries(file: Path, members: Sequence[str]) -> list[MemberKeys]:
-    """Read everybody's keys, one entry for each member in the manifest's order; raises SecaggError (E-ID-33)."""
+    """Read all members' keys, in the manifest's order; raises SecaggError (E-ID-33)."""
     try:
         entries = list(pb.SecaggKeys.FromString(file.read_bytes()).entries)
     except DecodeError:

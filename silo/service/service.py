@@ -1,7 +1,8 @@
 """`silo serve`: the threads of one hospital's service, how they start and how they end.
 
-The audit log has what the service was asked and did, and the ends of both logs, which cross with an update. Its lines
-are made of facts, never of an event's text: no measurement, path or reason of the hospital is in them.
+The audit log records the requests to the service, its actions, and the ends of both sides' logs, which are exchanged
+with an update. Its lines are made of facts, never of an event's text: they contain no measurement, path or reason of
+the hospital.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from silo.storage.tasks import Attestation
 from silo.training.data_source import DataSource
 from silo.training.trainer import RunRound, Trainer
 
-if TYPE_CHECKING:  # a web server is loaded where metrics are asked for
+if TYPE_CHECKING:  # the web server is loaded only for metrics
     from service_core.operations.metrics_endpoint import MetricsEndpoint
 
 RENEWAL_CHECK_S = 60.0
@@ -64,12 +65,12 @@ RENEWAL_CHECK_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class SiloSettings:
-    """What a hospital decides about its service.
+    """The hospital's settings of its service.
 
-    answer_after, pulse_floor: see `ResponseTiming`   holds: classes that it declares to have examples of
-    metrics: where they are served, if anywhere; metrics_budgets: with what the ledger says was spent.
-    image_cache_gib: of decoded images, kept in the home; see `ImageLoader`   feature_cache_gib: of features that a
-    frozen body made of them; see `FeatureCache`.
+    answer_after, pulse_floor: see `ResponseTiming`   holds: classes that it declares to have examples of metrics:
+    where they are served, if anywhere; metrics_budgets: include the ledger's spending image_cache_gib: of decoded
+    images, kept in the home; see `ImageLoader`   feature_cache_gib: of features from a frozen body; see
+    `FeatureCache`.
     """
 
     home: Home
@@ -87,7 +88,7 @@ class SiloSettings:
     feature_cache_gib: float = DEFAULT_GIB
 
     def source(self) -> DataSource:
-        """Make the data source; raises ConfigError (E-CFG-02) on a nominal size or a cache that is none."""
+        """Create the data source; raises ConfigError (E-CFG-02) on an invalid nominal size or cache size."""
         validate.between(
             "E-CFG-02", "", 0, 2**20, image_cache=self.image_cache_gib, feature_cache=self.feature_cache_gib
         )
@@ -98,7 +99,7 @@ class SiloSettings:
 
 
 def data_offer(source: DataSource, holds: Sequence[str] = ()) -> pb.DataOffer:
-    """Say about the data what is public by declaration; of a folder or a table no class, which records decide."""
+    """Describe the data by public declarations only; a folder or a table declares no class, since records decide."""
     kind, schema = source.reference.source, source.load().schema
     shape = schema.shape if kind == "digits" else ()
     classes = () if kind in FILES else schema.classes
@@ -119,14 +120,14 @@ def data_offer(source: DataSource, holds: Sequence[str] = ()) -> pb.DataOffer:
 
 
 class Service:
-    """One silo at work. `start`, then `wait`; `stop` ends it in good order; `error` says what ended it otherwise.
+    """One running silo. `start`, then `wait`; `stop` ends it in good order; `error` is set if it ended otherwise.
 
     connect, diagnose: replaced in tests without TLS   run_round: the arithmetic of a round, replaced in benchmarks
-    clock: of how often preflights come, and of when answers leave.
+    clock: for the rate of preflights and the times of answers.
     """
 
     metrics_at: LoopbackAddress | None = None
-    """Where metrics are served, once it was started."""
+    """Where metrics are served, after the start."""
     _endpoint: MetricsEndpoint | None = None
     _pinned: int = 0
 
@@ -181,7 +182,7 @@ class Service:
         self._controls = HospitalControls(settings.home, self.store, self._identity.ca_fingerprint())
         source.follow_ledger(self._controls.as_registered)
         min_sum = lambda: self._controls.policy().secagg.min_sum  # noqa: E731 - as the policy is when a set comes
-        # When the list beside a question was read nobody here knows: an older one is left out, and the newer one stays.
+        # It is unknown when the roster of a question was read: an older one is ignored, and the newer one stays.
         overtaken = partial(self._membership.apply_roster, pinned=0)
         self._secagg = SecaggMember(self.store, self._identity, min_sum, self._client.send, emit, overtaken)
         timed = self.metrics.timing(run_round)
@@ -208,10 +209,10 @@ class Service:
         self._settings = settings
 
     def start(self) -> None:
-        """Begin to work.
+        """Start working.
 
-        Raises StateError: E-NET-20 where metrics cannot be served; E-BUDGET-07, E-BUDGET-08 on a privacy ledger that
-        lacks what it had.
+        Raises StateError: E-NET-20 if metrics cannot be served; E-BUDGET-07, E-BUDGET-08 on a privacy ledger that lacks
+        events.
         """
         self._trail.recorder.start()
         self._serve_metrics()
@@ -269,11 +270,11 @@ class Service:
             self._emit(event("metrics", f"metrics on http://{self.metrics_at}/metrics"))
 
     def lives(self) -> bool:
-        """Tell whether all of its threads are at work."""
+        """Tell whether all threads are running."""
         return not self._ended.is_set() and bool(self._threads) and all(t.is_alive() for t in self._threads)
 
     def problems(self) -> tuple[str, ...]:
-        """Say in words what keeps this hospital from taking part now."""
+        """List what keeps this hospital from taking part now."""
         problems = {
             "stopped": not self.lives(),
             "leaving": self._leaving.is_set(),
@@ -285,11 +286,11 @@ class Service:
         return self._ended.wait(seconds)
 
     def pulse(self) -> pb.Pulse:
-        """Say what is being done now, as the coordinator is told."""
+        """Return the current activity, as the coordinator may see it."""
         return self._queue.pulse()
 
     def doing(self) -> pb.Pulse:
-        """Say what is being done now, for the hospital's own screen."""
+        """Return the current activity for the hospital's own screen."""
         return self._queue.local_pulse()
 
     def leave(self, reason: str) -> None:
@@ -314,7 +315,7 @@ class Service:
         self._trail.recorder.close()
 
     def _guarded(self, body: Callable[[], None]) -> None:
-        """Run a thread; what ends it unasked ends the service."""
+        """Run a thread; if it ends unexpectedly, the service ends."""
         try:
             body()
         except BaseException as error:
@@ -344,10 +345,10 @@ class Service:
         )
 
     def _declared_data(self) -> pb.DataOffer:
-        """Say what is public by declaration: no size that was counted where the policy hides it or requires masks.
+        """Return the public declarations: no counted size if the policy hides it or requires masks.
 
-        Where it requires masks, neither which classes there are examples of: each is a count of its own. Nor the digest
-        of its label dictionary, by which who guesses a whole table knows that it is this one.
+        A policy that requires masks also hides the classes with examples, since each is a count of one hospital, and
+        the digest of the label dictionary, which would confirm a guess of the whole dictionary.
         """
         offer = pb.DataOffer()
         offer.CopyFrom(self._data_offer)
@@ -375,15 +376,15 @@ class Service:
 _ASKED = frozenset(
     {"training", "refused", "ready", "approval", "closed", "ended", "stopped", "roster", "held", "sealed", "opened"}
 )
-"""Events that the coordinator's word led to; all others are the silo's own."""
+"""Events that the coordinator caused; all others come from the silo itself."""
 _UNRECORDED = frozenset({"serving", "privacy", "metrics"})
-"""What is said at each start."""
+"""Repeated at each start."""
 _SHOWN = ("run", "round", "kind", "entry", "silo", "address", "state", "included")
 
 
 @dataclass(frozen=True, slots=True)
 class SiloAuditTrail:
-    """Records one hospital's service."""
+    """The audit log of one hospital's service."""
 
     recorder: Recorder
     identity: SiloIdentity
@@ -396,7 +397,7 @@ class SiloAuditTrail:
         return cls(Recorder(AuditLog(home / FOLDER), own.uri), identity, coordinator)
 
     def recording(self, emit: EmitEvent) -> EmitEvent:
-        """Return what emits an event and records it."""
+        """Return a function that records an event and passes it on."""
 
         def both(event: SiloEvent) -> None:
             if event.event not in _UNRECORDED:
@@ -406,15 +407,15 @@ class SiloAuditTrail:
         return both
 
     def head(self) -> pb.LogHead | None:
-        """Return the end of this log, signed, for the coordinator to keep."""
+        """Return the signed end of this log, for the coordinator to keep."""
         head = self.recorder.signed_head(self.identity.current_credentials())
         return None if head is None else log_heads.to_message(head)
 
     def keep(self, receipt: bytes, emit: EmitEvent) -> None:
-        """Keep the end of the coordinator's log that came with a receipt; emit what is wrong with it."""
+        """Keep the end of the coordinator's log that came with a receipt; report one that is wrong."""
         message = pb.Receipt.FromString(receipt)
         if not message.HasField("log_head"):
-            return  # it has written none yet
+            return  # the coordinator has no log yet
         try:
             head = log_heads.of_message(message.log_head, self.coordinator, self.identity.authority_pem())
             if wrong := self.recorder.keep(head):

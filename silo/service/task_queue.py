@@ -1,4 +1,4 @@
-"""What is to be done: offers come in, one task at a time goes out, and closed rounds are settled."""
+"""The queue of tasks: offers come in, one task at a time goes out, and closed rounds are settled."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from silo.storage.store import SiloStore
 Send = Callable[[pb.SiloMessage], None]
 _Name = tuple[TaskKey, str, str]
 _MAX_TASKS = 1000
-"""Tasks that wait, and refusals and runs that are remembered: a coordinator asks for some, and may name any number."""
+"""Limit of waiting tasks, and of remembered refusals and runs, since a coordinator may name any number of them."""
 PREFLIGHTS_PER_MIN, PREFLIGHTS_AT_ONCE = 10, 30
-"""Preflights that are looked at; one more is refused unseen (E-WIRE-17)."""
+"""Rate limit of preflights; those above it are refused unread (E-WIRE-17)."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedTask:
-    """An offer that is being worked on, and the way to end that."""
+    """An offer in work, with the token that cancels it."""
 
     key: TaskKey
     offer: pb.Offer
@@ -36,7 +36,7 @@ class QueuedTask:
 
 @dataclass(frozen=True, slots=True)
 class PreflightTask:
-    """A preflight of one run under one manifest. key: the first task of the run, which it comes before."""
+    """A preflight of one run under one manifest. key: of the run's first task."""
 
     key: TaskKey
     request: pb.Preflight
@@ -44,7 +44,7 @@ class PreflightTask:
 
     @classmethod
     def of(cls, request: pb.Preflight) -> PreflightTask:
-        """Take a question; raises ProtocolError (E-WIRE-06) when it names no run."""
+        """Read a preflight; raises ProtocolError (E-WIRE-06) if it names no run."""
         return cls(TaskKey.of(pb.RoundRef(run_id=request.run_id, kind=pb.TRAIN)), request)
 
     def answer(
@@ -61,9 +61,9 @@ class PreflightTask:
 class TaskQueue:
     """Tasks offered by the coordinator, taken one at a time by the task runner. Thread-safe.
 
-    Guarantees: an offer that is seen twice is worked on once; a later round of a run supersedes an earlier one; a
-    refused task is refused again without another try until the run is resumed; a close that meets a task under way ends
-    it first and is settled afterwards.
+    Guarantees: a repeated offer is worked on once; a later round of a run supersedes an earlier one; a refused task is
+    refused again without another try until the run is resumed; if a round closes while its task is running, the task
+    ends first and the close is settled afterwards.
     """
 
     def __init__(
@@ -121,9 +121,9 @@ class TaskQueue:
             self._lock.notify_all()
 
     def preflight(self, request: pb.Preflight) -> None:
-        """Queue the question whether this silo is ready for a run; whenever it is asked, it is looked at anew.
+        """Queue the question whether this silo is ready for a run; every question is answered anew.
 
-        One that comes too often is refused at once, for this minute; nothing of it is kept, and it is logged once.
+        One above the rate limit is refused at once; nothing of it is stored, and the limit is logged once.
         """
         task = PreflightTask.of(request)
         with self._lock:
@@ -171,14 +171,14 @@ class TaskQueue:
                 self._end_run(ended)
 
     def pulse(self) -> pb.Pulse:
-        """Say what is being done; of a private run's training no step."""
+        """Return the activity for the coordinator; without step counts in a private run's training."""
         with self._lock:
             pulse = pb.Pulse()
             pulse.CopyFrom(self._pulse)
             return pulse
 
     def local_pulse(self) -> pb.Pulse:
-        """Say what is being done to whoever stands at the hospital's own screen, with all steps."""
+        """Return the activity for the hospital's own screen, with all steps."""
         with self._lock:
             now, local = self._pulse, self._local_pulse
             same = (now.activity, now.run_id, now.round) == (local.activity, local.run_id, local.round)
@@ -187,7 +187,7 @@ class TaskQueue:
             return pulse
 
     def _require_room(self, key: TaskKey, waiting: Collection[TaskKey]) -> None:
-        """Note a run that this silo is asked for; raises ProtocolError (E-WIRE-06) when too much waits already."""
+        """Record a run that asks this silo; raises ProtocolError (E-WIRE-06) if too many wait already."""
         if key not in waiting and len(waiting) >= _MAX_TASKS:
             raise ProtocolError(
                 "E-WIRE-06", f"expected at most {_MAX_TASKS} tasks that wait, found one more: {key} is left"
@@ -196,11 +196,11 @@ class TaskQueue:
         _drop_oldest(self._asked)
 
     def _concerns(self, run_id: str) -> bool:
-        """Tell whether a run ever asked this silo for something; what becomes of others is no news, and not kept."""
+        """Tell whether a run ever asked this silo for something; the end of other runs is ignored."""
         return run_id in self._asked or self._store.manifest_of(run_id) is not None
 
     def _forget_later(self, key: TaskKey) -> None:
-        """Drop the tasks of later rounds of a run, and give up the one under way: that coordinator is no more."""
+        """Drop the tasks of later rounds of a run, and cancel a running one: that coordinator no longer exists."""
         for later in [k for k in self._waiting if k.run_id == key.run_id and k.round > key.round]:
             del self._waiting[later]
         current = self._current
@@ -226,7 +226,7 @@ class TaskQueue:
             return self._current
 
     def awaits_close(self) -> bool:
-        """Tell whether a task waits for the close of the round before it, which the coordinator has not named yet."""
+        """Tell whether a task waits for the close of its previous round, which is not announced yet."""
         with self._lock:
             return any(self._awaits_previous_close(key) for key in self._waiting)
 
@@ -234,7 +234,7 @@ class TaskQueue:
         return key.run_id in self._undecided and self._store.approvals.waits(key.run_id)
 
     def _awaits_previous_close(self, key: TaskKey) -> bool:
-        """Tell whether a state of an earlier round waits for its close: it decides what this round starts from."""
+        """Tell whether a state of an earlier round waits for its close, which decides where this round starts."""
         return any(
             e.key.run_id == key.run_id and e.key.round < key.round and e.state_digest for e in self._store.outbox()
         )
@@ -253,7 +253,7 @@ class TaskQueue:
                 self._end_run(self._ending.pop(task.key.run_id))
 
     def defer(self, task: QueuedTask | PreflightTask) -> bool:
-        """Put a task or a preflight back until the hospital has decided about its run; return whether that is news."""
+        """Put a task or a preflight back until the hospital has decided; return whether the run is new."""
         with self._lock:
             if not task.stop.is_cancelled and isinstance(task, PreflightTask):
                 self._preflights.setdefault(task.key, task)
@@ -270,7 +270,7 @@ class TaskQueue:
             self._answer(task.key, None)
 
     def tell(self, task: QueuedTask, error: FederationError) -> None:
-        """Tell the coordinator of an accepted task what is not as it should be."""
+        """Report an error in an accepted task to the coordinator."""
         self._send(
             pb.SiloMessage(
                 answer=pb.Answer(
@@ -287,11 +287,11 @@ class TaskQueue:
     def ready(
         self, preflight_task: PreflightTask, entry: pb.SecaggEntry | None = None, trains: Sequence[int] = ()
     ) -> None:
-        """Say that the whole run can be done here. entry, trains: as in `PreflightAnswer`."""
+        """Answer that the whole run can be done here. entry, trains: as in `PreflightAnswer`."""
         self._send(preflight_task.answer(entry=entry, trains=trains))
 
     def refuse(self, task: QueuedTask | PreflightTask, error: FederationError) -> None:
-        """Tell the hospital why, in full, and then the coordinator what it may know; what was fetched is not kept."""
+        """Report the full reason to the hospital and the public one to the coordinator; fetched files are not kept."""
         self.cleanup_needed.set()
         self._emit(event("refused", f"{task.key}: {error}", task.key, {"code": error.code}))
         with self._lock:
@@ -310,7 +310,7 @@ class TaskQueue:
         total: int = 0,
         quiet: bool = False,
     ) -> None:
-        """Note how far the work is, for the next pulse; quiet: the coordinator is told the activity alone."""
+        """Record progress for the next pulse; quiet: the coordinator sees the activity without the steps."""
         run, round = task.key.run_id, task.key.round
         public = pb.Pulse(activity=activity, run_id=run, round=round)
         with self._lock:
@@ -318,7 +318,7 @@ class TaskQueue:
             self._pulse = public if quiet else self._local_pulse
 
     def retry_now(self) -> None:
-        """Let the task under way try again now instead of sleeping on: the coordinator has just been heard."""
+        """Let the running task retry now instead of waiting: the coordinator is reachable again."""
         with self._lock:
             if self._current is not None:
                 self._current.stop.wake()
@@ -371,15 +371,15 @@ def _drop_oldest(entries: dict[Any, Any]) -> None:
 
 
 _PUBLIC_CODES = ("E-RUN", "E-WIRE", "E-PRIV", "E-ID", "E-TLS", "E-NET", "E-POLICY-20")
-"""Families whose messages are about the run and the wire, and the one whose number the lead has to set. All others, and
-all new ones, are told by their meaning."""
+"""Families of codes whose messages contain only the run and the wire, and the code whose number the lead has to set.
+All others, and all new ones, are sent as the meaning of their code."""
 
 
 def public_reason(error: FederationError) -> str:
-    """Write what the coordinator may know of an error: of a run, the wire or a schema its message, else its meaning.
+    """Return the part of an error that the coordinator may see: the message of a public code, otherwise its meaning.
 
-    Guarantees: no path, file name or count of the hospital leaves it, and no number of its budget or policy but that of
-    E-POLICY-20.
+    Guarantees: no path, file name or count of the hospital leaves it, and no number of its budget or policy except that
+    of E-POLICY-20.
     """
     if isinstance(error, RefusedError | ProtocolError) and error.code.startswith(_PUBLIC_CODES):
         return error.message

@@ -1,4 +1,4 @@
-"""The worker thread: it fetches, admits, trains, stages and sends one task after the other."""
+"""The worker thread: fetches, admits, trains, stages and sends one task after the other."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class ResponseTiming:
     """When a hospital answers: pulses not too often, and results of private runs at planned moments.
 
     How long training takes depends on the records. An answer that leaves a whole number of `after` seconds after the
-    training began tells that number alone: nothing, where `after` is longer than any training.
+    training began reveals only that number: nothing, if `after` is longer than any training.
 
-    after: seconds between possible answers, 0 to answer at once   pulse_floor: least seconds between two pulses.
+    after: seconds between possible answers, 0 to answer at once   pulse_floor: minimum seconds between two pulses.
 
-    Raises ConfigError (E-CFG-02) on others than 0 to a day, and 0.01 to 300.
+    Raises ConfigError (E-CFG-02) unless `after` is 0 to a day and `pulse_floor` 0.01 to 300.
     """
 
     after: float = 0.0
@@ -73,7 +73,7 @@ class ResponseTiming:
         self._born = self.clock()
 
     def begin(self, task: Hashable, private: bool) -> None:
-        """Note that a task's training begins; only private ones are held."""
+        """Record the start of a task's training; only private ones are delayed."""
         if len(self._began) >= _REMEMBERED:
             oldest = next(iter(self._began))
             del self._began[oldest]
@@ -87,10 +87,10 @@ class ResponseTiming:
         return self.after > 0 and self.clock() < self._due_at(task)
 
     def hold(self, task: Hashable, stop: CancelToken) -> None:
-        """Wait until the answer of a task may leave; raises CancelledError when it is given up meanwhile.
+        """Wait until the answer of a task may leave; raises CancelledError if the task is cancelled.
 
-        Guarantees: once set, its moment stays, however often the task is offered again; an answer of an earlier process
-        is held `after` seconds from this one's start.
+        Guarantees: the moment is fixed once, however often the task is offered again; an answer of an earlier process
+        waits `after` seconds from this one's start.
         """
         if self.after <= 0:
             return
@@ -110,18 +110,18 @@ class ResponseTiming:
 
 IDLE_S = 1.0
 SHOWN = 5
-"""Names of broken records in a line; all are in `silo status --json`."""
+"""Names of broken records shown in a line; all are in `silo status --json`."""
 MAX_KILLS = 2
-"""Times that the service may be killed in the middle of one task before the run is given up here."""
+"""How often the service may be killed during one task before it gives up the run."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class TaskRunner:
-    """Everything that one task needs; `run` is the body of the working thread.
+    """Does the tasks one by one; `run` is the body of the worker thread.
 
-    receipt_verifier: made for each use, since the identity may be renewed   recycle: asks for a new session, in which
-    the coordinator names every closed round.
+    receipt_verifier: created for each use, since the identity may be renewed   recycle: asks for a new session, in
+    which the coordinator names every closed round.
     """
 
     queue: TaskQueue
@@ -134,10 +134,10 @@ class TaskRunner:
     emit: EmitEvent
     recycle: Callable[[], None]
     session_opened: threading.Event
-    """Set by the client when a session began: the moment to ask for receipts that were lost."""
+    """Set by the client when a session begins: the moment to ask for lost receipts."""
     timing: ResponseTiming
     on_receipt: Callable[[bytes], None] = lambda _: None
-    """Called with each receipt once it is kept."""
+    """Called with each receipt after it is stored."""
 
     def run(self, over: threading.Event) -> None:
         self.outbox.sweep()
@@ -159,7 +159,7 @@ class TaskRunner:
                 self.emit(event("stopped", f"{task.key}: {error.reason}", task.key, {"reason": error.reason}))
             except FederationError as error:
                 self.queue.refuse(task, error)
-            except Exception as error:  # a library's, a full disk's: the coordinator must know, the service goes on
+            except Exception as error:  # from a library or a full disk: tell the coordinator, and continue
                 log.exception("%s failed", task.key)
                 cause = f"{type(error).__name__}: {error}"
                 self.queue.refuse(task, StateError("E-RUN-31", f"the task failed at this silo: {cause}"))
@@ -168,7 +168,7 @@ class TaskRunner:
                 self._clean_up()
 
     def _run_preflight(self, preflight_task: PreflightTask) -> None:
-        """Answer before round 0 whether this hospital can do the whole run; nothing is charged or released."""
+        """Answer before round 0 whether this hospital can do the whole run; charges and releases nothing."""
         key, digest = preflight_task.key, preflight_task.request.manifest_digest
         self.queue.set_activity(preflight_task, pb.FETCHING)
         self.secagg.apply_roster(preflight_task.request.signed_roster)
@@ -186,7 +186,7 @@ class TaskRunner:
         self.emit(event("ready", f"{key.run_id} of {run.manifest.name}: ready for all its rounds", key))
 
     def _ready_for_whole_run(self, preflight_task: PreflightTask, run: CompiledRun) -> PreparedRun:
-        """Return what a run is prepared as; raises RefusedError unless all of it can be done here."""
+        """Return the prepared run; raises RefusedError unless all of it can be done here."""
         run_id = preflight_task.key.run_id
         began = self.outbox.store.run_data.find(run_id)
         prepared = self.trainer.prepare(run_id, run, self._fetch_weights(preflight_task), began)
@@ -200,7 +200,7 @@ class TaskRunner:
         return prepared
 
     def _past_kill(self, task: QueuedTask) -> RefusedError | None:
-        """Return an error for a service that was killed during this run; raise it after MAX_KILLS times."""
+        """Return an error if the service was killed during this run; raises it after MAX_KILLS times."""
         kills = self.outbox.store.kills(task.key.run_id, task.offer.attempt)
         if kills == 0:
             return None
@@ -218,7 +218,7 @@ class TaskRunner:
 
     @contextmanager
     def _marked(self, task: QueuedTask) -> Iterator[None]:
-        """Mark a task on the disk while it is worked on: a mark that is found at the next start tells of a kill."""
+        """Mark a task on the disk while it is worked on: a mark found at the next start means a kill."""
         store = self.outbox.store
         store.begin_training(task.key, task.offer.attempt)
         try:
@@ -237,18 +237,18 @@ class TaskRunner:
             try:
                 self._send(task, pending.entry, pending.finish)
             finally:
-                pending.finish()  # however the sending ended, what was trained is kept
+                pending.finish()  # the result is kept, however sending ended
             return
         if task.offer.incarnation and entry.coordinator != task.offer.incarnation:
             entry = self.outbox.store.adopt(entry, task.offer.incarnation)
-        if entry.refused is not None and not task.offer.attempt:  # a lead who resumes the run has it sent once more
+        if entry.refused is not None and not task.offer.attempt:  # when the lead resumes the run, it is sent again
             code, _, reason = entry.refused.partition(": ")
             raise RefusedError(code, reason)
         self.queue.accept(task)
         self._send(task, entry, lambda: None)
 
     def _was_taken(self, task: QueuedTask, entry: OutboxEntry) -> bool:
-        """Ask for the receipt of an update whose bytes are gone: with one, nothing is made or charged again."""
+        """Ask for the receipt of an update whose bytes are gone; if there is one, nothing is made or charged again."""
         self.queue.set_activity(task, pb.FETCHING)
         receipt = self.transfer.taken(entry, self.receipt_verifier(), task.stop)
         if receipt is not None:
@@ -269,10 +269,10 @@ class TaskRunner:
         return False
 
     def _train(self, task: QueuedTask) -> PendingEntry:
-        """Train, and write the result; of a private or masked run all is on the disk before anything leaves.
+        """Train and write the result; in a private or masked run all of it is on the disk before anything leaves.
 
-        Guarantees: a task of a masked run is masked once; where that one update is not here any more, or another model
-        is offered for its round, it is refused (E-RUN-49, E-RUN-50) before any record is read.
+        Guarantees: a task of a masked run is masked once; if that update is gone, or another model is offered for its
+        round, the task is refused (E-RUN-49, E-RUN-50) before any record is read.
         """
         offer, key = task.offer, task.key
         killed = self._past_kill(task)
@@ -298,7 +298,7 @@ class TaskRunner:
         except CancelledError:
             raise
         except Exception:
-            self.timing.hold((key, offer.base_digest), task.stop)  # when it went wrong is no news either
+            self.timing.hold((key, offer.base_digest), task.stop)  # the time of a failure must not leak either
             raise
         task.stop.raise_if_cancelled()
         if masks is not None:
@@ -335,7 +335,7 @@ class TaskRunner:
         )
 
     def _admit_task(self, prepared: PreparedRun, question: TaskQuestion) -> TaskAccess:
-        """Ask the hospital's door about a task; raises as `HospitalControls.admit`."""
+        """Ask for admission of a task; raises as `HospitalControls.admit`."""
         request = self.trainer.request(question.key.run_id, prepared.run.manifest)
         access = self.controls.admit(request._replace(task=question)).task
         assert access is not None
@@ -346,7 +346,7 @@ class TaskRunner:
         return access
 
     def _message(self, task: QueuedTask, prepared: PreparedRun) -> State:
-        """Fetch what the coordinator sends for a task; raises as `Trainer.check_message`."""
+        """Fetch the coordinator's message for a task; raises as `Trainer.check_message`."""
         offer, progress = task.offer, self._progress(task, pb.FETCHING)
         most = max_object_bytes(prepared.run.manifest, _numbers(prepared.broadcast))
         file = self.transfer.fetch(offer.base_digest, offer.base_size, task.stop, progress, most)
@@ -372,9 +372,9 @@ class TaskRunner:
             self.emit(event("charged", text, access.key))
 
     def _kept_state(self, task: QueuedTask, prepared: PreparedRun) -> State | None:
-        """Return the state that this silo starts the round from: as of the rounds that the coordinator closed.
+        """Return the silo state that the round starts from, according to the rounds that the coordinator closed.
 
-        Raises StateError (E-STATE-24) when it is lost, unless the manifest says lost_state=restart.
+        Raises StateError (E-STATE-24) if it is lost, unless the manifest says lost_state=restart.
         """
         offer, key = task.offer, task.key
         last = int(offer.included_before) - 1 if offer.incarnation else -1
@@ -395,10 +395,10 @@ class TaskRunner:
             return None
 
     def _comparison_model(self, task: QueuedTask, prepared: PreparedRun) -> nn.Module | None:
-        """Return the model that an evaluation compares with: the last of another run, or this hospital's own of it.
+        """Return the model that an evaluation compares with: another run's last, or this hospital's local one.
 
-        None, with an event, where this hospital trained no model of its own in that run or no longer has it.
-        Raises ProtocolError (E-WIRE-06) on another model than the manifest says, E-WIRE-05 on NaN.
+        Returns None, with an event, if this hospital trained no local model in that run or no longer has it. Raises
+        ProtocolError (E-WIRE-06) on another model than the manifest names, E-WIRE-05 on NaN.
         """
         manifest, key = prepared.run.manifest, task.key
         terms = manifest.evaluation
@@ -421,7 +421,7 @@ class TaskRunner:
             return None
 
     def _prepare(self, task: QueuedTask) -> tuple[PreparedRun, RunData, bool]:
-        """Return a run that fits, the data that it began with, and whether it begins with this task."""
+        """Return the prepared run, the data that it began with, and whether it begins with this task."""
         run = self._admitted_run(task, task.offer.manifest_digest)
         began = self.outbox.store.run_data.find(task.key.run_id)
         prepared = self.trainer.prepare(task.key.run_id, run, self._fetch_weights(task), began)
@@ -438,7 +438,7 @@ class TaskRunner:
         return prepared, data, began is None
 
     def _broken_records(self, key: TaskKey, known: Collection[str]) -> BrokenRecords:
-        """Return the unreadable records that a run excludes; new ones are noted and logged here, and sent to nobody."""
+        """Return the unreadable records that a run excludes; new ones are stored and logged here only."""
         store = self.outbox.store.run_data
 
         def keep(names: Sequence[str]) -> None:
@@ -452,7 +452,7 @@ class TaskRunner:
     def _admitted_run(self, task: QueuedTask | PreflightTask, digest: str) -> CompiledRun:
         """Fetch the manifest of a run that the hospital takes part in.
 
-        Raises RefusedError (E-RUN-33) when a run comes back under another manifest, and as `HospitalControls.admit`.
+        Raises RefusedError (E-RUN-33) if the run's manifest has changed, and as `HospitalControls.admit`.
         """
         run_id = task.key.run_id
         known = self.outbox.store.manifest_of(run_id)
@@ -472,9 +472,9 @@ class TaskRunner:
         return fetch
 
     def _send(self, task: QueuedTask, entry: OutboxEntry, ready: Callable[[], None]) -> None:
-        """Upload until the receipt is here; what the coordinator refuses waits for the round's close.
+        """Upload until the receipt is here; an update that the coordinator refuses waits for the round's close.
 
-        ready: called before the commit, and before the refusal of an update is noted.
+        ready: called before the commit, and before a refusal is recorded.
         """
         task.stop.raise_if_cancelled()
         self.timing.hold((entry.key, entry.base_digest), task.stop)
@@ -485,13 +485,13 @@ class TaskRunner:
                 entry, self.outbox.bundle(entry), self.receipt_verifier(), task.stop, progress, ready
             )
         except FederationError as error:
-            # Nobody refuses an update by the certificate that brings it: that one comes again once it is repaired.
+            # An error of the certificate does not refuse the update: it is sent again after the repair.
             if not isinstance(error, CancelledError) and not error.code.startswith(("E-ID", "E-TLS")):
                 ready()
                 self.outbox.store.refuse(entry.key, str(error))
                 self.recycle()
             raise
-        ready()  # also where it was taken before, and no commit was asked for
+        ready()  # also if it was accepted before, without another commit
         self._keep_receipt(task, entry, receipt)
         self.emit(event("sent", f"{task.key}: sent {entry.size} bytes, receipt kept", task.key, {"bytes": entry.size}))
 
@@ -507,7 +507,7 @@ class TaskRunner:
         checked: bool = True,
         quiet: bool = False,
     ) -> Callable[[int, int], None]:
-        """Make a progress callback that stops a cancelled task's training. quiet: see `TaskQueue.set_activity`."""
+        """Make a progress callback that stops the training of a cancelled task. quiet: see `TaskQueue.set_activity`."""
 
         def update(done: int, total: int) -> None:
             if checked:
@@ -538,7 +538,7 @@ class TaskRunner:
 
 
 def _numbers(broadcast: Mapping[str, object]) -> int:
-    """Count the numbers that a server sends: of each group, names with shapes and kinds."""
+    """Describe a message of the server: by group, the names with shapes and dtypes."""
     groups = (group for group in broadcast.values() if isinstance(group, Mapping))
     return sum(math.prod(shape) for group in groups for shape, _ in group.values())
 

@@ -1,1 +1,1 @@
-"""What a hospital keeps: the home folder, the database, the outbox."""
+"""What a hospital stores: the home folder, the database, the outbox."""

@@ -1,4 +1,4 @@
-"""Runs that the hospital decides about by hand: which ones wait, and what was decided."""
+"""Runs that the hospital decides about by hand: waiting ones and decisions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from silo.storage.schema import approvals
 
 LATEST = "latest"
 MAX_UNDECIDED = 20
-"""Questions of one coordinator, whose home this is, that wait at once: the first to ask stay, and later ones wait."""
+"""Questions of this home's coordinator that may wait at once; later ones have to ask again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Approval:
-    """One run under one manifest. about: what it asks for, for whoever decides; decided: None while it waits.
+    """One run under one manifest. about: the request in words; decided: None while it waits.
 
-    request: the same as JSON (`RunRequest`), and what it would spend; empty where an earlier version was asked.
+    request: the same as JSON (`RunRequest`), with its cost; empty for questions of earlier versions.
     """
 
     run_id: str
@@ -36,7 +36,7 @@ class Approval:
 
 
 class Approvals:
-    """Decisions on the disk; a decision is for a manifest, so that a run that changes needs a new one."""
+    """Decisions in the database. A decision is for one manifest, so that a run that changes needs a new one."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
@@ -48,15 +48,15 @@ class Approvals:
             return Approval(**row._mapping) if row else None
 
     def approved(self, manifest_digest: str) -> list[Approval]:
-        """Return the questions about runs of this manifest that were answered with yes."""
+        """Return the questions about runs of this manifest that were approved."""
         this = and_(approvals.c.manifest_digest == manifest_digest, approvals.c.decided.is_(True))
         with self._database.read() as db:
             return [Approval(**row._mapping) for row in db.execute(select(approvals).where(this))]
 
     def ask(self, run_id: str, manifest_digest: str, name: str, about: str, request: str = "") -> bool | None:
-        """Return the decision about a run; one that nobody was asked about waits from now on.
+        """Return the decision about a run; a run that was never asked about is added to the waiting ones.
 
-        Raises RefusedError (E-WIRE-17) on one more than `MAX_UNDECIDED`.
+        Raises RefusedError (E-WIRE-17) if `MAX_UNDECIDED` wait already.
         """
         key = {"run_id": run_id, "manifest_digest": manifest_digest}
         asked = upsert(approvals).values(**key, name=name, about=about, asked=self._clock(), request=request)
@@ -80,9 +80,9 @@ class Approvals:
             return db.execute(select(approvals).where(waiting)).first() is not None
 
     def decide(self, run: str, approved: bool) -> Approval:
-        """Decide about a run: by its id, by its name, by its manifest's digest, or `latest` where a single one waits.
+        """Decide about a run by its id, its name or its manifest's digest, or `latest` if a single one waits.
 
-        Raises ConfigError (E-RUN-10) when none like it has asked, or several are meant: coordinators choose names.
+        Raises ConfigError (E-RUN-10) if no waiting run matches, or several do: coordinators choose names.
         """
         with self._database.write() as db:
             rows = [Approval(**row._mapping) for row in db.execute(_IN_ORDER)]
@@ -110,7 +110,7 @@ class Approvals:
             return replace(chosen, decided=approved)
 
     def decide_waiting(self, run_id: str, manifest_digest: str, approved: bool) -> Approval | None:
-        """Decide about a run under this manifest; None, and nothing changes, where it does not wait under it."""
+        """Decide about a run under this manifest; returns None and changes nothing if it is not waiting."""
         this = _is(run_id, manifest_digest)
         with self._database.write() as db:
             changed = update(approvals).where(this, approvals.c.decided.is_(None)).values(decided=approved)
@@ -119,14 +119,14 @@ class Approvals:
             return Approval(**db.execute(select(approvals).where(this)).one()._mapping)
 
     def all(self) -> list[Approval]:
-        """List those that wait, the first to ask on top, and then the others; clocks that jump change no order."""
+        """List the waiting runs, the first to ask on top, and then the decided ones; independent of clock changes."""
         with self._database.read() as db:
             stored = [Approval(**row._mapping) for row in db.execute(_IN_ORDER)]
         return sorted(stored, key=lambda row: row.decided is not None)
 
 
 def forget_undecided(run_id: str) -> Delete:
-    """Return the statement by which a run's question goes: nobody has to answer it any more."""
+    """Return the statement that deletes a run's question, which needs no answer any more."""
     return delete(approvals).where(approvals.c.run_id == run_id, approvals.c.decided.is_(None))
 
 

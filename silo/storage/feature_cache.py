@@ -1,9 +1,9 @@
-"""Features that a frozen body made of the hospital's examples, kept from run to run. Imports no torch.
+"""Features of the hospital's examples from a frozen body, kept from run to run. Imports no torch.
 
 A file has rows of float32 (m, d), a footer of JSON, its length, and a keyed BLAKE3 of all before it, under a secret of
-this home. Its name follows from what the features were made of and by (`FeatureKey`), so another body, other
-preprocessing or other data is another file. What is edited, cut, copied from elsewhere or put under another name is
-never believed: it is deleted and made again.
+this home. Its name follows from the data and the body (`FeatureKey`), so another body, other preprocessing or other
+data is another file. A file that was edited, truncated, copied from elsewhere or renamed is never used: it is deleted
+and made again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from service_core.storage import disk, private_files
 log = logging.getLogger(__name__)
 Rows = NDArray[np.float32]
 DEFAULT_GIB = 4.0
-"""What is kept by default: 800,000 examples of 1,280 features."""
+"""Default size of the cache: 800,000 examples of 1,280 features."""
 _MAC, _LENGTH, _MAX_FOOTER = 32, 8, 64 << 20
 _BLOCK, _MAX_OPEN = 1 << 20, 16
 _SECRET, _SUFFIX, _PART = "secret", ".rows", ".part"
@@ -36,10 +36,10 @@ _SECRET, _SUFFIX, _PART = "secret", ".rows", ".part"
 
 @dataclass(frozen=True, slots=True)
 class FeatureKey:
-    """What features follow from.
+    """What features depend on.
 
-    origin: reference of the data   data: which version of them   request: what a run wants of them (classes, size)
-    split: of the data   maker: what body made them, on which machine.
+    origin: reference of the data   data: their version   request: what a run asks for (classes, size) split: of the
+    data   maker: the body, and the machine that computed them.
     """
 
     origin: str
@@ -54,14 +54,14 @@ class FeatureKey:
 
 
 class Block(NamedTuple):
-    """Some rows of features, and the positions of the examples that they are of."""
+    """Rows of features, and the positions of their examples."""
 
     positions: list[int]
     rows: Rows
 
 
 class KeptFeatures(NamedTuple):
-    """Features (m, d) of all but some of n examples, read from the file where they are looked at."""
+    """Features (m, d) of all but some of n examples, read from the file on access."""
 
     rows: Rows
     left_out: tuple[int, ...]
@@ -69,7 +69,7 @@ class KeptFeatures(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KeptFile:
-    """A file as `doctor` shows it. sound: its keyed digest holds."""
+    """A file as `doctor` shows it. sound: its keyed digest is right."""
 
     path: Path
     size: int
@@ -86,7 +86,7 @@ class _Footer(NamedTuple):
 
 
 class _Status(NamedTuple):
-    """What the system says of an open file; a write changes it. The time of change is one that no program can set."""
+    """The system's status of an open file; a write changes it. Programs cannot set the time of change (ctime)."""
 
     size: int
     modified_ns: int
@@ -99,10 +99,10 @@ class _Status(NamedTuple):
 
 
 class FeatureCache:
-    """Files of features in a folder of the home that only its owner may enter, of at most so many bytes in all.
+    """Files of features in a folder of the home that only its owner may enter, limited in total size.
 
-    Guarantees: files have mode 0600; memory does not grow with the number of examples; a file is whole or not there,
-    also after a crash; those that were not used for longest make room for new ones.
+    Guarantees: files have mode 0600; memory does not grow with the number of examples; a file is complete or absent,
+    also after a crash; the least recently used files make room for new ones.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -110,10 +110,10 @@ class FeatureCache:
         self._open: dict[str, tuple[int, _Status, KeptFeatures]] = {}
 
     def get(self, key: FeatureKey, n: int, make: Callable[[], Iterator[Block]]) -> KeptFeatures:
-        """Return the features of n examples, made by `make` in the examples' order where they are not here.
+        """Return the features of n examples; `make` computes missing ones in the examples' order.
 
-        Files of another version of the same data are deleted. Raises RefusedError (E-RUN-38) where there is no room,
-        UnavailableError (E-STATE-63) where the disk takes nothing, and whatever `make` raises: nothing is kept then.
+        Files of another version of the same data are deleted. Raises RefusedError (E-RUN-38) if there is no room,
+        UnavailableError (E-STATE-63) if the disk cannot be written, and errors of `make`: nothing is kept then.
         """
         private_files.private_folder(self.folder)
         kept = self._kept_open(key) or self._from_file(key, n)
@@ -129,12 +129,12 @@ class FeatureCache:
         return kept
 
     def require_room(self, examples: float, width: int) -> None:
-        """Raise RefusedError (E-RUN-38) where features of so many examples never fit."""
+        """Raise RefusedError (E-RUN-38) if features of so many examples can never fit."""
         if examples * width * 4 > self.max_bytes:
             raise _too_large()
 
     def forget(self, but: str = "") -> None:
-        """Delete all files; but: except those of this reference's data. Rows that are in use stay readable."""
+        """Delete all files; but: except those of this reference's data. Open files stay readable."""
         self.close()
         if self.folder.is_dir():
             self._delete(lambda kept: kept.origin != but)
@@ -145,7 +145,7 @@ class FeatureCache:
         self._open.clear()
 
     def files(self) -> list[KeptFile]:
-        """List what is kept, each file held against its digest."""
+        """List the files, each checked against its digest."""
         kept_files, secret = list[KeptFile](), self._read_secret()
         for path in self._paths():
             with suppress(FileNotFoundError), path.open("rb") as file:
@@ -180,7 +180,7 @@ class FeatureCache:
         return None
 
     def _kept_open(self, key: FeatureKey) -> KeptFeatures | None:
-        """Return what was verified before, unless the file was written to since."""
+        """Return features that were verified before, unless the file was written to since."""
         if key.name not in self._open:
             return None
         fd, status, kept = self._open[key.name]
@@ -197,7 +197,7 @@ class FeatureCache:
         except OSError:
             return None
         with suppress(OSError):
-            os.utime(fd)  # used now
+            os.utime(fd)  # marks it as recently used
         status, footer = _Status.of(fd), _footer(fd)
         if footer is None or (footer.key, footer.n) != (key, n) or not _is_sound(fd, self._secret()):
             log.warning("%s is damaged: computing these features again", path)
@@ -206,7 +206,7 @@ class FeatureCache:
             return None
         rows = np.zeros((n - len(footer.left_out), footer.width), dtype=np.float32)
         if rows.size:
-            with os.fdopen(fd, "rb", closefd=False) as file:  # pages are read when they are looked at
+            with os.fdopen(fd, "rb", closefd=False) as file:  # pages are read on access
                 rows = np.memmap(file, dtype="<f4", mode="c", shape=rows.shape)
         kept = KeptFeatures(rows, footer.left_out)
         if len(self._open) >= _MAX_OPEN:
@@ -215,7 +215,7 @@ class FeatureCache:
         return kept
 
     def _made(self, key: FeatureKey, n: int, blocks: Iterator[Block]) -> Path:
-        for left in self.folder.glob(f"*{_PART}"):  # of a crash
+        for left in self.folder.glob(f"*{_PART}"):  # left by a crash
             left.unlink()
         part, hasher = self._path(key).with_suffix(_PART), blake3(key=self._secret())
         fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -250,7 +250,7 @@ class FeatureCache:
         return part
 
     def _make_room(self, key: FeatureKey, size: int) -> None:
-        """Delete what was not used for longest, but nothing of the same examples' other split made by the same body."""
+        """Delete the least recently used files, but not the other split of the same data made by the same body."""
         others = {path: path.stat() for path in self._paths()}
         left = self.max_bytes - size - sum(found.st_size for found in others.values())
         for path, found in sorted(others.items(), key=lambda item: item[1].st_mtime_ns):
@@ -292,7 +292,7 @@ def _read_footer(path: Path) -> _Footer | None:
 
 
 def _footer(fd: int) -> _Footer | None:
-    """Read what a file says of itself, which is not to be believed before its digest; None where that is nothing."""
+    """Read a file's footer, which is not trusted before its digest is checked; None if it is invalid."""
     size = os.fstat(fd).st_size
     at = size - _MAC - _LENGTH
     if at < 0:

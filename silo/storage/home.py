@@ -1,12 +1,12 @@
-"""A silo's home on disk: where everything lies, who uses it now, and where the coordinator is.
+"""A silo's home on disk: its files, its lock, and the coordinator's addresses.
 
-`identity/` key, certificate, authority, pinned roster    `silo.db` what is remembered    `objects/` files by digest
-`addresses.json` of the coordinator                       `serve.lock` which service runs
-`instance.json` who served here last                     `policy.toml` what the hospital takes part in
-`ledger.db` what its records were used for, and what is left of their budget
-`served.json` which data the last service served         `features/` what frozen models made of the hospital's examples
-`ledger.key` the secret that it is chained under        `ledger.json` where both lie instead, when homes share them
-`validation_only` where this hospital evaluates models and trains none
+`identity/` key, certificate, authority, pinned roster    `silo.db` the database           `objects/` files by digest
+`addresses.json` of the coordinator                       `serve.lock` the running service
+`instance.json` the last service                          `policy.toml` the runs that the hospital takes part in
+`ledger.db` how its records were used, and the rest of their budget
+`served.json` the data of the last service                `features/` features from frozen models
+`ledger.key` the secret of the ledger's chain             `ledger.json` where both lie instead, if homes share them
+`validation_only` this hospital evaluates models and trains none
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ SERVED = "served.json"
 VALIDATION_ONLY = "validation_only"
 LOCK_FILE = "serve.lock"
 LEDGER, LEDGER_KEY = "CONSILIUM_SILO_LEDGER", "CONSILIUM_SILO_LEDGER_KEY"
-"""Name the ledger's file and its key's, and win over the home's own file."""
+"""Environment variables for the ledger's file and its key; they override the home's own file."""
 
 
 class ProcessInstance(NamedTuple):
-    """A running service, and the one before it on the same home; empty when there was none."""
+    """A running service, and the previous one on the same home; empty if there was none."""
 
     id: str
     previous: str
 
 
 class Served(NamedTuple):
-    """Data as `silo serve` was told. data_root: where named data sets lie, empty for the default   cwd: its folder."""
+    """The data options of `silo serve`. data_root: of named data sets, empty for the default   cwd: working folder."""
 
     data: str
     data_root: str = ""
@@ -55,13 +55,13 @@ class Home:
 
     @classmethod
     def at(cls, path: Path | None) -> Home:
-        """Return the home at a path, else that which CONSILIUM_SILO_HOME names, else ~/.consilium/silo."""
+        """Return the home at a path, or in CONSILIUM_SILO_HOME, or in ~/.consilium/silo."""
         named = os.environ.get(VARIABLE)
         default = Path(named).expanduser() if named else Path.home() / ".consilium" / "silo"
         return cls(path or default)
 
     def make(self) -> Home:
-        """Create the folder for its owner alone; close it, and databases in it, where others may read them."""
+        """Create the folder for its owner only; tighten it, and databases in it, if others may read them."""
         private_files.private_home(self.path)
         return self
 
@@ -71,22 +71,22 @@ class Home:
 
     @property
     def ledger(self) -> Path:
-        """Name the privacy ledger: by CONSILIUM_SILO_LEDGER, else by the home's ledger.json, else in the home.
+        """The path of the privacy ledger: CONSILIUM_SILO_LEDGER, or the home's ledger.json, or in the home.
 
-        A hospital in several consortia has a home for each, and one ledger for all. Raises StateError (E-BUDGET-11)
-        when ledger.json cannot be read.
+        A hospital in several consortia has a home for each, and one ledger for all. Raises StateError (E-BUDGET-11) if
+        ledger.json cannot be read.
         """
         named = os.environ.get(LEDGER) or self._ledger_location().get("ledger")
         return Path(named).expanduser() if named else self.path / "ledger.db"
 
     @property
     def shares_ledger(self) -> bool:
-        """Tell whether the ledger lies outside of this home, so that other homes may use it as well."""
+        """Tell whether the ledger lies outside of this home, so that other homes may use it too."""
         return self.ledger.absolute().parent != self.path.absolute()
 
     @property
     def ledger_key(self) -> Path:
-        """The ledger's key: by CONSILIUM_SILO_LEDGER_KEY, else by the home's ledger.json, else beside the ledger."""
+        """The path of the ledger's key: CONSILIUM_SILO_LEDGER_KEY, or the home's ledger.json, or beside the ledger."""
         named = os.environ.get(LEDGER_KEY) or self._ledger_location().get("key")
         ledger = self.ledger
         return Path(named).expanduser() if named else ledger.with_name(f"{ledger.stem}.key")
@@ -129,11 +129,11 @@ class Home:
 
     @property
     def validation_only(self) -> bool:
-        """Tell whether this hospital joined to evaluate models and never to train: no message changes that later."""
+        """Tell whether this hospital joined only to evaluate models; no message can change that later."""
         return (self.path / VALIDATION_ONLY).exists()
 
     def join_for(self, validation_only: bool) -> None:
-        """Note what this hospital joined for, where a person of it joins (again)."""
+        """Store what this hospital joined for; a new `silo join` may change it."""
         if validation_only:
             private_files.write_private(self.path / VALIDATION_ONLY, b"")
         else:
@@ -151,7 +151,7 @@ class Home:
         private_files.write_public(self.path / "addresses.json", json.dumps([str(a) for a in addresses]).encode())
 
     def addresses(self) -> tuple[Address, ...]:
-        """Read where the coordinator is; raises StateError (E-STATE-44) before `silo join`."""
+        """Read the coordinator's addresses; raises StateError (E-STATE-44) before `silo join`."""
         path = self.path / "addresses.json"
         try:
             addresses = tuple(Address.parse(text) for text in json.loads(path.read_text()))
@@ -167,7 +167,7 @@ class Home:
         private_files.write_private(self.path / SERVED, json.dumps(served._asdict()).encode())
 
     def served(self) -> Served | None:
-        """Return what the last service here served; None before the first, or where that cannot be read."""
+        """Return what the last service here served; None before the first, or if it cannot be read."""
         try:
             served = Served(**json.loads((self.path / SERVED).read_text()))
         except (OSError, ValueError, TypeError, RecursionError):
@@ -175,7 +175,7 @@ class Home:
         return served if all(isinstance(value, str) for value in served) else None
 
     def begin_instance(self) -> ProcessInstance:
-        """Name the service that starts now, and the last one here, whose place it takes at the coordinator.
+        """Name the starting service, and the previous one here, which it replaces at the coordinator.
 
         Guarantees: a copy of a home, on this machine or another, does not continue the original's instance.
         """
@@ -185,22 +185,22 @@ class Home:
             last = json.loads(path.read_text())
             previous = str(last["id"]) if last["place"] == place else ""
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            previous = ""  # nobody served here before
+            previous = ""  # no service ran here before
         now = ProcessInstance(secrets.token_hex(16), previous)
         private_files.write_public(path, json.dumps({"id": now.id, "place": place}).encode())
         return now
 
     def locked(self) -> private_files.FolderLock:
-        """Keep every other service out of this home; raises StateError (E-STATE-20) when one is running."""
+        """Lock this home against other services; raises StateError (E-STATE-20) if one is running."""
         return private_files.FolderLock(self.path, LOCK_FILE, "another `silo serve`")
 
     def is_locked(self) -> bool:
-        """Tell whether a service, or a command that must be alone, has this home."""
+        """Tell whether a service, or a command that must run alone, has locked this home."""
         return private_files.FolderLock.is_held(self.path, LOCK_FILE)
 
 
 def _machine() -> str:
-    """Return what the operating system calls this machine; empty where it has no name for it, as in a container."""
+    """Return the operating system's id of this machine; empty without one, as in a container."""
     try:
         return Path("/etc/machine-id").read_text().strip()
     except OSError:

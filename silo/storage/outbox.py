@@ -1,4 +1,4 @@
-"""The outbox: a finished update stays whole on disk until its round is closed."""
+"""The outbox: a finished update stays complete on disk until its round is closed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from silo.storage.tasks import Attestation, LocalEvaluation, OutboxEntry
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """The bundle that may leave, the state that stays, and what was measured on the way.
+    """The bundle that may leave, the state that stays, and local measurements.
 
-    server_tracks_state: the method's server keeps a sum of such states: this one counts only if the bundle is included
+    server_tracks_state: the method's server sums such states: this one counts only if the bundle is included
     unprotected: the splits of the data whose records nothing protects in this bundle   fingerprint: of the data.
     """
 
@@ -34,18 +34,18 @@ class TrainingResult:
 
 @dataclass(frozen=True, slots=True)
 class PendingEntry:
-    """A finished update on its way to the disk; its bytes may be sent meanwhile, but not committed before `finish`.
+    """A finished update that is being written; its bytes may be sent already, but not committed before `finish`.
 
-    Guarantees: once `finish` returns, a crash loses nothing; one before leaves no entry, only files to sweep.
+    Guarantees: after `finish` a crash loses nothing; a crash before leaves no entry, only files to sweep.
     """
 
     entry: OutboxEntry
     _entered: Future[None]
 
     def finish(self) -> None:
-        """Wait until the update is on the disk and entered; raises StateError (E-STATE-63) when it takes nothing.
+        """Wait until the update is on the disk and entered; raises StateError (E-STATE-63) if writing fails.
 
-        Trying again is no use here, unlike where it is written.
+        Retrying does not help here, unlike where it is written.
         """
         try:
             self._entered.result()
@@ -55,7 +55,7 @@ class PendingEntry:
 
 @dataclass(frozen=True, slots=True)
 class Outbox:
-    """Finished updates of one silo. Files first, then the one row that makes them count."""
+    """Finished updates of one silo. The files are written first, then the row that makes them count."""
 
     store: SiloStore
     objects: ObjectStore
@@ -71,9 +71,9 @@ class Outbox:
         coordinator: str = "",
         on_entered: Callable[[OutboxEntry], None] = lambda _: None,
     ) -> PendingEntry:
-        """Write bundle and next state; a thread brings them to the disk, enters the update and calls on_entered.
+        """Write bundle and next state; a thread syncs them, enters the update and calls on_entered.
 
-        Guarantees: an update that nothing protects is on the disk's list of those when this returns.
+        Guarantees: an unprotected update is in the list of unprotected updates when this returns.
         """
         staged = None
         if key.kind.trains:
@@ -105,26 +105,26 @@ class Outbox:
         return PendingEntry(entry, entered)
 
     def find(self, key: TaskKey, base_digest: str) -> OutboxEntry | None:
-        """Return the update that was made for this task, in the outbox or (`staged`) not any more."""
+        """Return the update that was made for this task, in the outbox or (`staged`) no longer."""
         entry = self.store.entry(key)
         return entry if entry and entry.base_digest == base_digest else None
 
     def holds(self, entry: OutboxEntry) -> bool:
-        """Tell whether what is still to be sent, and the state that waits with it, are as they were written."""
+        """Tell whether the unsent bundle, and the state that waits with it, are as they were written."""
         if not entry.staged:
-            return False  # a sweep may come at any time
+            return False  # a sweep may delete the file at any time
         if entry.receipt is not None or entry.refused is not None:
             return True
         return all(self.objects.holds(digest) for digest in (entry.object_digest, entry.state_digest) if digest)
 
     def bundle(self, entry: OutboxEntry) -> Path:
-        """Give the file to send; raises StateError (E-STATE-63) when the disk no longer holds what was written."""
+        """Return the file to send; raises StateError (E-STATE-63) if it is no longer as it was written."""
         return self.objects.verified(entry.object_digest)
 
     def state(self, run_id: str, before: int | None = None, at_least: int = -1) -> State | None:
-        """Read the newest committed state of a run, of a round below `before`; None where there is none.
+        """Read the newest committed state of a run from a round below `before`; None if there is none.
 
-        Raises StateError (E-STATE-24) when it is of a round below `at_least`, or damaged.
+        Raises StateError (E-STATE-24) if it is from a round below `at_least`, or damaged.
         """
         committed = self.store.committed(run_id, before)
         last = -1 if committed is None else committed[1]
@@ -137,7 +137,7 @@ class Outbox:
         return codec.read_state(self.objects.path(committed[0]))
 
     def sweep(self) -> int:
-        """Delete the files that nothing refers to any more; call only where nothing is being written."""
+        """Delete unreferenced files; call it only while nothing is being written."""
         return self.objects.sweep(self.store.referenced())
 
 

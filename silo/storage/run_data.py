@@ -1,4 +1,4 @@
-"""Which data each run began with at this hospital, and which records it has been doing without since."""
+"""The data that each run began with at this hospital, and the records that it excludes since."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from silo.storage.schema import run_data
 
 
 class FileRecord(NamedTuple):
-    """A record's file, when a run began. size: in bytes, -1 where it was gone."""
+    """A record's file when a run began. size: in bytes, -1 if it was missing."""
 
     size: int
     digest: str
@@ -24,7 +24,7 @@ class FileRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """The data that a run began with. files: of records in files, by name   broken: records that it does without."""
+    """The data that a run began with. files: of records in files, by name   broken: records that it excludes."""
 
     version: str
     files: Mapping[str, FileRecord] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class RunData:
 
 
 class RunDataStore:
-    """The table of what runs began with, in the silo's database."""
+    """The table of the data of runs, in the silo's database."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -47,14 +47,14 @@ class RunDataStore:
         return RunData(row.fingerprint, files, frozenset(json.loads(row.broken)))
 
     def begin(self, run_id: str, data: RunData) -> None:
-        """Note what a run begins with; what was noted before stays."""
+        """Store the data that a run begins with; an existing entry stays."""
         files = zlib.compress(json.dumps(data.files).encode()) if data.files else None
         row = upsert(run_data).values(run_id=run_id, fingerprint=data.version, files=files)
         with self._database.write() as db:
             db.execute(row.on_conflict_do_nothing())
 
     def leave_out(self, run_id: str, names: Collection[str]) -> int:
-        """Note records that a run does without from now on; return how many these are in all."""
+        """Exclude records from a run from now on; return how many are excluded in total."""
         this = run_data.c.run_id == run_id
         with self._database.write() as db:
             known = json.loads(db.scalar(select(run_data.c.broken).where(this)) or "[]")
@@ -63,7 +63,7 @@ class RunDataStore:
         return len(broken)
 
     def broken(self) -> dict[str, tuple[str, ...]]:
-        """Return what runs do without, by run; those that have all are left out."""
+        """Return the excluded records by run, for runs that have any."""
         with self._database.read() as db:
             rows = db.execute(select(run_data.c.run_id, run_data.c.broken).where(run_data.c.broken != "[]"))
             return {row.run_id: tuple(json.loads(row.broken)) for row in rows}

@@ -1,4 +1,4 @@
-"""The tables of the silo's database. A column's default is what an insert that does not name it writes."""
+"""The tables of the silo's database. A column's default applies when an insert does not name it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from silo.storage.tasks import OutboxEntry, read_attestation
 metadata = MetaData()
 incarnation = incarnation_table(metadata)
 
-runs = Table(  # that this silo took part in
+runs = Table(  # runs that this silo took part in
     "runs",
     metadata,
     Column("run_id", String, primary_key=True),
@@ -28,29 +28,29 @@ runs = Table(  # that this silo took part in
     Column("reason", String, nullable=False, default=""),
     Column("started", Double, nullable=False, default=0.0),
     Column("ended", Double),
-    Column("leaves", String, nullable=False, default=""),  # how many numbers of which part an update has, as JSON
-    Column("privacy", String, nullable=False, default=""),  # what it promises, in words
+    Column("leaves", String, nullable=False, default=""),  # numbers of an update by part, as JSON
+    Column("privacy", String, nullable=False, default=""),  # the run's guarantee, in words
 )
 
-states = Table(  # what the silo keeps between rounds, as of the last committed ones
+states = Table(  # committed silo states
     "states",
     metadata,
     Column("run_id", String, primary_key=True),
     Column("round", Integer, primary_key=True),
     Column("digest", String, nullable=False),
-    Column("coordinator", String, nullable=False, default=""),  # incarnation that closed the round
+    Column("coordinator", String, nullable=False, default=""),  # the incarnation that closed the round
 )
 
-run_data = Table(  # which version of the data a run began with
+run_data = Table(  # the version of the data that a run began with
     "run_data",
     metadata,
     Column("run_id", String, primary_key=True),
     Column("fingerprint", String, nullable=False),
     Column("files", LargeBinary),  # name, bytes and digest of each record in a file, as compressed JSON
-    Column("broken", String, nullable=False, default="[]"),  # names of records that it does without, as JSON
+    Column("broken", String, nullable=False, default="[]"),  # names of excluded records, as JSON
 )
 
-bases = Table(  # models that were broadcast, kept because a task may need them again
+bases = Table(  # broadcast models, kept because a task may need them again
     "bases",
     metadata,
     Column("number", Integer, primary_key=True, autoincrement=True),
@@ -58,7 +58,7 @@ bases = Table(  # models that were broadcast, kept because a task may need them 
     Column("digest", String, nullable=False),
 )
 
-tasks = Table(  # the outbox entry while the round is open, and for ever what came of it
+tasks = Table(  # the outbox entry while the round is open, then for ever its outcome
     "tasks",
     metadata,
     Column("run_id", String, primary_key=True),
@@ -73,14 +73,14 @@ tasks = Table(  # the outbox entry while the round is open, and for ever what ca
     Column("mirrored", Boolean, nullable=False, default=True),
     Column("evaluation", String, nullable=False, default=""),
     Column("staged", Double),
-    Column("receipt", LargeBinary),  # what this row does not say of it
-    Column("signer", Integer),  # of the receipt, one of `signers`; null: the receipt is whole
+    Column("receipt", LargeBinary),  # the rest of the receipt
+    Column("signer", Integer),  # the receipt's signer, in `signers`; null: the receipt is complete
     Column("refused", String),
     Column("closed", Double),
     Column("included", Boolean),
     Column("attested", String, nullable=False, default=""),
-    Column("sealed", LargeBinary),  # what the ledger had spent; null of all but its newest end and of open tasks
-    Column("coordinator", String, nullable=False, default=""),  # incarnation that offered it
+    Column("sealed", LargeBinary),  # the ledger's spending; null except for its newest end and open tasks
+    Column("coordinator", String, nullable=False, default=""),  # the incarnation that offered it
     Index("tasks_sealed", "closed", sqlite_where=text("sealed IS NOT NULL")),
 )
 
@@ -91,18 +91,18 @@ signers = Table(  # certificates that signed receipts
     Column("pem", LargeBinary, nullable=False, unique=True),
 )
 
-unprotected = Table(  # updates with nothing that bounds what they tell of records: noted before a byte leaves, for ever
+unprotected = Table(  # updates without privacy: listed before a byte leaves, for ever
     "unprotected",
     metadata,
     Column("run_id", String, primary_key=True),
     Column("round", Integer, primary_key=True),
     Column("kind", String, primary_key=True),
-    Column("object_digest", String, primary_key=True),  # a task that is done again may send another update
+    Column("object_digest", String, primary_key=True),  # a repeated task may send another update
     Column("fingerprint", String, nullable=False, default=""),  # of the data
-    Column("splits", String),  # whose records, with commas; null: by an earlier version, which may have protected them
+    Column("splits", String),  # splits, with commas; null: unknown, from an earlier version
 )
 
-trainings = Table(  # under way, and those during which the service was killed
+trainings = Table(  # tasks in progress, and those during which the service was killed
     "trainings",
     metadata,
     Column("run_id", String, primary_key=True),
@@ -113,7 +113,7 @@ trainings = Table(  # under way, and those during which the service was killed
     Column("kills", Integer, nullable=False, default=0),
 )
 
-approvals = Table(  # runs that wait for the hospital's decision, or had it
+approvals = Table(  # runs that wait for the hospital's decision, and decided ones
     "approvals",
     metadata,
     Column("run_id", String, primary_key=True),
@@ -136,25 +136,25 @@ contact = Table(  # the last session with the coordinator: one row
     Column("why", String, nullable=False, default=""),
 )
 
-secagg_runs = Table(  # this silo's secrets of runs whose updates are masked; a run stays here when its keys are gone
+secagg_runs = Table(  # this silo's secrets for masked runs; the row stays when the keys are gone
     "secagg_runs",
     metadata,
     Column("run_id", String, primary_key=True),
     Column("state", String, nullable=False),  # keyed, ready or gone
-    Column("terms", String, nullable=False),  # what the manifest says of it, as JSON
+    Column("terms", String, nullable=False),  # the run's terms from its manifest, as JSON
     Column("entry", LargeBinary, nullable=False, default=b""),  # public keys, signed, as they were sent
-    Column("agree", LargeBinary),  # until everybody's keys are here
+    Column("agree", LargeBinary),  # private keys, until all members' keys are here
     Column("sign", LargeBinary),
-    Column("keys_object", String, nullable=False, default=""),  # everybody's keys
+    Column("keys_object", String, nullable=False, default=""),  # all members' keys
     Column("keys_digest", LargeBinary),
     Column("place", Integer),  # of this silo among the members
-    Column("peers", LargeBinary),  # public keys that confirm, one behind the other
-    Column("chains", LargeBinary),  # with every member, one behind the other
-    Column("position", Integer, nullable=False, default=0),  # of the chains: what lies before it is closed
+    Column("peers", LargeBinary),  # public keys for confirmations, concatenated
+    Column("chains", LargeBinary),  # chains with every member, concatenated
+    Column("position", Integer, nullable=False, default=0),  # position in the chains: earlier rounds are closed
     Column("holders", String),  # as `ClassCoverage.facts`, once the census is proved; of 0.1.0 a list of counts
 )
 
-secagg_rounds = Table(  # of open rounds: the one update that was masked, and the one set that was confirmed
+secagg_rounds = Table(  # open rounds: the one masked update and the one confirmed set
     "secagg_rounds",
     metadata,
     Column("run_id", String, primary_key=True),
@@ -163,18 +163,18 @@ secagg_rounds = Table(  # of open rounds: the one update that was masked, and th
     Column("base_digest", LargeBinary, nullable=False),
     Column("object_digest", LargeBinary, nullable=False, default=b""),
     Column("seal_hash", LargeBinary, nullable=False, default=b""),
-    Column("inside", String, nullable=False, default="[]"),  # members of that set, as JSON
+    Column("inside", String, nullable=False, default="[]"),  # members of the set, as JSON
 )
 
-surveys = Table(  # answered without noise, for ever (`silo.admission.survey_history`): a version of the data each
+surveys = Table(  # data versions with answers without noise, kept for ever (`silo.admission.survey_history`)
     "surveys",
     metadata,
     Column("number", Integer, primary_key=True, autoincrement=True),
     Column("run", String, nullable=False, default=""),
     Column("salt", LargeBinary, nullable=False),
-    Column("names", LargeBinary, nullable=False),  # digests of who was in it, of a row of 0.1.0; else empty
+    Column("names", LargeBinary, nullable=False),  # digests of its people, in rows of 0.1.0; otherwise empty
     Column("contents", LargeBinary, nullable=False),
-    Column("questions", String, nullable=False),  # name -> what was answered, as JSON
+    Column("questions", String, nullable=False),  # question -> answer, as JSON
     Column("answered", Double, nullable=False, default=0.0),
 )
 
@@ -184,20 +184,20 @@ survey_people = Table(  # everybody who was ever counted in an answer without no
     Column("number", Integer, primary_key=True),
     Column("keys", LargeBinary, nullable=False),  # digests of names and records
     Column("seen", String, nullable=False),  # versions, as JSON
-    Column("counts", String, nullable=False),  # question -> how, as JSON
+    Column("counts", String, nullable=False),  # question -> how the person was counted, as JSON
 )
 
-answers = Table(  # the models that this hospital answered about, for ever (`silo.admission.memory`)
+answers = Table(  # models that this hospital answered about, kept for ever (`silo.admission.memory`)
     "answers",
     metadata,
     Column("run_id", String, primary_key=True),
     Column("kind", String, primary_key=True),
     Column("round", Integer, primary_key=True),
     Column("base_digest", String, primary_key=True),
-    Column("content", String, nullable=False, default=""),  # digest of its numbers, where this hospital read them
-    Column("inside", String, nullable=False, default=""),  # for whom its sum is opened, as JSON
-    Column("coordinator", String, nullable=False, default=""),  # incarnation that asked
-    Column("counted", Boolean, nullable=False, default=False),  # among the runs of a day that measure models
+    Column("content", String, nullable=False, default=""),  # digest of its numbers, if this hospital read them
+    Column("inside", String, nullable=False, default=""),  # members whose sum is opened, as JSON
+    Column("coordinator", String, nullable=False, default=""),  # the coordinator's incarnation
+    Column("counted", Boolean, nullable=False, default=False),  # counts in the day's limit of runs that measure models
     Column("at", Double, nullable=False, default=0.0),
 )
 
@@ -222,7 +222,7 @@ _REQUESTS_AND_WHAT_LEAVES = """
 ALTER TABLE approvals ADD COLUMN request VARCHAR NOT NULL DEFAULT '';
 ALTER TABLE runs ADD COLUMN leaves VARCHAR NOT NULL DEFAULT '';
 """
-# Every update that was made before is taken over: whether anything protected it, the ledger says.
+# Take over every earlier update: the ledger shows whether it was protected.
 _UNPROTECTED_AND_TRAININGS = """
 ALTER TABLE runs ADD COLUMN privacy VARCHAR NOT NULL DEFAULT '';
 CREATE TABLE unprotected (
@@ -263,7 +263,7 @@ CREATE TABLE answers (
     content VARCHAR NOT NULL, inside VARCHAR NOT NULL, coordinator VARCHAR NOT NULL, counted BOOLEAN NOT NULL,
     at DOUBLE NOT NULL, PRIMARY KEY (run_id, kind, round, base_digest));
 """
-# Of each life of the ledger its newest end says what was spent until then.
+# In each life of the ledger, its newest end states the spending so far.
 DROP_SEALED = """
 UPDATE tasks SET sealed = NULL
 WHERE sealed IS NOT NULL AND closed IS NOT NULL AND receipt IS NOT NULL AND rowid NOT IN (SELECT rowid FROM (
@@ -284,9 +284,9 @@ SIGNER = "INSERT INTO signers (pem) VALUES (?) ON CONFLICT (pem) DO UPDATE SET p
 
 
 def _parts_of_receipts(db: sqlite3.Connection) -> None:
-    """Keep of a receipt what its row does not say, certificates once, and what is sealed where it is read again."""
+    """Keep only the part of a receipt that its row lacks, certificates once, and the sealed figures that are used."""
     if not db.execute("SELECT name FROM sqlite_master WHERE name = 'tasks'").fetchone():
-        return  # refused, as another file
+        return  # refused later, like any other file
     sql(_PARTS_OF_RECEIPTS)(db)
     for run_id, round, kind, *facts, attested, receipt, row in db.execute(_WITH_ATTESTATIONS).fetchall():
         stated, pem = read_attestation(attested), b""
@@ -300,7 +300,7 @@ def _parts_of_receipts(db: sqlite3.Connection) -> None:
 
 
 MIGRATIONS: tuple[Step, ...] = (
-    # States are told apart: what was staged before is discarded unless it is included.
+    # Earlier staged states are discarded unless their update is included.
     sql("ALTER TABLE tasks ADD COLUMN mirrored BOOLEAN NOT NULL DEFAULT 1;"),
     sql(_ATTESTED_AND_APPROVALS),
     sql(FIRST_TABLE + _STATES),

@@ -1,11 +1,11 @@
-"""What a silo keeps of runs whose updates are masked: its keys until the run ends, and of each open round what it did.
+"""A silo's data of masked runs: its keys until the run ends, and the update and set of each open round.
 
-A run goes from `keyed` (private keys are here, the public ones may be sent) to `ready` (chains with every member, the
-key to agree is gone) to `gone`; a round is masked once, and confirmed once. Every method is one transaction, on the
-disk when it returns; what changes with a task's own row is called inside that transaction.
+A run goes from `keyed` (private keys exist, the public ones may be sent) to `ready` (chains with every member, the key
+agreement's key is deleted) to `gone`; a round is masked once and confirmed once. Every method is one transaction, on
+the disk when it returns; what belongs to a task's row is called inside that row's transaction.
 
-Guarantees: keys that are replaced or deleted are overwritten in the database's file as well (SQLite's secure_delete),
-and its log is emptied: at once, or, where a reader was in the way, the next time.
+Guarantees: keys that are replaced or deleted are overwritten in the database's file too (SQLite's secure_delete), and
+the write-ahead log is emptied: at once or, if a reader blocked it, the next time.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ KEYED, READY, GONE = "keyed", "ready", "gone"
 
 @dataclass(frozen=True, slots=True)
 class MaskedRun:
-    """What a manifest says of a masked run, kept beside its keys. manifest_digest: hex.
+    """The terms of a masked run from its manifest, stored beside its keys. manifest_digest: hex.
 
-    seed, cohort: what the members of a round follow from.
+    seed, cohort: determine the members of a round.
     """
 
     run_id: str
@@ -73,7 +73,7 @@ class MaskedRun:
 
 @dataclass(frozen=True, slots=True)
 class KnownRun:
-    """A masked run with its keys. keys_object: the digest of the object that had everybody's."""
+    """A masked run with its keys. keys_object: digest of the object that contained all members' keys."""
 
     terms: MaskedRun
     keys: RunKeys
@@ -87,7 +87,7 @@ class SecaggKeyStore:
         self._database = database
 
     def state(self, run_id: str) -> str:
-        """Return `keyed`, `ready` or `gone`; empty of a run that never had keys here."""
+        """Return `keyed`, `ready` or `gone`; empty for a run that never had keys here."""
         with self._database.read() as db:
             row = _run(db, run_id)
             return "" if row is None else str(row.state)
@@ -97,9 +97,9 @@ class SecaggKeyStore:
             return {row.run_id: MaskedRun.from_json(row.terms) for row in db.execute(select(secagg_runs))}
 
     def entry(self, run: MaskedRun, make: Callable[[], tuple[OwnKeys, bytes]]) -> bytes:
-        """Return the public keys of a run as they were sent, of new ones that `make` makes where there are none.
+        """Return the public keys of a run as they were sent; `make` creates them at the first call.
 
-        Raises SecaggError (E-RUN-50) where the keys are gone. Guarantees: private keys are on the disk on return.
+        Raises SecaggError (E-RUN-50) if the keys are gone. Guarantees: private keys are on the disk on return.
         """
         with self._database.write() as db:
             row = _run(db, run.run_id)
@@ -121,7 +121,7 @@ class SecaggKeyStore:
         return OwnKeys(bytes(row.agree), bytes(row.sign))
 
     def agree(self, run_id: str, keys_object: str, keys: RunKeys) -> None:
-        """Put the keys with every member in the place of those that were made; raises SecaggError (E-RUN-50)."""
+        """Replace the private keys with the keys shared with each member; raises SecaggError (E-RUN-50)."""
         values = {
             "state": READY,
             "agree": None,
@@ -141,7 +141,7 @@ class SecaggKeyStore:
         self._database.checkpoint(whole=True)
 
     def known(self, run_id: str) -> KnownRun:
-        """Return a run with its keys; raises SecaggError (E-RUN-50) where there are none yet, or none any more."""
+        """Return a run with its keys; raises SecaggError (E-RUN-50) if there are none yet or no longer."""
         with self._database.read() as db:
             row = _run(db, run_id)
         if row is not None and row.state == KEYED:
@@ -154,9 +154,9 @@ class SecaggKeyStore:
         return KnownRun(MaskedRun.from_json(row.terms), _keys(row), row.keys_object)
 
     def coverages(self, run_id: str | None = None) -> dict[str, ClassCoverage]:
-        """Return at how many hospitals each class is trained, by run: of one run or of all whose census was proved.
+        """Return at how many hospitals each class is trained, by run: of one run, or of all with a proved census.
 
-        0.1.0 kept the counts alone: its runs have no names of classes.
+        0.1.0 stored only the counts: its runs have no names of classes.
         """
         wanted = select(secagg_runs.c.run_id, secagg_runs.c.holders).where(secagg_runs.c.holders.is_not(None))
         if run_id is not None:
@@ -178,9 +178,9 @@ class SecaggKeyStore:
             return _round(db, key)
 
     def confirm(self, key: TaskKey, before: MaskedTaskRow | None, row: MaskedTaskRow) -> None:
-        """Note the one set of a round.
+        """Store the one set of a round.
 
-        Raises SecaggError (E-RUN-50) where the row is another one than `before` by now, or the round was closed, and as
+        Raises SecaggError (E-RUN-50) if the row is no longer `before`, or the round was closed, and as
         `keep_to_one_set`.
         """
         with self._database.write() as db:
@@ -191,7 +191,7 @@ class SecaggKeyStore:
             _put_round(db, key, row)
 
     def begin_round(self, key: TaskKey) -> None:
-        """Note that a task of a round was offered, and with it that the rounds before are over."""
+        """Record that a task of a round was offered, which means that earlier rounds are over."""
         with self._database.read() as db:
             row = _run(db, key.run_id)
             if row is None or row.state != READY or row.position >= _position(key):
@@ -201,7 +201,7 @@ class SecaggKeyStore:
         self._database.checkpoint(whole=True)
 
     def forget(self) -> list[str]:
-        """Delete the keys of all runs, in a home that was put back: what was confirmed since is not known."""
+        """Delete the keys of all runs, in a restored home: it does not know what was confirmed since the copy."""
         with self._database.write() as db:
             lost = list(db.scalars(select(secagg_runs.c.run_id).where(secagg_runs.c.state != GONE)))
             for run_id in lost:
@@ -214,10 +214,10 @@ class SecaggKeyStore:
 
 
 def enter_update(db: Connection, entry: OutboxEntry) -> None:
-    """Note the one update of a task, with its entry in the outbox; of a run without masks nothing.
+    """Record the one update of a task, together with its entry in the outbox; does nothing in a run without masks.
 
-    Raises SecaggError: E-RUN-49 where there is one, E-RUN-50 where the set is confirmed, the round closed or the run's
-    keys are gone.
+    Raises SecaggError: E-RUN-49 if there is one, E-RUN-50 if the set is confirmed, the round closed or the run's keys
+    are gone.
     """
     run = _run(db, entry.key.run_id)
     if run is None:
@@ -236,12 +236,12 @@ def enter_update(db: Connection, entry: OutboxEntry) -> None:
 
 
 def leave_round(db: Connection, key: TaskKey) -> bool:
-    """Step the chains past a closed round, and delete what is kept of it; return whether there were any."""
+    """Step the chains past a closed round, and delete the round's data; return whether there were any."""
     return _step(db, key.run_id, _position(key) + 1)
 
 
 def end_run(db: Connection, run_id: str) -> bool:
-    """Delete the keys of a run and what is kept of its rounds; that it is one of masks stays known, and is returned."""
+    """Delete the keys of a run and the data of its rounds; return whether it was a masked run, which stays recorded."""
     _overwrite_deleted(db)
     secrets = dict.fromkeys(("agree", "sign", "keys_digest", "peers", "chains"))
     mine = secagg_runs.c.run_id == run_id
@@ -259,7 +259,7 @@ def _step(db: Connection, run_id: str, position: int) -> bool:
     if row is None or row.state != READY:
         return False
     terms, keys = MaskedRun.from_json(row.terms), _keys(row)
-    if not keys.position < position <= terms.rounds + 2:  # a round that the run does not have closes nothing
+    if not keys.position < position <= terms.rounds + 2:  # a round outside of the run closes nothing
         return False
     _overwrite_deleted(db)
     stepped = {"chains": b"".join(keys.at(position).chains), "position": position}
@@ -274,7 +274,7 @@ def _overwrite_deleted(db: Connection) -> None:
 
 
 def _position(key: TaskKey) -> int:
-    """Return where in the chains a task's keys are, as `Round.position`."""
+    """Return the position of a task's keys in the chains, as `Round.position`."""
     return 0 if key.kind.census else key.round + 1
 
 

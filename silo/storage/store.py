@@ -1,4 +1,4 @@
-"""What a silo remembers between restarts. Every method is one transaction, on the disk when it returns.
+"""The silo's database. Every method is one transaction, on the disk when it returns.
 
 A task has three idempotent transitions: `stage` (the update and the next state are on disk), `deliver` (the signed
 receipt is here), `close` (the state is committed or discarded, the outbox entry is gone).
@@ -70,23 +70,23 @@ from silo.storage.tasks import (
 )
 
 ASKED = "asked"
-"""The state of a run that asked whether this silo is ready, and has offered it no task yet."""
+"""The state of a run that asked whether this silo is ready, and has offered no task yet."""
 ENDED_RUNS = 3
 BASES_PER_RUN = 2
 MAX_UNTRAINED = 20
-"""Runs that asked and of which nothing was ever trained here: of more, those that asked first lapse."""
+"""Runs that asked without ever training here; beyond this number the oldest are dropped."""
 MAX_CLOSED = 50
-"""Rounds of a run, closed without a task of this silo, that are remembered."""
+"""Closed rounds without a task of this silo that are remembered per run."""
 KEPT_STATES = 2
-"""Committed states of a run: so far may a restored coordinator lie back."""
+"""Committed states kept per run: a restored coordinator may be this many rounds behind."""
 _PLACE: ColumnElement[int] = literal_column("rowid")
-"""Of a row, in the order in which rows came, whatever a clock said."""
+"""Orders rows by insertion, independent of clocks."""
 _IS_OPEN = and_(tasks.c.closed.is_(None), tasks.c.staged.is_not(None))
 
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """The last session: whom, with which software, from when to when (Unix seconds; None: never, or still)."""
+    """The last session: with whom, their software, start and end (Unix seconds; None: never, or still open)."""
 
     address: str
     software: str
@@ -97,7 +97,7 @@ class Contact:
 
 @dataclass(frozen=True, slots=True)
 class TaskRecord:
-    """What came of a task, for people. size: of its update, in bytes."""
+    """The outcome of a task, for display. size: of its update, in bytes."""
 
     key: TaskKey
     evaluation: LocalEvaluation | None
@@ -110,9 +110,9 @@ class TaskRecord:
 
 @dataclass(frozen=True, slots=True)
 class JoinedRun:
-    """A run as this silo saw it. leaves: how many numbers of which part an update has, as JSON; empty: not noted.
+    """A run as this silo saw it. leaves: numbers of an update by part, as JSON; empty if not recorded.
 
-    privacy: what the run promises, in words; empty: not noted.
+    privacy: the run's guarantee, in words; empty if not recorded.
     """
 
     run_id: str
@@ -126,7 +126,7 @@ class JoinedRun:
 
 
 class SiloStore:
-    """The silo's database, usable from every thread, and read by `silo status` while a service runs."""
+    """The silo's database, usable from every thread, and readable by `silo status` while a service runs."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class SiloStore:
         accept_loss: bool = False,
         rehearsal: bool = False,
     ) -> None:
-        """Open the database of a home; as `Database`. accept_loss: go on with an older or new one."""
+        """Open a home's database, as `Database`. accept_loss: continue with an older or new one."""
         self.database = Database(
             path,
             metadata,
@@ -164,9 +164,9 @@ class SiloStore:
         leaves: str = "",
         privacy: str = "",
     ) -> int:
-        """Remember a run, running again if it had ended, and its newest two bases; return how many others lapsed.
+        """Record a run as running, with its two newest bases; return how many other runs were dropped.
 
-        One without a base has only been asked for so far.
+        A run without a base has only asked so far.
         """
         newest = select(bases).where(bases.c.run_id == run_id).order_by(bases.c.number.desc())
         with self.database.write() as db:
@@ -187,7 +187,7 @@ class SiloStore:
             return db.scalar(select(runs.c.manifest_digest).where(runs.c.run_id == run_id)) or None
 
     def committed(self, run_id: str, before: int | None = None) -> tuple[str, int] | None:
-        """Return the digest of a run's newest silo state and the round it is from; None before the first commit.
+        """Return the digest and round of a run's newest silo state; None before the first commit.
 
         before: only states of earlier rounds than this.
         """
@@ -199,17 +199,17 @@ class SiloStore:
             return None if row is None else (row.digest, row.round)
 
     def end_run(self, run_id: str, state: str, reason: str) -> bool:
-        """Note a run's end, and return whether the run is known here.
+        """Record a run's end, and return whether the run is known here.
 
-        An aborted or failed run takes its open tasks with it, unincluded. Guarantees: no key of a masked run stays.
+        An aborted or failed run ends its open tasks, not included. Guarantees: no key of a masked run stays.
         """
         with self.database.write() as db:
             now = self._clock()
             ended = {"state": state, "reason": reason, "ended": func.coalesce(runs.c.ended, now)}
-            # There is none of a run of others, or of one that ended before this silo had a task in it.
+            # No row: a run of other silos, or one that ended before this silo had a task in it.
             known = db.execute(update(runs).where(runs.c.run_id == run_id).values(ended)).rowcount > 0
             db.execute(delete(trainings).where(trainings.c.run_id == run_id))
-            if state != "finished":  # a finished run has closed all its rounds, and says so for each
+            if state != "finished":  # a finished run has announced the close of each round
                 still_open = update(tasks).where(_IS_OPEN, tasks.c.run_id == run_id)
                 db.execute(still_open.values(closed=now, included=False))
             db.execute(forget_undecided(run_id))
@@ -221,7 +221,7 @@ class SiloStore:
     # ---- tasks -------------------------------------------------------------------------------------------------
 
     def stage(self, entry: OutboxEntry, evaluation: LocalEvaluation) -> None:
-        """Enter a finished update; of a masked run raises as `secagg_keys.enter_update`, and nothing is entered."""
+        """Enter a finished update; for a masked run raises as `secagg_keys.enter_update`, and nothing is entered."""
         values = {
             "manifest_digest": entry.manifest_digest,
             "base_digest": entry.base_digest,
@@ -244,7 +244,7 @@ class SiloStore:
             db.exec_driver_sql(DROP_SEALED)
 
     def note_unprotected(self, key: TaskKey, object_digest: str, fingerprint: str, splits: Iterable[str]) -> None:
-        """List an update that nothing protects; the same one is listed once."""
+        """Add an update to the list of unprotected ones; repeated calls add it once."""
         values = {"fingerprint": fingerprint, "splits": ",".join(splits)}
         with self.database.write() as db:
             _put(db, unprotected, {**_primary(key), "object_digest": object_digest}, values)
@@ -259,7 +259,7 @@ class SiloStore:
             ]
 
     def begin_training(self, key: TaskKey, attempt: int) -> None:
-        """Note that a task is being worked on; `attempt`: how often the lead had resumed the run."""
+        """Record that a task is in progress; `attempt`: how often the lead had resumed the run."""
         values = {"attempt": attempt, "under_way": True}
         begun = upsert(trainings).values(**_primary(key), **values)
         forgiven = {"kills": case((trainings.c.attempt < attempt, 0), else_=trainings.c.kills)}
@@ -267,7 +267,7 @@ class SiloStore:
             db.execute(begun.on_conflict_do_update(index_elements=["run_id", "round", "kind"], set_=values | forgiven))
 
     def end_trainings(self) -> None:
-        """Note that nothing is being worked on any more: it is done, it failed, or the service was told to stop."""
+        """Record that no task is in progress: done, failed, or the service was stopped."""
         with self.database.read() as db:
             if db.execute(select(trainings).where(trainings.c.under_way)).first() is None:
                 return
@@ -276,7 +276,7 @@ class SiloStore:
             db.execute(update(trainings).where(trainings.c.under_way).values(under_way=False))
 
     def count_kills(self) -> list[tuple[TaskKey, int]]:
-        """Count what was under way when the service before this one ended; return these tasks and their kills."""
+        """Count the tasks in progress when the previous service ended; return them with their kills."""
         interrupted = trainings.c.under_way
         with self.database.write() as db:
             killed = db.execute(select(trainings).where(interrupted)).all()
@@ -285,15 +285,16 @@ class SiloStore:
         return [(_key(row), row.kills + 1) for row in killed]
 
     def kills(self, run_id: str, attempt: int = 0) -> int:
-        """Return how often the service was killed while it worked on one task of a run, since it was last resumed."""
+        """Return how often the service was killed during one task of a run, since the run was last resumed."""
         mine = trainings.c.run_id == run_id, trainings.c.attempt >= attempt
         with self.database.read() as db:
             return db.scalar(select(func.max(trainings.c.kills)).where(*mine)) or 0
 
     def deliver(self, key: TaskKey, receipt: bytes) -> None:
-        """Note the receipt of an update, and take one of a round that was opened again back into the outbox.
+        """Store the receipt of an update; if its round was reopened, the update returns to the outbox.
 
-        What the task's row says of it is kept once, and so is its signer's certificate; `receipts` returns it whole.
+        The parts that are also in the task's row are stored once, and so is its signer's certificate; `receipts`
+        rebuilds it.
         """
         with self.database.write() as db:
             if (row := _task(db, key)) is None:
@@ -305,18 +306,18 @@ class SiloStore:
             db.execute(update(tasks).where(*_this(key)).values(values))
 
     def refuse(self, key: TaskKey, why: str) -> None:
-        """Note that the coordinator will not take this update: it is not sent again, and waits for the close."""
+        """Record that the coordinator refused this update: it is not sent again, and waits for the close."""
         with self.database.write() as db:
             _put(db, tasks, _primary(key), {"refused": why})
 
     def close(self, key: TaskKey, included: bool) -> bool:
-        """Commit or discard what was staged; return False when the round was closed before.
+        """Commit or discard what was staged; return False if the round was closed before.
 
-        A state that the server sums is discarded unless its bundle was included; any other is kept. An update that was
-        refused is not the one that was included, and one that is not in the outbox is none: neither commits a state.
-        Guarantees: a close seen twice changes nothing; a state never replaces that of a later round, unless a
-        coordinator that was restored since closes the earlier one. The newest `KEPT_STATES` stay. Of a run that is not
-        known nothing is written. No key of a closed round of a masked run stays.
+        A state that the server sums is discarded unless its bundle was included; any other is kept. A refused update
+        cannot be the included one, and an update outside of the outbox counts as none: neither commits a state.
+        Guarantees: a repeated close changes nothing; a state never replaces that of a later round, unless a coordinator
+        that was restored since closes the earlier one. The newest `KEPT_STATES` stay. Nothing is written about an
+        unknown run. No key of a closed round of a masked run stays.
         """
         with self.database.write() as db:
             masked = secagg_keys.leave_round(db, key)
@@ -338,7 +339,7 @@ class SiloStore:
         return True
 
     def entry(self, key: TaskKey) -> OutboxEntry | None:
-        """Return the update that was made for a task whose round is open here, in the outbox or not."""
+        """Return the update of a task whose round is open here, in the outbox or not."""
         with self.database.read() as db:
             row = _task(db, key)
             return _entry(row) if row and row.closed is None and row.contribution_id else None
@@ -353,11 +354,11 @@ class SiloStore:
         return row is not None and row.closed is not None
 
     def reopen(self, key: TaskKey, coordinator: str) -> bool:
-        """Open a round again that another incarnation of the coordinator closed; return whether it was one.
+        """Reopen a round that another incarnation of the coordinator closed; return whether there was one.
 
-        The update that was made is in the outbox no more, unless `deliver` brings a receipt for it.
-        What was committed since stays, so that the coordinator may be restored once more from something newer.
-        A round of a masked run stays closed: its keys are gone.
+        Its update leaves the outbox, unless `deliver` brings a receipt for it. States that were committed since stay,
+        since the coordinator may be restored again from a newer backup. A round of a masked run stays closed: its keys
+        are gone.
         """
         with self.database.write() as db:
             row = _task(db, key)
@@ -369,7 +370,7 @@ class SiloStore:
             return True
 
     def adopt(self, entry: OutboxEntry, coordinator: str) -> OutboxEntry:
-        """Keep an update for another incarnation of the coordinator: what the earlier one said of it is void."""
+        """Keep an update for another incarnation of the coordinator; the earlier one's receipt and refusal are void."""
         with self.database.write() as db:
             _put(db, tasks, _primary(entry.key), {"refused": None, "receipt": None, "coordinator": coordinator})
         return replace(entry, refused=None, receipt=None, coordinator=coordinator)
@@ -380,7 +381,7 @@ class SiloStore:
             return [_entry(row) for row in db.execute(select(tasks).where(*lost))]
 
     def attested(self) -> list[Attestation]:
-        """Return all that went with updates of this silo, the furthest end of the ledger first."""
+        """Return all attestations of this silo's updates, the furthest end of the ledger first."""
         with self.database.read() as db:
             rows = db.execute(select(tasks.c.attested, tasks.c.sealed).where(tasks.c.attested != ""))
             return sorted((read_attestation(*row) for row in rows), key=ledger_position, reverse=True)
@@ -449,7 +450,7 @@ class SiloStore:
             ]
 
     def receipts(self) -> list[bytes]:
-        """Return all receipts, each as it was signed."""
+        """Return all receipts, byte for byte as they were signed."""
         with self.database.read() as db:
             certificates = {row.number: row.pem for row in db.execute(select(signers))}
             return [
@@ -461,7 +462,7 @@ class SiloStore:
 
 
 def _drop_lapsed(db: Connection, but: str) -> int:
-    """Drop the runs of which nothing was ever trained here beyond the newest `MAX_UNTRAINED`; return how many."""
+    """Drop the oldest runs without training beyond `MAX_UNTRAINED`; return how many."""
     trained = select(tasks.c.run_id).where(tasks.c.contribution_id != "")
     untrained = select(runs.c.run_id).where(runs.c.run_id.not_in(trained), runs.c.run_id != but)
     lapsed = list(db.scalars(untrained.order_by(_PLACE.desc()).offset(MAX_UNTRAINED - 1)))
@@ -486,7 +487,7 @@ def _commits(row: Row[Any], included: bool) -> bool:
 
 
 def _commit_state(db: Connection, key: TaskKey, digest: str, coordinator: str) -> None:
-    """Take a state over. Those of this round and of later ones that another incarnation closed are void with it."""
+    """Commit a state. States of this and later rounds that another incarnation closed become void."""
     mine = states.c.run_id == key.run_id
     db.execute(delete(states).where(mine, states.c.round >= key.round, states.c.coordinator != coordinator))
     _put(db, states, {"run_id": key.run_id, "round": key.round}, {"digest": digest, "coordinator": coordinator})
@@ -542,7 +543,7 @@ def _record(row: Row[tuple[object, ...]]) -> TaskRecord:
 
 
 def _evaluation(raw: Mapping[str, Any]) -> LocalEvaluation:
-    """Read an evaluation. The first ones of 0.1.0 say nothing of noise: what is no count had some."""
+    """Read an evaluation. The first ones of 0.1.0 lack the noise: numbers that are no counts had some."""
     counts = all(float(value).is_integer() for value in (*raw["correct"], *raw["examples"]))
     noise = raw.get("noise", None if counts else {"std": math.inf})
     clinical = raw.get("clinical")

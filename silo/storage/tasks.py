@@ -1,4 +1,4 @@
-"""What a silo keeps of a finished task, and what it states with it."""
+"""What a silo stores about a finished task, and the attestation that it sends with it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from protos.wire.tasks import TaskKey
 
 @dataclass(frozen=True, slots=True)
 class LocalEvaluation:
-    """What this silo measured of the model it received, per class; stays here.
+    """A silo's measurement of the model that it received, per class; stays here.
 
-    noise: None where it counts exactly   clinical: in runs that measure it, sent or not.
+    noise: None if it counts exactly   clinical: in runs that measure it, sent or not.
     """
 
     classes: tuple[str, ...]
@@ -29,7 +29,7 @@ class LocalEvaluation:
 class Attestation(NamedTuple):
     """What this hospital states with an update: SHA-256 of its policy, and the end of its ledger; empty without.
 
-    sealed: what the ledger has spent, hex, for the hospital alone to read   restored: how often it was restored.
+    sealed: the ledger's spending, hex, encrypted for this hospital   restored: how often the ledger was restored.
     """
 
     policy: str = ""
@@ -40,7 +40,7 @@ class Attestation(NamedTuple):
 
     @property
     def signed(self) -> Attestation:
-        """The attestation as a receipt repeats and signs it: without what is sealed."""
+        """The attestation that a receipt repeats and signs: without the sealed part."""
         return self._replace(sealed="")
 
     def message(self) -> pb.Attestation:
@@ -64,7 +64,7 @@ class Attestation(NamedTuple):
 
 
 def ledger_position(attested: Attestation) -> tuple[int, int]:
-    """Return what orders ends of a ledger in time: after a restoration the numbers of events begin lower again."""
+    """Return a key that orders ends of a ledger in time: after a restoration, numbers of events start lower again."""
     return attested.restored, attested.seq
 
 
@@ -72,15 +72,15 @@ NO_ATTESTATION = Attestation()
 
 
 def read_attestation(text: str, sealed: bytes | None = None) -> Attestation:
-    """Read an attestation as a row has it."""
+    """Read an attestation from a row."""
     attestation = Attestation(*json.loads(text)) if text else NO_ATTESTATION
     return attestation if sealed is None else attestation._replace(sealed=sealed.hex())
 
 
 class UnprotectedUpdate(NamedTuple):
-    """An update with nothing that bounds what it tells. fingerprint: of the data that it was made of, where known.
+    """An update without any bound on what it reveals. fingerprint: of its data, if known.
 
-    splits: whose records it tells of; None: an earlier version made it, which noted neither that nor whether it is one.
+    splits: whose records it reveals; None: made by an earlier version, which recorded neither this nor its privacy.
     """
 
     run_id: str
@@ -92,10 +92,10 @@ class UnprotectedUpdate(NamedTuple):
 class OutboxEntry:
     """A finished task whose round is not known to be closed.
 
-    state_digest: None for an evaluation   receipt: signed, once it is here   refused: why the coordinator will never
-    take the bundle   mirrored: the state counts only if the bundle is included   coordinator: the incarnation that
-    offered the task   staged: it is in the outbox; not so where a round was opened again for another incarnation,
-    which has shown no receipt for it yet.
+    state_digest: None for an evaluation   receipt: signed; empty before it arrives   refused: why the coordinator
+    will never accept the bundle   mirrored: the state counts only if the bundle is included   coordinator: the
+    incarnation that offered the task   staged: it is in the outbox; False if its round was reopened for another
+    incarnation, which has shown no receipt for it yet.
     """
 
     key: TaskKey
@@ -113,7 +113,7 @@ class OutboxEntry:
     staged: bool = True
 
     def facts(self) -> dict[str, Any]:
-        """Return what an upload and its receipt say of the update, as their messages name it."""
+        """Return the update's description in upload messages and receipts, by field name."""
         return {
             "contribution_id": self.contribution_id,
             "run_id": self.key.run_id,
@@ -125,5 +125,5 @@ class OutboxEntry:
         }
 
     def signed_facts(self) -> pb.Receipt:
-        """Return what this entry says of its receipt."""
+        """Return the receipt fields that this entry determines."""
         return pb.Receipt(**self.facts(), attestation=self.attested.signed.message() if any(self.attested) else None)

@@ -1,1 +1,1 @@
-"""A task at the hospital, once `silo.admission` has admitted it: `trainer` prepares a run once and does its rounds."""
+"""A task at the hospital after `silo.admission` admitted it: `trainer` prepares a run once and does its rounds."""

@@ -1,9 +1,9 @@
-"""The hospital's data in its service: what is loaded, which version of it, and what became of that during a run.
+"""The hospital's data in its service: loading them, identifying their version, and noticing changes during a run.
 
-A run keeps the data that it began with. A record is broken when its source lists it and its file cannot be read or
-decoded: of a run that began with it whole, that is no other version, and the run goes on without it, for good, also
-where the file is whole again. Any other difference is one (E-DATA-10): records that were added, removed, relabelled,
-moved to the other split, or hold another image.
+A run keeps the data that it began with. A record is broken if its source lists it and its file cannot be read or
+decoded. A record that breaks during a run does not change the version: the run continues without it for good, even if
+the file is repaired. Any other difference is a change of the data (E-DATA-10): records that were added, removed,
+relabelled, moved to the other split, or have another image.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from silo.storage.run_data import FileRecord, RunData
 
 
 class DataSource:
-    """The hospital's data, as each run wants it: its label space, image size and window.
+    """The hospital's data, prepared for each run: its label space, image size and window.
 
     loader: of its images   holds: the classes that the operator declares.
     """
@@ -42,7 +42,7 @@ class DataSource:
         loader: ImageLoader | None = None,
         holds: tuple[str, ...] = (),
     ) -> None:
-        self.reference = datasets.parse(loading.load_of_reference(reference))  # the hospital's own words
+        self.reference = datasets.parse(loading.load_of_reference(reference))  # the hospital's own label dictionary
         self._data_root = data_root
         self._nominal_size = nominal_size
         self.typed = nominal_size is not None
@@ -53,13 +53,13 @@ class DataSource:
         self._as_registered: Callable[[SiloDataset], SiloDataset] = lambda dataset: dataset
 
     def follow_ledger(self, as_registered: Callable[[SiloDataset], SiloDataset]) -> None:
-        """Read data as the ledger knows them, which may be by the rule of an earlier version."""
+        """Identify data as the ledger does, which may use the rule of an earlier version."""
         self._as_registered = as_registered
         if self._last is not None:
             self._last, self._version = (self._last[0], as_registered(self._last[1])), ""
 
     def load(self, request: DataRequest = datasets.ANY) -> SiloDataset:
-        """Load, or give again what was loaded last; raises ConfigError or DataError as `fl_core.datasets.load`."""
+        """Load data, or return the last ones again; raises ConfigError or DataError as `fl_core.datasets.load`."""
         if self._last is None or self._last[0] != request:
             loaded = datasets.load(str(self.reference), request, data_root=self._data_root, loader=self._loader)
             self._last, self._version = (request, self._as_registered(loaded)), ""
@@ -69,7 +69,7 @@ class DataSource:
 
     @property
     def declared_classes(self) -> tuple[str, ...]:
-        """Return the classes that are declared of these data; none of folders and lists, where records decide."""
+        """Return the declared classes of these data; none for folders and lists, whose records decide."""
         if self._holds or self.reference.source in ("folder", "manifest"):
             return self._holds
         if not self._published:
@@ -77,9 +77,9 @@ class DataSource:
         return self._published
 
     def version(self) -> str:
-        """Say which data were loaded last: their fingerprint, and where they lie in files a digest of what those hold.
+        """Return the version of the last loaded data: their fingerprint, and for files a digest of the contents.
 
-        A file that cannot be read holds nothing.
+        A file that cannot be read counts as empty.
         """
         assert self._last is not None
         if not self._version:
@@ -91,7 +91,7 @@ class DataSource:
         return _version(fingerprint, self._contents.digests(paths)) if paths else fingerprint
 
     def run_data(self) -> RunData:
-        """Describe what was loaded last, for a run that begins with it."""
+        """Describe the last loaded data, for a run that begins with them."""
         version = self.version()
         assert self._last is not None
         loaded = self._last[1]
@@ -102,10 +102,10 @@ class DataSource:
         return RunData(version, files)
 
     def as_begun(self, began: RunData | None) -> tuple[SiloDataset, str]:
-        """Return what was loaded last and its version: those that a run began with, where files broke at most.
+        """Return the last loaded data and their version, with only the broken records that the run may have.
 
-        Of such a run the broken ones are listed as they were, so that the version stays, and so does what the ledger
-        knows the data by. Where anything else differs from what it began with, it is another version.
+        The run's broken records are listed unchanged, so that the version, and the ledger's identification of the data,
+        stay. Any other difference gives another version.
         """
         version = self.version()
         assert self._last is not None
@@ -127,9 +127,9 @@ class DataSource:
         return replace(loaded, fingerprint=fingerprint, records=tuple(records)), began.version
 
     def refresh(self) -> bool:
-        """Forget what was loaded where its files are others by now; return whether they are."""
+        """Forget loaded data whose files have changed; return whether they have."""
         if self._last is None or not hasattr(self._last[1].train, "paths"):
-            return False  # what is in memory cannot change
+            return False  # data in memory cannot change
         request, loaded = self._last
         now = datasets.check(str(self.reference), request, data_root=self._data_root)
         if now.fingerprint == loaded.fingerprint and self.version() == self._version_of(now.fingerprint, loaded):
@@ -140,7 +140,7 @@ class DataSource:
         return True
 
     def cache_text(self) -> str:
-        """Say where decoded images are kept, and how many; empty where no data are images in files."""
+        """Describe the cache of decoded images, and their number; empty if no data are images in files."""
         if self._loader is None or not hasattr(self.load().train, "paths"):
             return ""
         if self._loader.cache_bytes == 0:
@@ -152,7 +152,7 @@ class DataSource:
 
     @property
     def examples(self) -> tuple[float, float]:
-        """Return how many training and test examples there are, rounded up; 0 where a size was typed instead."""
+        """Return how many training and test examples there are, rounded up; 0 if a size was declared instead."""
         if self.typed:
             return 0.0, 0.0
         loaded = self.load()
@@ -160,7 +160,7 @@ class DataSource:
 
     @property
     def nominal_size(self) -> float:
-        """Return the declared number of training units: as typed, else the true one rounded up."""
+        """Return the declared number of training units: as typed, otherwise the true one rounded up."""
         if self._nominal_size is None:
             self._nominal_size = float(round_to_two_digits(len(PrivacyUnits.of(self.load().train))))
         return self._nominal_size
@@ -184,9 +184,9 @@ def _opens(path: Path, request: DataRequest) -> bool:
 
 @dataclass(slots=True)
 class BrokenRecords:
-    """What one run does without at this hospital: the records that could not be read in it once, by name.
+    """The records that one run excludes at this hospital because they could not be read during it, by name.
 
-    keep: is told new ones before anything leaves that was made without them.
+    keep: called with new ones before an update without them leaves.
     """
 
     names: set[str]
@@ -199,15 +199,15 @@ class BrokenRecords:
 
 
 _SETTLED_NS = 2_000_000_000
-"""A file that was changed this short before it was read may be changed again under the same time of change."""
+"""A file read this soon after its last change may change again without a new time of change."""
 
 
 UNREAD = "-"
-"""In place of the digest of a file that cannot be read."""
+"""Stands for the digest of a file that cannot be read."""
 
 
 class _Status(NamedTuple):
-    """What the system says of a file without reading it. The time of change (ctime) is one that no program can set."""
+    """The system's status of a file. Programs cannot set the time of change (ctime)."""
 
     size: int
     modified_ns: int
@@ -230,16 +230,16 @@ class _Known(NamedTuple):
 class FileContents:
     """Digests of many files. Each is read once, and again when its status has changed; one thread at a time.
 
-    Guarantees: what was edited, replaced or exchanged since is noticed, also where size and date are put back (`cp -p`,
-    `rsync -t`); a file that was only touched is as before. What is not noticed is what somebody does who sets the
-    machine's clock back or writes below the file system.
+    Guarantees: edited, replaced or exchanged files are noticed, even if size and date are restored (`cp -p`, `rsync
+    -t`); a file that was only touched counts as unchanged. Not noticed: changes by somebody who sets the machine's
+    clock back or writes below the file system.
     """
 
     def __init__(self) -> None:
         self._known: dict[Path, _Known] = {}
 
     def digests(self, paths: Iterable[Path]) -> list[str]:
-        """Return the files' digests, in this order; UNREAD for one that cannot be read."""
+        """Return the files' digests in order; UNREAD for one that cannot be read."""
         known = {path: self._file(path) for path in paths}
         self._known = {path: found for path, found in known.items() if found is not None}
         return [UNREAD if found is None else found.digest for found in known.values()]

@@ -1,4 +1,4 @@
-"""What a hospital reads of its own evaluation: counts, or of a noisy one an interval or nothing."""
+"""The hospital's view of its own evaluation: counts; with noise, an interval or nothing."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def classes(measured: LocalEvaluation) -> str:
 
 
 def facts(measured: LocalEvaluation) -> dict[str, float | bool | None]:
-    """Write the sums over all classes, and what they say, for machines; noise_std: of the noise on either sum."""
+    """Return the sums over all classes and their summary, for machines; noise_std: of the noise on either sum."""
     sums = {"correct": sum(measured.correct), "examples": sum(measured.examples)}
     return {**sums, "noise_std": _std(measured, len(measured.classes)), **estimate(measured).facts()}
 
 
 def class_facts(measured: LocalEvaluation) -> dict[str, object]:
-    """Write the sums of each class, and what all say, for machines; noise_std: of the noise on the sums of a class."""
+    """Return the sums of each class and their summary, for machines; noise_std: of the noise on a class's sums."""
     sums = {"classes": list(measured.classes), "correct": list(measured.correct), "examples": list(measured.examples)}
     clinical = measured.clinical and intervals.facts(measured.clinical)
     return {**sums, "noise_std": _std(measured, 1), **measures.as_json(_result(measured)), "clinical": clinical}
 
 
 def others(measured: LocalEvaluation) -> str:
-    """Write what was measured beside accuracy."""
+    """Describe measurements besides accuracy."""
     values = [(measure, value) for measure, value in measures.measured(_result(measured)) if measure is not ACCURACY]
     return "  ".join(f"{measure.label} {measure.text(value)}" for measure, value in values) or "-"
 

@@ -1,4 +1,4 @@
-"""What a hospital measures of the received model for itself, on its own test examples: it stays at the hospital."""
+"""The hospital's own measurement of the received model on its test examples: it stays at the hospital."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from silo.storage.tasks import LocalEvaluation
 
 
 def own_evaluation(classes: tuple[str, ...], measured: Bundle) -> LocalEvaluation:
-    """Read counts per class off what was measured; all 0 in a task that measured nothing, such as a census."""
+    """Return counts per class from a task's measurements; all 0 in a task without any, such as a census."""
     if METRICS not in measured:
         zeros = (0.0,) * len(classes)
         return LocalEvaluation(classes, zeros, zeros)
@@ -24,9 +24,9 @@ def own_evaluation(classes: tuple[str, ...], measured: Bundle) -> LocalEvaluatio
 
 
 def measure_exactly(runtime: SiloRuntime, msg: State, exact: LocalData, n_classes: int) -> Bundle:
-    """Measure the received model once more, without the noise of what a private run sends.
+    """Measure the received model once more, without the noise that a private run adds.
 
-    Guarantees: nothing of it is in an update, and nothing is charged for it: the ledger speaks of what leaves.
+    Guarantees: no update contains it, and it costs no budget: the ledger is about what leaves.
     """
     state = adaptive_guards.method_state(msg, adaptive_guards.groups(runtime.guards))
     return measure_global(runtime.method, runtime.reset_model(), state, exact, n_classes, runtime.layout)

@@ -1,4 +1,4 @@
-"""A task's arithmetic at the hospital: check the manifest, build what it names, and run the silo's round."""
+"""A task's computation at the hospital: check the manifest, build what it names, and run the silo's round."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ from silo.training.own_evaluation import measure_exactly, own_evaluation
 log = logging.getLogger(__name__)
 
 TRIES = 3
-"""Of one round, of a run without privacy, where files break while it reads them."""
+"""Attempts per round of a run without privacy, if files break while it reads them."""
 RunRound = Callable[[SiloRuntime, State, State | None, LocalData, RoundContext, TaskKind], SiloRound]
 """A silo's whole round: `fl_core.rounds.silo_round.run_silo_round`, or a benchmark's replacement."""
 
 
 OBJECTS = 4
-"""Of a model's size on the disk at once: two bases, the update, the staged state."""
+"""Objects of the model's size on the disk at once: two bases, the update, the staged state."""
 
 
 def state_bytes(model: nn.Module) -> int:
@@ -72,10 +72,10 @@ def state_bytes(model: nn.Module) -> int:
 
 @dataclass(frozen=True, eq=False)
 class PreparedRun:
-    """A silo's place in a run that fits: everything that is built once.
+    """A silo's part in a run, with everything that is built once.
 
-    access: what the hospital gives the run   broadcast: names, shapes and types of what the server sends   device:
-    where the model is.
+    access: the hospital's permission for the run   broadcast: names, shapes and dtypes of the server's messages
+    device: of the model.
     """
 
     run: CompiledRun
@@ -93,11 +93,11 @@ class PreparedRun:
         return self.access.data.dataset
 
     def model_of(self, msg: State) -> State:
-        """Return what the method's server sent, without the settings of guards."""
+        """Return the server's message without the settings of guards."""
         return adaptive_guards.method_state(msg, adaptive_guards.groups(self.runtime.guards))
 
     def require_room(self, folder: Path) -> None:
-        """Raise RefusedError (E-RUN-38) unless the run fits the disk of a folder, where objects lie, and the memory."""
+        """Raise RefusedError (E-RUN-38) unless the run fits the folder's disk, where objects lie, and the memory."""
         need = OBJECTS * state_bytes(self.runtime.model)
         if shutil.disk_usage(folder).free < need:
             raise RefusedError(
@@ -118,9 +118,10 @@ class PreparedRun:
             return step, measure_step(self.runtime, msg, step.opened, context, self.device, run.kind.updates)
 
     def require_memory(self) -> None:
-        """Raise RefusedError (E-RUN-38) where a round does not fit into what is free now.
+        """Raise RefusedError (E-RUN-38) if a round does not fit into the free memory.
 
-        Of what is free a private run tells nothing else; a plain one the power of two of examples that would fit.
+        In a private run the message says nothing more; in a plain one it names the power of two of examples that would
+        fit.
         """
         free = memory.free_memory(self.device)
         if free is None:
@@ -149,12 +150,12 @@ class PreparedRun:
 
     @cached_property
     def body_digest(self) -> str:
-        """Name the weights of the body; of a large one that takes as long as a round on kept features."""
+        """Return the digest of the body's weights; a large body takes as long as a round on cached features."""
         return tensor_maps.digest(tensor_maps.copy_state(self.run.network.body))
 
     @cached_property
     def body_memory(self) -> int:
-        """Return the bytes that a batch of examples takes in a frozen body; 0 without one."""
+        """Return the bytes of a batch of examples in a frozen body; 0 without one."""
         if not self.run.frozen:
             return 0
         shape = self.run.manifest.schema.shape
@@ -171,7 +172,7 @@ class PreparedRun:
 
 
 class Trainer:
-    """Runs tasks on one hospital's data. prototypes: False is the hospital's own opt-out, for every run."""
+    """Runs tasks on one hospital's data. prototypes: False is the hospital's opt-out, for every run."""
 
     def __init__(
         self,
@@ -196,12 +197,12 @@ class Trainer:
         self._few: tuple[str, ...] = ()
 
     def declared_classes(self) -> tuple[str, ...]:
-        """Return the classes that the hospital declares; what goes wrong with its data is for its log alone."""
+        """Return the classes that the hospital declares; errors in its data go to its own log only."""
         with _hide_details(True, ConfigError, RefusedError):
             return self._data.declared_classes
 
     def data_now(self) -> RunData:
-        """Describe the data of the run that was prepared last, which begins with them."""
+        """Describe the data of the last prepared run, which begins with them."""
         return self._data.run_data()
 
     def request(self, run_id: str, manifest: RunManifest) -> AdmissionRequest:
@@ -214,17 +215,17 @@ class Trainer:
         fetch_weights: Callable[[Weights], Tensors],
         began: RunData | None = None,
     ) -> PreparedRun:
-        """Check that this silo can do its part of a run that was admitted, and build what it needs.
+        """Check that this silo can do its part of an admitted run, and build what it needs.
 
-        fetch_weights: called, where the run begins with weights from elsewhere, once all else fits   began: with which
-        data it began here, if it has.
+        fetch_weights: called after all other checks, for runs that start from given weights   began: the data that the
+        run began with here, if it has begun.
 
         Raises RefusedError: E-WIRE-01 on another version of the software, and as `HospitalControls.admit`; ConfigError
-        (E-RUN-05) when this silo is no member; DataError when the data cannot be loaded or is not what the run is about
-        (E-DATA-05); ProtocolError (E-WIRE-06) on another layout, or weights that do not fit the model.
-        Guarantees: here the answer to a private run is made, and it costs nothing, so it follows from the manifest and
-        from what the hospital declares, decided and registered. Of the records it tells that they cannot be used as
-        they are (E-RUN-31) or are not those that were registered (E-BUDGET-04), whatever the manifest asks.
+        (E-RUN-05) if this silo is no member; DataError if the data cannot be loaded or do not match the run
+        (E-DATA-05); ProtocolError (E-WIRE-06) on another layout, or weights that do not fit the model. Guarantees: this
+        is the answer to a private run's preflight, which costs no budget. So it follows from the manifest and from what
+        the hospital declares, decided and registered. About the records it reveals only that they cannot be used
+        (E-RUN-31) or are not the registered ones (E-BUDGET-04), whatever the manifest asks.
         """
         policy, manifest = self._controls.policy_digest(), run.manifest
         with _hide_details(run.private, ConfigError, RefusedError):
@@ -262,7 +263,7 @@ class Trainer:
             declared = run.views(True) * train + test or run.views(True) * self._data.nominal_size
             self._features.require_room(declared, width)
         runtime = run.silo_runtime()
-        if dataset.coarse and runtime.masking is not None:  # told or not: see `Member.coarse`
+        if dataset.coarse and runtime.masking is not None:  # whether declared or not: see `Member.coarse`
             runtime = replace(runtime, masking=replace(runtime.masking, signs=False))
         runtime.model.to(self.device)
         broadcast = tensor_maps.signature(run.method.broadcast(run.initial_state()))
@@ -272,28 +273,28 @@ class Trainer:
         return prepared
 
     def _refresh(self) -> None:
-        """Forget what was computed from data that have changed."""
+        """Forget results computed from data that have changed."""
         if self._data.refresh():
             self._prepared = None
             self._features.forget()
 
     def data_of(self, run: CompiledRun) -> SiloDataset:
-        """Load the data of a run as they are now."""
+        """Load the current data of a run."""
         self._refresh()
         schema = run.manifest.schema
         return self._data.load(DataRequest(schema.classes, run.manifest.image_size, schema.window))
 
     def require_memory(self, prepared: PreparedRun) -> None:
-        """Raise as `PreparedRun.require_memory`; once for each, since rounds leave this process what they took."""
+        """Raise as `PreparedRun.require_memory`; once per run, since the process keeps the memory of earlier rounds."""
         if self._fitting is not prepared:
             prepared.require_memory()
             self._fitting = prepared
 
     def check_message(self, prepared: PreparedRun, key: TaskKey, msg: State) -> None:
-        """Check what the coordinator sent for a task, before the task is admitted.
+        """Check the coordinator's message for a task, before the task is admitted.
 
-        Raises ProtocolError: E-WIRE-06 on a message of another form, E-RUN-33 on another start model than the manifest
-        names; RefusedError on another clip (E-PRIV-15).
+        Raises ProtocolError: E-WIRE-06 on a malformed message, E-RUN-33 on another start model than the manifest names;
+        RefusedError on another clip (E-PRIV-15).
         """
         self._check_broadcast(prepared, msg)
         self._check_start(prepared, key, msg)
@@ -308,16 +309,16 @@ class Trainer:
         own: nn.Module | None = None,
         broken: BrokenRecords | None = None,
     ) -> TrainingResult:
-        """Do one admitted task. progress: (steps done, steps in all).
+        """Do one admitted task. progress: (steps done, total steps).
 
-        own: the model to be measured beside the one received   broken: what the run does without; records that cannot
-        be read now are added before anything leaves.
+        own: the model to be measured beside the one received   broken: the records that the run excludes; newly
+        unreadable records are added before anything leaves.
 
-        Raises ProtocolError (E-RUN-47) on sums that are not those to be taken out; as `TaskAccess.open`; StateError
-        (E-RUN-31) for whatever goes wrong in a private run once examples are read.
-        Guarantees: equals the silo of a simulation (`consilium/research/engines`), bit for bit on the CPU. Where files
-        break in the middle, a round without privacy is made anew without them: a repeated task gives the same update,
-        or that without what broke since. In a private round, which is charged once, they add nothing.
+        Raises ProtocolError (E-RUN-47) on sums other than those to be taken out; as `TaskAccess.open`; StateError
+        (E-RUN-31) for any error in a private run after examples are read. Guarantees: equals the silo of a simulation
+        (`consilium/research/engines`), bit for bit on the CPU. If files break during a round without privacy, the round
+        is repeated without them: a repeated task gives the same update, or the one without newly broken records. In a
+        private round, which is charged once, they contribute nothing.
         """
         manifest, broken, key = prepared.run.manifest, broken or BrokenRecords(set()), access.key
         context = _context_of(prepared, key.round, access.cohort)
@@ -329,7 +330,7 @@ class Trainer:
                 if outcome is not None:
                     break
         assert outcome is not None  # the last attempt raises
-        if key.kind.trains:  # before anything of other records leaves
+        if key.kind.trains:  # before an update from the other records leaves
             require_expected(prepared.run.method, outcome.bundle, context.round)
         return TrainingResult(
             bundle=outcome.bundle,
@@ -341,7 +342,7 @@ class Trainer:
         )
 
     def trained_classes(self, prepared: PreparedRun, access: TaskAccess) -> list[int]:
-        """Return the positions of the classes that this silo's records train, as far as no rule here hides them."""
+        """Return the positions of the classes that this silo trains, without those that the run's rules hide."""
         manifest, dataset = prepared.run.manifest, prepared.dataset
         context = _context_of(prepared, manifest.rounds, len(manifest.members))
         data = access.open(RoundData(dataset.train, dataset.test, manifest.train, context, self.device))
@@ -358,7 +359,7 @@ class Trainer:
         *,
         left: int,
     ) -> SiloRound | None:
-        """Do a round; None where a file broke in the middle of one without privacy, and attempts are left."""
+        """Do a round; None if a file broke during one without privacy, and attempts are left."""
         private = prepared.run.private
         with _hide_details(private):
             train, test = self._examples(prepared, progress, broken)
@@ -381,18 +382,18 @@ class Trainer:
             return None
 
     def _sent_of(self, prepared: PreparedRun, test: Examples) -> Examples:
-        """Return the test examples of which something leaves: without classes that have too few of them."""
+        """Return the test examples whose results may leave: without classes that have too few of them."""
         classes = prepared.run.manifest.schema.classes
         floors = prepared.access.floors
         names = floors.too_few(test, classes)
         if names and names != self._few:
             self._few = names
             text = "%s: results withheld for %s: fewer than %d test images (evaluation.min_examples)"
-            log.warning(text, prepared.run.manifest.name, ", ".join(names), floors.tested)
+            log.warning(text, prepared.run.manifest.name, ", ".join(names), floors.min_test_images)
         return floors.sent(test, classes)
 
     def _examples(self, prepared: PreparedRun, progress: Progress, broken: BrokenRecords) -> list[Examples]:
-        """Return the training and test examples of a run, without its broken ones: with a frozen body their features.
+        """Return a run's training and test examples without its broken ones; with a frozen body, their features.
 
         Raises DataError as `broken_records.require_few`.
         """
@@ -419,7 +420,7 @@ class Trainer:
     def _find_unreadable(
         self, prepared: PreparedRun, kept: Sequence[KeptFeatures | None], progress: Progress, broken: BrokenRecords
     ) -> frozenset[str]:
-        """Name what cannot be read of the examples that the run still has; with features, of those that have none."""
+        """Return the names of unreadable records among the run's examples; with features, among those without any."""
         unreadable_names = set[str]()
         for (split, examples), features in zip(_splits(prepared), kept, strict=True):
             names = _names(prepared, split)
@@ -429,7 +430,7 @@ class Trainer:
         return frozenset(unreadable_names)
 
     def _features_of(self, prepared: PreparedRun, split: Split, examples: Examples, progress: Progress) -> KeptFeatures:
-        """Return the features of a split, as kept or made here."""
+        """Return the features of a split, cached or computed."""
         make = partial(self._blocks, prepared.run, split, examples, progress)
         return self._features.get(self._feature_key(prepared, split), len(examples), make)
 
@@ -462,14 +463,14 @@ class Trainer:
         )
 
     def keeps_state(self, prepared: PreparedRun, key: TaskKey, size: int) -> bool:
-        """Tell whether the method of a run keeps anything at a silo between rounds."""
+        """Tell whether the method of a run keeps state at a silo between rounds."""
         runtime = prepared.runtime
         state = runtime.method.init_silo(runtime.reset_model(), _context_of(prepared, key.round, size))
         return any(len(group) for group in state.values())
 
     @staticmethod
     def _check_broadcast(prepared: PreparedRun, msg: State) -> None:
-        """Refuse a malformed message before any example is read: later, failures could depend on the records."""
+        """Refuse a malformed message before any example is read: later, an error could depend on the records."""
         received = tensor_maps.signature(prepared.model_of(msg))
         if received != prepared.broadcast:
             different = sorted(
@@ -507,7 +508,7 @@ def _splits(prepared: PreparedRun) -> list[tuple[Split, Examples]]:
 
 
 def _names(prepared: PreparedRun, split: Split) -> list[str]:
-    """Name the records of a split that lie in files, in the order of its examples."""
+    """Return the names of a split's records that lie in files, in the order of its examples."""
     return [record.name for record in prepared.dataset.records if record.split == split.value]
 
 
@@ -516,7 +517,7 @@ def _notice(broken: BrokenRecords, names: Sequence[str], positions: Sequence[int
 
 
 def _of_features(examples: Examples, kept: KeptFeatures, gone: Sequence[int], views: int) -> Examples:
-    """Return examples as their features, without those that have none or are gone."""
+    """Return examples as their features, without excluded ones and those without features."""
     require_few(len(gone), len(examples))
     there = torch.ones(len(examples), dtype=torch.bool)
     there[list(kept.left_out)] = False
@@ -528,7 +529,7 @@ def _of_features(examples: Examples, kept: KeptFeatures, gone: Sequence[int], vi
 
 
 def _unprotected(prepared: PreparedRun, bundle: Bundle, kind: TaskKind) -> tuple[str, ...]:
-    """Name the splits of whose records a bundle, or the sum under masks that it is in, tells more than noise bounds."""
+    """Name the splits whose records a bundle, or the masked sum with it, reveals without a bound by noise."""
     parts = prepared.run.updates.parts(kind, bundle)
     measured = METRIC_PARTS & parts - prepared.runtime.withholds
     held = ({TRAIN} if not kind.ends_run or PERSONAL in parts else set()) | ({TEST} if measured else set())
@@ -554,13 +555,13 @@ def _other_schema(manifest: RunManifest, dataset: SiloDataset) -> DataError:
 
 
 def _compatible(theirs: str, ours: str) -> bool:
-    """Tell whether two versions compute the same: equal up to the patch level. A manifest without one fits any."""
+    """Tell whether two versions compute the same: equal except for the patch level. A manifest without one fits any."""
     return not theirs or theirs.rpartition(".")[0] == ours.rpartition(".")[0]
 
 
 @contextmanager
 def _hide_details(private: bool, *disclosed: type[FederationError]) -> Iterator[None]:
-    """Replace an error of a private run by one that says only that the task failed; disclosed errors pass unchanged."""
+    """Replace an error of a private run by one that says only that the task failed; public errors pass unchanged."""
     try:
         yield
     except Exception as error:
@@ -572,7 +573,7 @@ def _hide_details(private: bool, *disclosed: type[FederationError]) -> Iterator[
 
 @contextmanager
 def _cpu_threads(number: int) -> Iterator[None]:
-    """Run with the manifest's number of CPU threads, which decides the last bit of sums; 0 leaves the machine's."""
+    """Run with the manifest's number of CPU threads, which decides the last bit of sums; 0 keeps the default."""
     before = torch.get_num_threads()
     try:
         if number:
