@@ -272,7 +272,7 @@ class HospitalControls:
     def _attestation_reminded(self) -> Attestation:
         try:
             attested = Attestation(*json.loads(self.home.attested.read_text()))
-            if not all(type(v) is type(known) for v, known in zip(attested, Attestation(), strict=True)):
+            if not all(type(v) is type(valid) for v, valid in zip(attested, Attestation(), strict=True)):
                 raise TypeError("it is no attestation")
         except (OSError, ValueError, TypeError, RecursionError):
             return Attestation()  # the coordinator has sent no attestation to this home
@@ -295,8 +295,8 @@ class HospitalControls:
         if not self.home.ledger.exists() and not self.home.ledger_key.exists():
             return  # all is lost: only the coordinator's record is left
         sealed = bytes.fromhex(seen.sealed)
-        known = unseal(self.ledger.chain.secret, ChainHead(seen.seq, seen.head), seen.restored, sealed) is not None
-        if not known and (sealed or any(a.sealed for a in self.store.attested())):
+        is_own = unseal(self.ledger.chain.secret, ChainHead(seen.seq, seen.head), seen.restored, sealed) is not None
+        if not is_own and (sealed or any(a.sealed for a in self.store.attested())):
             raise StateError(
                 "E-BUDGET-18",
                 f"expected what this hospital stated of its ledger, found event {seen.seq}, which is not under its key",
@@ -325,8 +325,8 @@ class HospitalControls:
         policy, run = self._admitted_run(request)
         memory, runs_a_day = self.store.answers, ReleaseFloors.of(policy, run).runs_a_day
         if (task := request.task) is not None:
-            return AdmissionDecision(run, task=self._admitted_task(run, task, a_day))
-        memory.require_room(request.run_id, a_day)
+            return AdmissionDecision(run, task=self._admitted_task(run, task, runs_a_day))
+        memory.require_room(request.run_id, runs_a_day)
         access = None
         with self._recording(request, run.private):
             if request.data is not None:
@@ -378,7 +378,7 @@ class HospitalControls:
                 raise private_readiness.with_all(error, missing) from error
             raise
 
-    def _admitted_task(self, run: CompiledRun, task: TaskQuestion, a_day: int) -> TaskAccess:
+    def _admitted_task(self, run: CompiledRun, task: TaskQuestion, runs_a_day: int) -> TaskAccess:
         key, access = task.key, task.access
         refused = partial(self.record_refusal, key.run_id)
         try:
@@ -392,7 +392,7 @@ class HospitalControls:
         if not (key.kind.census or (run.private and key.kind.trains)):
             model = adaptive_guards.method_state(message, adaptive_guards.groups(run.guards.silo))
             content = run.updates.one_set_content(model)
-            self.store.answers.claim(key, task.base_digest, content, task.incarnation, a_day)
+            self.store.answers.claim(key, task.base_digest, content, task.incarnation, runs_a_day)
         if proved is not None:
             self.store.secagg.keep_coverage(key.run_id, proved)
         if task.begins is not None:
@@ -426,8 +426,8 @@ class HospitalControls:
     ) -> bool | None:
         """Return the hospital's decision about a run; None if it is pending. A new run is stored for a decision."""
         digest = run.manifest.digest()
-        if known := self.store.approvals.find(run_id, digest):
-            return known.decided
+        if earlier := self.store.approvals.find(run_id, digest):
+            return earlier.decided
         silo = SiloIdentity(self.home.path).load().identity.name
         survey, few = None, tuple[str, ...]()
         if data_of is not None and run.question is not None:
@@ -443,7 +443,7 @@ class HospitalControls:
         return self._last
 
     def _access(
-        self, run: CompiledRun, policy: Policy, asked: DataQuestion, declared: Callable[[], Collection[str]]
+        self, run: CompiledRun, policy: Policy, question: DataQuestion, declared: Callable[[], Collection[str]]
     ) -> RunAccess:
         """Return what a run's tasks may open, within the floors.
 
@@ -451,12 +451,12 @@ class HospitalControls:
         registered; as the profile's `data_factory`; DataError (E-DATA-05), SchemaError as `_check_dictionary`;
         DataChangedError.
         """
-        profile, index, dataset = run.profile, asked.index, asked.dataset
+        profile, index, dataset = run.profile, question.index, question.dataset
         if run.private:
             _require_declared(dataset, policy.privacy.labels or declared())
         _check_dictionary(run, index, dataset)
         floors = ReleaseFloors.of(policy, run, dataset)
-        submits = asked.prototypes and policy.prototypes.submit and run.manifest.members[index].prototypes
+        submits = question.prototypes and policy.prototypes.submit and run.manifest.members[index].prototypes
         ledger = None
         if run.private:
             from privacy.ledger.registration import unit_of
@@ -466,29 +466,29 @@ class HospitalControls:
             ledger = RunLedger(self.ledger, run, dataset, policy.caps(), limit, self.coordinator)
             if isinstance(profile, RecordProfile):
                 ledger.once = profile.survey_release(index, floors.counted) or ""
-            if hidden_size := policy.runs.hide_size and not asked.typed:
-                policy.check_hidden_size(asked.size)
-            profile.check_part(index, policy.privacy, unit_of(dataset.train), 0.0 if hidden_size else asked.size)
+            if hidden_size := policy.runs.hide_size and not question.typed:
+                policy.check_hidden_size(question.size)
+            profile.check_part(index, policy.privacy, unit_of(dataset.train), 0.0 if hidden_size else question.size)
         factory = profile.data_factory(index, InMemoryReleaseLog() if ledger is None else ledger, floors.counted)
         if run.question is not None and not run.private:
             factory = self._remembered(run, floors, factory, policy)
         elif not run.private:
             warn_of_few(run, len(dataset.train))
         profile.require_submission(submits)
-        if asked.began not in ("", asked.version):
+        if question.began not in ("", question.version):
             raise DataChangedError(
                 "E-DATA-10",
                 f"expected the data that run {run.manifest.name!r} began with, found {dataset.origin} changed",
             )
-        return RunAccess(asked, submits, floors, factory, ledger)
+        return RunAccess(question, submits, floors, factory, ledger)
 
     def _remembered(self, run: CompiledRun, floors: ReleaseFloors, factory: DataFactory, policy: Policy) -> DataFactory:
         """Limit a survey without noise to what earlier answers allow and to what was approved."""
         name, digest, withheld = run.manifest.name, run.manifest.digest(), floors.counted
         classes = run.manifest.schema.classes
 
-        def claim(patients: SurveyedPatients, asked: Sequence[Countable]) -> Told:
-            return self.store.answers.claim_cells(name, patients, asked, withheld.least_patients)
+        def claim(patients: SurveyedPatients, questions: Sequence[Countable]) -> Told:
+            return self.store.answers.claim_cells(name, patients, questions, withheld.least_patients)
 
         def approved() -> frozenset[str] | None:
             if policy.runs.approve != BY_HAND:
@@ -508,8 +508,8 @@ class HospitalControls:
         """Compute what would leave in a survey; records no answer."""
         withheld = ReleaseFloors.of(policy, run, dataset).counted
 
-        def decide(patients: SurveyedPatients, asked: Sequence[Countable]) -> Told:
-            return self.store.answers.answerable(patients, asked, withheld.least_patients)
+        def decide(patients: SurveyedPatients, questions: Sequence[Countable]) -> Told:
+            return self.store.answers.answerable(patients, questions, withheld.least_patients)
 
         return survey_preview(run, dataset, withheld, decide)
 
@@ -556,12 +556,12 @@ def _check_dictionary(run: CompiledRun, index: int, dataset: SiloDataset) -> Non
 
     Raises SchemaError: E-DATA-05, E-CFG-08.
     """
-    named, own = run.manifest.members[index].labels, dataset.dictionary.digest
-    if named and named != own:
+    named, local_digest = run.manifest.members[index].labels, dataset.dictionary.digest
+    if named and named != local_digest:
         raise SchemaError(
             "E-DATA-05",
             f"expected the label dictionary {named[:16]}, which run {run.manifest.name!r} names for this hospital, "
-            f"found {own[:16] or 'none'}: put labels.toml back, or restart the service and ask for a new run",
+            f"found {local_digest[:16] or 'none'}: put labels.toml back, or restart the service and ask for a new run",
         )
     if not dataset.coarse:
         return

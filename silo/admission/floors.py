@@ -35,9 +35,9 @@ _SENT = {CLINICAL: frozenset[str](), ACCURACY: frozenset({CLINICAL_PART, PAIRED}
 class ReleaseFloors:
     """What a policy suppresses in one run.
 
-    min_test_images: test images that a class needs before any of its results leaves; 0: no limit   runs_a_day: runs that
-    may measure models here in a day; 0: no limit   parts: of an evaluation, which stay here   counted: what is
-    suppressed of training examples, and of patients in a survey.
+    min_test_images: test images that a class needs before any of its results leaves; 0: no limit
+    runs_a_day: runs that may measure models here in a day; 0: no limit   parts: of an evaluation, which stay here
+    counted: what is suppressed of training examples, and of patients in a survey.
     """
 
     min_test_images: int
@@ -48,8 +48,13 @@ class ReleaseFloors:
     @classmethod
     def of(cls, policy: Policy, run: CompiledRun, dataset: SiloDataset | None = None) -> ReleaseFloors:
         """Read the floors of a run. dataset: shows whether records name patients, for floors that count them."""
-        said, classes, survey, least = policy.evaluation, run.manifest.schema.classes, policy.survey, policy.prototypes
-        exact = run.kind.measures and TEST not in run.profile.protected and said.send != NOTHING
+        evaluation, classes, survey, least = (
+            policy.evaluation,
+            run.manifest.schema.classes,
+            policy.survey,
+            policy.prototypes,
+        )
+        exact = run.kind.measures and TEST not in run.profile.protected and evaluation.send != NOTHING
         counted = DisclosureLimits(
             frozenset(k for k, name in enumerate(classes) if name in least.hidden),
             least.min_count,
@@ -59,8 +64,8 @@ class ReleaseFloors:
             named=dataset is not None and names_patients(dataset.train, dataset.test),
             records_are_patients=survey.records_are_patients,
         )
-        parts = _SENT[said.send] if said.by_hospital else _SENT[said.send] | {BY_HOSPITAL}
-        return cls(said.min_examples if exact else 0, said.runs_a_day if exact else 0, parts, counted)
+        parts = _SENT[evaluation.send] if evaluation.by_hospital else _SENT[evaluation.send] | {BY_HOSPITAL}
+        return cls(evaluation.min_examples if exact else 0, evaluation.runs_a_day if exact else 0, parts, counted)
 
     def too_few(self, test: Examples, classes: Sequence[str]) -> tuple[str, ...]:
         """Name the classes with too few test images for any result to leave."""

@@ -74,9 +74,9 @@ class AnswerMemory:
         """Record the cells that `answerable` names as answered, and return them: before any number leaves."""
         with self._database.write() as db:
             history = SurveyHistory(db)
-            told = history.decide(patients, questions, least)
-            history.write(db, told, run, self._clock())
-        return told
+            released = history.decide(patients, questions, least)
+            history.write(db, released, run, self._clock())
+        return released
 
     def require_room(self, run_id: str, most: int) -> None:
         """Raise RefusedError (E-POLICY-19) if the run would exceed the day's limit of runs that measure models."""
@@ -133,12 +133,12 @@ def _place(key: TaskKey) -> dict[str, object]:
 
 
 def _masked(db: Connection) -> int:
-    given = [
+    counts = [
         select(func.count()).where(answers.c.inside != ""),
         select(func.count()).where(answers.c.content != ""),
         select(func.sum(answers.c.round)).where(answers.c.kind == _PUT_BACK),
     ]
-    return sum(db.scalar(number) or 0 for number in given)
+    return sum(db.scalar(number) or 0 for number in counts)
 
 
 def _measured(db: Connection, now: float) -> int:

@@ -37,11 +37,11 @@ def missing_requirements(
     missing = []
     if not (policy.privacy.labels or declared):
         missing.append(MissingRequirement("classes declared", "policy.toml: [privacy] labels = [...]"))
-    known = [name for name in ([] if ledger is None else ledger.collections()) if "/" in name]
-    if not known:
+    collections = [name for name in ([] if ledger is None else ledger.collections()) if "/" in name]
+    if not collections:
         missing.append(MissingRequirement("data registered", "silo ledger register --data REF"))
-    without = [name for name in known if ledger is not None and ledger.budget(name) is None]
-    if not known or without:
+    without = [name for name in collections if ledger is not None and ledger.budget(name) is None]
+    if not collections or without:
         what = f"a budget for {', '.join(without)}" if without else "a budget"
         missing.append(MissingRequirement(what, "silo ledger budget set NAME"))
     return missing

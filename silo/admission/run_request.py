@@ -33,19 +33,19 @@ def update_contents(run: CompiledRun) -> UpdateContents:
 
 def privacy_of(run: CompiledRun) -> str:
     """Describe what a run guarantees about privacy, its limits, and whether only masked sums are read."""
-    said = _noise_of(run)
-    return f"{said}{'; ' if ': ' in said else ': '}{run.updates.reading}"
+    guarantee = _noise_of(run)
+    return f"{guarantee}{'; ' if ': ' in guarantee else ': '}{run.updates.reading}"
 
 
 def _noise_of(run: CompiledRun) -> str:
     profile, terms = run.profile, run.profile.terms
     if terms is None:
         return NO_PRIVACY
-    said = f"epsilon {terms.epsilon:g} at delta {terms.delta:g} for {profile.subject}"
+    guarantee = f"epsilon {terms.epsilon:g} at delta {terms.delta:g} for {profile.subject}"
     if not profile.protected:
         who = "that can be repeated" if terms.rng != "secure" else "of the coordinator alone"
-        return f"{NO_PRIVACY}: {said}, but with noise {who}"
-    return said if terms.test_data == "private" else f"{said}; test images are counted exactly"
+        return f"{NO_PRIVACY}: {guarantee}, but with noise {who}"
+    return guarantee if terms.test_data == "private" else f"{guarantee}; test images are counted exactly"
 
 
 def request_of(

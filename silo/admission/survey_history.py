@@ -117,14 +117,14 @@ class SurveyHistory:
         """Decide which cells leave, by the rules in the module docstring."""
         sizes = [{"": float(len(records))} for records in patients.contents]
         everybody = Countable("", "", {"": ""}, sizes, {"": len(sizes)}, frozenset({""}))
-        keys, told = _keys(self._salt, patients), Told()
+        keys, released = _keys(self._salt, patients), Told()
         self._asked = {question.name: question for question in (everybody, *questions)}
         self._states = {name: _state(keys, question.shares) for name, question in self._asked.items()}
         self._digest = _digest(self._salt, b"version", *sorted(key.whole[0] for key in keys))
         units = self._linked(keys, patients.grouped)
         if any(key.name[0] in self._older for key in keys):
             log.warning("survey withheld: an earlier version of this software surveyed these data")
-            return told
+            return released
         for k, person in enumerate(units):
             person.now = person.now or {name: {} for name in self._asked}
             for name, question in self._asked.items():
@@ -136,7 +136,7 @@ class SurveyHistory:
             not self._free(everybody, least) or any(self._too_few(question, set(), least) for question in earlier)
         ):
             log.warning("survey withheld: the data differ by fewer than %d people from data surveyed before", least)
-            return told
+            return released
         for question in questions:
             answer = before.get(question.name)
             if answer is None:
@@ -144,14 +144,14 @@ class SurveyHistory:
             else:
                 cells = frozenset(answer["told"] if answer["form"] == question.form else ())
             if cells:
-                told[question.name] = cells
+                released[question.name] = cells
             if cells < question.free:
                 log.warning(
                     "%s: cells withheld that, with earlier answers, would reveal groups of fewer than %d people",
                     question.form,
                     least,
                 )
-        return told
+        return released
 
     def _same(self) -> dict[str, Any]:
         """Return earlier answers about exactly these people, records and shares, by question."""
@@ -218,26 +218,26 @@ class SurveyHistory:
         if key not in self._cache:
             answers = [(n, self._answers[n][name]) for n in seen if n >= since and name in self._answers[n]]
             cells = [(n, answer["cells"].get(cell, cell), answer["told"]) for n, answer in answers]
-            self._cache[key] = tuple(f"{n} {asked if asked in told else ''}" for n, asked, told in cells)
+            self._cache[key] = tuple(f"{n} {coarse if coarse in released else ''}" for n, coarse, released in cells)
         return self._cache[key]
 
     def _free(self, question: Countable, least: int) -> frozenset[str]:
         """Return the cells of a question that may leave; the others are suppressed together."""
-        told = set(question.free)
+        released = set(question.free)
         versions = {n for person in self._people.values() if person.now is not None for n in person.seen}
         answers = [self._answers[n].get(question.name) for n in versions]
         earlier = [answer for answer in answers if answer and answer["form"] == question.form]
-        while told:
-            more = self._too_near(question, told, earlier, least) or self._too_few(question, told, least)
+        while released:
+            more = self._too_near(question, released, earlier, least) or self._too_few(question, released, least)
             if "" in more:
                 return frozenset()
             if not more:
                 break
-            told -= more
-        return frozenset(told if any(question.patients.get(cell) for cell in told) else ())
+            released -= more
+        return frozenset(released if any(question.patients.get(cell) for cell in released) else ())
 
     def _too_near(
-        self, question: Countable, told: set[str], earlier: Sequence[Mapping[str, Any]], least: int
+        self, question: Countable, released: set[str], earlier: Sequence[Mapping[str, Any]], least: int
     ) -> set[str]:
         """Name cells to suppress because their number, or the rest's, is too close to that of another version."""
 
@@ -245,16 +245,16 @@ class SurveyHistory:
             return 0 < abs(sum(question.patients.get(c, 0) - numbers.get(c, 0) for c in cells)) < least
 
         for answer in earlier:
-            numbers, rest = answer["numbers"], {*question.patients, *answer["numbers"]} - (told & {*answer["told"]})
-            if more := {cell for cell in told - rest if near([cell], numbers)}:
+            numbers, rest = answer["numbers"], {*question.patients, *answer["numbers"]} - (released & {*answer["told"]})
+            if more := {cell for cell in released - rest if near([cell], numbers)}:
                 return more
             if near(rest, numbers):
-                return _fewest(question, told)
+                return _fewest(question, released)
         return set()
 
-    def _too_few(self, question: Countable, told: set[str], least: int) -> set[str]:
+    def _too_few(self, question: Countable, released: set[str], least: int) -> set[str]:
         """Name cells to suppress because they would single out too few people; "" stands for the whole question."""
-        blocks = _blocks(question, told)
+        blocks = _blocks(question, released)
         inside, parts = Counter[tuple[Group, str]](), defaultdict[Group, set[str]](set)
         gone, related = defaultdict[Group, set[int]](set), defaultdict[Group, set[str]](set)
         for number, person in self._people.items():
@@ -282,43 +282,43 @@ class SurveyHistory:
         for (group, place), n in inside.items():
             if n < least:
                 cells = ({place} | related[group]) - {""}
-                more |= cells or _fewest(question, told & {other for one, other in inside if one == group}) or {""}
+                more |= cells or _fewest(question, released & {other for one, other in inside if one == group}) or {""}
         left = defaultdict[str, set[int]](set)
         for group, places in parts.items():
             for place in places:
                 left[place] |= gone[group]
         for place, people in left.items():
             if 0 < len(people) < least:
-                more |= {place} if place else _fewest(question, told) or {""}
+                more |= {place} if place else _fewest(question, released) or {""}
         return more
 
-    def write(self, db: Connection, told: Told, run: str, now: float) -> None:
+    def write(self, db: Connection, released: Told, run: str, now: float) -> None:
         """Record the released cells, and how they count everybody."""
         before = self._same()
-        told = {name: cells for name, cells in told.items() if name not in before}
-        if not told:
+        released = {name: cells for name, cells in released.items() if name not in before}
+        if not released:
             return
-        told[""] = frozenset({""})
+        released[""] = frozenset({""})
         for person in self._people.values():
             if person.now is not None:
-                person.counts.update({name: self._count(person, name, cells) for name, cells in told.items()})
+                person.counts.update({name: self._count(person, name, cells) for name, cells in released.items()})
                 person.seen = (*person.seen, self._next)
-        answers = {name: self._answer(self._asked[name], cells) for name, cells in told.items()}
+        answers = {name: self._answer(self._asked[name], cells) for name, cells in released.items()}
         row = {"number": self._next, "run": run, "answered": now, "salt": self._salt, "names": b""}
         db.execute(insert(surveys).values(**row, contents=self._digest, questions=json.dumps(answers)))
         db.execute(delete(survey_people))
         db.execute(insert(survey_people), [person.row(number) for number, person in self._people.items()])
 
-    def _answer(self, question: Countable, told: frozenset[str]) -> dict[str, object]:
+    def _answer(self, question: Countable, released: frozenset[str]) -> dict[str, object]:
         """Return what is stored of an answer: all numbers, of which those in `told` leave."""
-        cells = {cell: asked for cell, asked in question.cells.items() if cell != asked}
-        kept = {"form": question.form, "state": self._states[question.name], "told": sorted(told)}
+        cells = {cell: coarse for cell, coarse in question.cells.items() if cell != coarse}
+        kept = {"form": question.form, "state": self._states[question.name], "told": sorted(released)}
         return {**kept, "numbers": dict(question.patients), "cells": cells}
 
-    def _count(self, person: _Person, name: str, told: frozenset[str]) -> _Count:
+    def _count(self, person: _Person, name: str, released: frozenset[str]) -> _Count:
         """Return how a person is counted from now on: unchanged unless some number shows a difference."""
         assert person.now is not None
-        now, count, blocks = person.now[name], person.counts.get(name), _blocks(self._asked[name], told)
+        now, count, blocks = person.now[name], person.counts.get(name), _blocks(self._asked[name], released)
         if count is None:
             return _Count("", self._next, now)
         if _in_blocks(count.shares, blocks) == _in_blocks(now, blocks):
@@ -326,9 +326,9 @@ class SurveyHistory:
         return _Count(_path(group for group, _ in self._groups(name, person)), self._next, now)
 
 
-def _blocks(question: Countable, told: Collection[str]) -> dict[str, str]:
+def _blocks(question: Countable, released: Collection[str]) -> dict[str, str]:
     """Map each finest cell to the released cell that contains it; "" if that one is suppressed."""
-    return {cell: asked if asked in told else "" for cell, asked in question.cells.items()}
+    return {cell: coarse if coarse in released else "" for cell, coarse in question.cells.items()}
 
 
 def _fewest(question: Countable, cells: set[str]) -> set[str]:

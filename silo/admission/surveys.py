@@ -110,16 +110,18 @@ def remembered_answers(
         if question.name == "classes":  # a coarse label counts in the total, but in no cell
             whole = torch.bincount(records.patient, minlength=len(rows)).tolist()
             shares = [
-                {**own, "": rest} if (rest := n - sum(own.values())) else own
-                for own, n in zip(shares, whole, strict=True)
+                {**counts, "": rest} if (rest := n - sum(counts.values())) else counts
+                for counts, n in zip(shares, whole, strict=True)
             ]
         numbers = (records.of_patients(records.shares[k]) > 0).sum(0).tolist()
-        free = frozenset(cell for cell, held in zip(cells, answers[HELD][place], strict=True) if not held)
+        free = frozenset(cell for cell, suppressed in zip(cells, answers[HELD][place], strict=True) if not suppressed)
         countable.append(
             Countable(question.name, str(question), within, shares, dict(zip(cells, numbers, strict=True)), free)
         )
-    told = decide(surveyed_patients(train, test, classes), countable)
-    leave = [cell in told.get(question.name, ()) for question in query.questions for cell in question.cells(classes)]
+    released = decide(surveyed_patients(train, test, classes), countable)
+    leave = [
+        cell in released.get(question.name, ()) for question in query.questions for cell in question.cells(classes)
+    ]
     return withhold(answers, ~torch.tensor(leave))
 
 
@@ -159,12 +161,12 @@ def survey_preview(run: CompiledRun, dataset: SiloDataset, withheld: DisclosureL
     query = withheld.of(asked)
     if isinstance(profile, RecordProfile):
         records = surveyed(query.questions, dataset.train, dataset.test, query.n_classes)
-        patients, held = patient_vectors(query, records).sum(0), refused_cells(query)
+        patients, suppressed = patient_vectors(query, records).sum(0), refused_cells(query)
         images, digest = None, ""
         noise = profile.plan(0).survey[0].mechanism.noise * sensitivity(query)
     else:
         answers = remembered_answers(query, dataset.train, dataset.test, classes, decide)
-        images, patients, held, digest, noise = (
+        images, patients, suppressed, digest, noise = (
             answers[IMAGES],
             answers[PATIENTS],
             answers[HELD],
@@ -175,7 +177,7 @@ def survey_preview(run: CompiledRun, dataset: SiloDataset, withheld: DisclosureL
     for question, place in places(query.questions, query.n_classes):
         refused = not query.answers(question)
         for cell, k in zip(question.cells(classes), range(place.start, place.stop), strict=True):
-            what = NOT_ANSWERED if refused else SUPPRESSED if held[k] else LEAVES
+            what = NOT_ANSWERED if refused else SUPPRESSED if suppressed[k] else LEAVES
             number = 0.0 if images is None else float(images[k])
             rows.append(SurveyRow(str(question), cell, number, float(patients[k]), what))
     word = records_word(run.manifest.schema.columns)

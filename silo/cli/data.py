@@ -107,10 +107,10 @@ def _shown(report: CheckReport, schema: Schema | None) -> Iterator[KeyValues | T
         kinds = ", ".join(f"{kind}: {n}" for kind, n in report.unread.items())
         facts.append(("not read", f"{sum(report.unread.values())} files ({kinds})"))
     yield KeyValues(facts)
-    for found in report.problems:
-        more = [f"and {found.names - len(found.first)} more"] if found.names > len(found.first) else []
-        where = [(found.code, name) for name in (*found.first, *more)]
-        yield TextTable(f"{found.what}: {found.count}. {found.remedy}", ("code", "where"), where)
+    for problem in report.problems:
+        more = [f"and {problem.names - len(problem.first)} more"] if problem.names > len(problem.first) else []
+        where = [(problem.code, name) for name in (*problem.first, *more)]
+        yield TextTable(f"{problem.what}: {problem.count}. {problem.remedy}", ("code", "where"), where)
     train, test = (report.counts.get(split, (0,) * len(report.classes)) for split in (Split.TRAIN, Split.TEST))
     rows = [(c, str(a), str(b)) for c, a, b in zip(report.classes, train, test, strict=True)]
     yield TextTable("Examples", ("class", "train", "test"), [*rows, ("all", str(sum(train)), str(sum(test)))])

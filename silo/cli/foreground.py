@@ -119,13 +119,13 @@ def serve(
     The first SIGTERM or SIGINT finishes a running upload and cancels training (the coordinator offers it again); staged
     updates stay on disk.
     """
-    own = SiloIdentity(settings.home.path).load()  # before anything is created in a folder that is no home
+    certificate = SiloIdentity(settings.home.path).load()  # before anything is created in a folder that is no home
     with settings.home.make().locked():
         printer, liveness = Printer(as_json, quiet=log_format is not None), Liveness(settings.home)
         show = printer.show_event
         if log_format is not None:
             logs.set_up(log_format, settings.home.path)
-            show = partial(log_event, silo=own.identity.name)
+            show = partial(log_event, silo=certificate.identity.name)
 
         def emit(event: SiloEvent) -> None:
             liveness.note(event)

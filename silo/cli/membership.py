@@ -98,13 +98,21 @@ def request(
 def fingerprint(home: SiloHome) -> CommandResult:
     """Show the fingerprints that two hospitals compare by voice: this hospital's, the authority's, and every peer's."""
     identity = SiloIdentity(home.path)
-    own, authority = identity.load(), identity.ca_fingerprint()
+    certificate, authority = identity.load(), identity.ca_fingerprint()
     accepted = {name: identity_of(pem).fingerprint for name, pem in sorted(identity.peers().items())}
     return CommandResult(
-        {"silo": own.identity.name, "fingerprint": own.fingerprint, "authority": authority, "roster": accepted},
+        {
+            "silo": certificate.identity.name,
+            "fingerprint": certificate.fingerprint,
+            "authority": authority,
+            "roster": accepted,
+        },
         [
             KeyValues(
-                [(own.identity.name, format_fingerprint(own.fingerprint)), ("authority", format_fingerprint(authority))]
+                [
+                    (certificate.identity.name, format_fingerprint(certificate.fingerprint)),
+                    ("authority", format_fingerprint(authority)),
+                ]
             ),
             TextTable(
                 "Accepted peers", ("silo", "key"), [(name, format_fingerprint(key)) for name, key in accepted.items()]
@@ -125,11 +133,11 @@ def show_peers(home: SiloHome) -> CommandResult:
     pins = SiloIdentity(home.path).pins()
     confirmed = pins.confirmed()
     accepted = {name: identity_of(pem).fingerprint for name, pem in sorted(pins.accepted().items())}
-    held = {name: member.fingerprint for name, member in sorted(pins.held().items())}
+    unconfirmed = {name: member.fingerprint for name, member in sorted(pins.held().items())}
     how = {name: "confirmed by hand" if name in confirmed else "accepted" for name in accepted}
     rows = [(name, how[name], format_fingerprint(key)) for name, key in accepted.items()]
-    rows += [(name, "not confirmed", format_fingerprint(key)) for name, key in held.items()]
-    value = {"accepted": accepted, "held": held, "confirmed": sorted(confirmed)}
+    rows += [(name, "not confirmed", format_fingerprint(key)) for name, key in unconfirmed.items()]
+    value = {"accepted": accepted, "held": unconfirmed, "confirmed": sorted(confirmed)}
     return CommandResult(value, [TextTable("Members of the roster", ("silo", "", "key"), rows)])
 
 

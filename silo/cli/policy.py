@@ -74,7 +74,7 @@ def check(
 
         policy.require_collections(Ledger(home.ledger).collections())
     facts = [("file", str(place)), ("sound", "yes" if policy.digest else "there is none, the defaults hold")]
-    facts += [(f"extension {name}", found) for name, found in registry.installed(policy.runs.extensions).items()]
+    facts += [(f"extension {name}", version) for name, version in registry.installed(policy.runs.extensions).items()]
     if policy.budgets and not home.ledger.exists():
         facts += [("budgets", "not compared with the ledger, which is not there yet: silo ledger register")]
     return CommandResult({"file": str(place), "digest": policy.digest, "sound": True}, [KeyValues(facts)])
@@ -100,9 +100,9 @@ def approve(
     with open_store(home.database) as store:
         approvals = store.approvals.all() if run is None else [store.approvals.decide(run, not deny)]
     waiting = any(a.decided is None for a in approvals)
-    known = PolicyAndLedger.of(home) if waiting else None
-    asked = {a: PendingDecision.of(a, known) for a in approvals if known and a.decided is None}
-    spends = {a: question.all_spends for a, question in asked.items()}
+    basis = PolicyAndLedger.of(home) if waiting else None
+    pending = {a: PendingDecision.of(a, basis) for a in approvals if basis and a.decided is None}
+    spends = {a: question.all_spends for a, question in pending.items()}
     word = {None: "waits", True: "approved", False: "denied"}
     value = [
         {
@@ -113,7 +113,7 @@ def approve(
             "asked": a.asked,
             "decided": word[a.decided],
             "spends": spends.get(a, ""),
-            **({} if a not in asked or (survey := asked[a].survey) is None else {"survey": asdict(survey)}),
+            **({} if a not in pending or (survey := pending[a].survey) is None else {"survey": asdict(survey)}),
         }
         for a in approvals
     ]
@@ -121,7 +121,7 @@ def approve(
     rows = [(a.run_id, a.name, word[a.decided], local_time(a.asked), a.about, spends.get(a, "-")) for a in approvals]
     head = ("run", "name", "decision", "asked", "what it asks for", "what it would spend")
     shown: list[str | TextTable] = [TextTable("Runs", head, rows) if approvals else none]
-    for a, question in asked.items():
+    for a, question in pending.items():
         if question.survey is not None:
             shown += _survey(a.run_id, question.survey)
     return CommandResult({"runs": value}, shown)

@@ -30,9 +30,9 @@ def status(home: SiloHome) -> CommandResult:
     The measurements are shown only here, unless the policy lets runs show them ([evaluation] by_hospital).
     """
     identity = SiloIdentity(home.path)
-    own, addresses = identity.load(), [str(address) for address in home.addresses()]
+    certificate, addresses = identity.load(), [str(address) for address in home.addresses()]
     with open_store(home.database) as store:
-        about = own, addresses, identity.renewal_due(), PeerStatus.of(identity, store), store
+        about = certificate, addresses, identity.renewal_due(), PeerStatus.of(identity, store), store
         trains = policy_in_force.trains(home)
         part = KeyValues([("takes part", "in evaluations alone: nothing is trained here")])
         return CommandResult({**status_json(*about), "trains": trains}, [*([] if trains else [part]), *_shown(*about)])
@@ -47,23 +47,25 @@ class PeerStatus(NamedTuple):
 
     @classmethod
     def of(cls, identity: SiloIdentity, store: SiloStore) -> PeerStatus:
-        pins, own = identity.pins(), {identity.load().identity.name}
-        runs = {run_id: frozenset(run.members) - own for run_id, run in store.secagg.runs().items()}
-        return cls(frozenset(pins.members()) - own, pins.confirmed() - own, runs)
+        pins, this_silo = identity.pins(), {identity.load().identity.name}
+        runs = {run_id: frozenset(run.members) - this_silo for run_id, run in store.secagg.runs().items()}
+        return cls(frozenset(pins.members()) - this_silo, pins.confirmed() - this_silo, runs)
 
     def sentence(self, others: frozenset[str]) -> str:
         return f"{len(others & self.confirmed)} of {pluralize(len(others), 'other member')} confirmed by this hospital"
 
 
-def status_json(own: PeerCertificate, addresses: Sequence[str], due: bool, peers: PeerStatus, store: SiloStore) -> Json:
+def status_json(
+    certificate: PeerCertificate, addresses: Sequence[str], due: bool, peers: PeerStatus, store: SiloStore
+) -> Json:
     contact, left, broken = store.contact(), disclosures_of(store), store.run_data.broken()
     classes = store.secagg.coverages()
     return {
-        "silo": own.identity.name,
-        "consortium": own.identity.consortium,
-        "identity": own.identity.uri,
-        "fingerprint": own.fingerprint,
-        "certificate_until": own.not_after.timestamp(),
+        "silo": certificate.identity.name,
+        "consortium": certificate.identity.consortium,
+        "identity": certificate.identity.uri,
+        "fingerprint": certificate.fingerprint,
+        "certificate_until": certificate.not_after.timestamp(),
         "renewal_due": due,
         "coordinator": list(addresses),
         "session": contact and asdict(contact),
@@ -118,7 +120,7 @@ def task_json(task: TaskRecord) -> Json:
 
 
 def _shown(
-    own: PeerCertificate, addresses: Sequence[str], due: bool, peers: PeerStatus, store: SiloStore
+    certificate: PeerCertificate, addresses: Sequence[str], due: bool, peers: PeerStatus, store: SiloStore
 ) -> Iterator[KeyValues | TextTable | str]:
     contact, left = store.contact(), disclosures_of(store)
     classes = {run.run_id: run.classes for run in left.runs}
@@ -128,15 +130,15 @@ def _shown(
         session = f"{state} {local_time(contact.since)} with {contact.address or '-'}"
     yield KeyValues(
         [
-            ("silo", str(own.identity)),
-            ("fingerprint", format_fingerprint(own.fingerprint)),
-            ("certificate", f"until {own.not_after:%Y-%m-%d %H:%M} UTC" + (", renewal is due" if due else "")),
+            ("silo", str(certificate.identity)),
+            ("fingerprint", format_fingerprint(certificate.fingerprint)),
+            ("certificate", f"until {certificate.not_after:%Y-%m-%d %H:%M} UTC" + (", renewal is due" if due else "")),
             ("coordinator", ", ".join(addresses)),
             ("session", session),
             ("peers", peers.sentence(peers.others)),
             ("receipts", str(len(store.receipts()))),
             ("left", f"{left.verdict}: {left.updates} updates, {left.bytes} bytes"),
-            *([("privacy", said)] if (said := left.unprotected.sentence()) else []),
+            *([("privacy", unprotected)] if (unprotected := left.unprotected.sentence()) else []),
         ]
     )
     entries = [
@@ -184,8 +186,8 @@ _FATES = {
 
 def _fate(run: JoinedRun) -> str:
     """Describe how a run ended, with the reason if it did not finish."""
-    said = _FATES.get(run.state, f"ended as {run.state!r}")
-    return f"{said}: {run.reason}" if run.reason else said
+    outcome = _FATES.get(run.state, f"ended as {run.state!r}")
+    return f"{outcome}: {run.reason}" if run.reason else outcome
 
 
 def _evaluation_row(task: TaskRecord) -> tuple[str, ...]:

@@ -157,8 +157,8 @@ class ControlClient:
         assert session is not None
         assert session.welcome is not None
         assert self._used is not None
-        opened, asked = self.clock(), session.welcome.recycle_seconds
-        period = max(asked, self.pulse_floor) if asked > 0 else float("inf")  # also of NaN: never
+        opened, recycle_seconds = self.clock(), session.welcome.recycle_seconds
+        period = max(recycle_seconds, self.pulse_floor) if recycle_seconds > 0 else float("inf")  # also of NaN: never
         while not stop.is_cancelled:
             if session.ended.is_set():
                 self._session = None

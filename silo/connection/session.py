@@ -202,18 +202,21 @@ class Session:
 
 def _check_times(welcome: pb.Welcome, least: float) -> None:
     """Raise ProtocolError (E-WIRE-06) on intervals out of range; recycle_seconds 0: never."""
-    for name, asked in (("pulse_seconds", welcome.pulse_seconds), ("recycle_seconds", welcome.recycle_seconds or 1.0)):
-        if not least <= asked <= _MAX_S:
+    for name, seconds in (
+        ("pulse_seconds", welcome.pulse_seconds),
+        ("recycle_seconds", welcome.recycle_seconds or 1.0),
+    ):
+        if not least <= seconds <= _MAX_S:
             raise ProtocolError(
                 "E-WIRE-06",
-                f"expected {name} from {least:g} to {_MAX_S:g} in a welcome, found {asked:g}: ask the lead; is this "
+                f"expected {name} from {least:g} to {_MAX_S:g} in a welcome, found {seconds:g}: ask the lead; is this "
                 "the right coordinator?",
             )
 
 
-def pulse_period(asked: float, floor: float) -> float:
+def pulse_period(requested: float, floor: float) -> float:
     """Return the seconds between pulses; `asked` may be any number, or NaN."""
-    return min(asked, max(floor, PULSE_CEILING_S)) if asked > floor else floor
+    return min(requested, max(floor, PULSE_CEILING_S)) if requested > floor else floor
 
 
 def _refusal(refusal: pb.Refusal) -> FederationError:

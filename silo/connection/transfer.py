@@ -206,15 +206,15 @@ class Transfer:
             idle_watch.append(idle)
             armed.set()
             try:
-                there = call.result().have
+                received = call.result().have
             except (grpc.RpcError, grpc.FutureCancelledError) as error:
                 if broken:
                     raise broken[0] from error
                 if isinstance(error, grpc.RpcError):
                     raise connection.explained(to_federation_error(error, idle)) from error
                 raise UnavailableError("E-NET-12", f"no byte moved for {self._retry_policy.idle_s:g} s") from error
-        if there < entry.size:
-            raise ProtocolError("E-WIRE-04", f"expected {entry.size} bytes to be there, found {there}")
+        if received < entry.size:
+            raise ProtocolError("E-WIRE-04", f"expected {entry.size} bytes to be there, found {received}")
 
     # ---- down --------------------------------------------------------------------------------------------------
 

@@ -70,16 +70,20 @@ class SiloIdentity:
         proof = b""
         key = self._next_key()
         if self.joined:
-            own = self.load()
-            mine = (own.identity.consortium, own.identity.name, certificate_fingerprint(self.authority_pem()))
+            certificate = self.load()
+            mine = (
+                certificate.identity.consortium,
+                certificate.identity.name,
+                certificate_fingerprint(self.authority_pem()),
+            )
             if mine != (token.consortium, token.name, certificate_fingerprint(token.ca_pem)):
                 raise StateError(
                     "E-STATE-44",
                     f"expected {self.home} to be new, or to belong to {token.name!r} of {token.consortium!r}; found it "
-                    f"to belong to {own.identity} (of its own authority). Choose another home for another membership, "
-                    "with the same ledger (silo ledger place)",
+                    f"to belong to {certificate.identity} (of its own authority). Choose another home for "
+                    "another membership, with the same ledger (silo ledger place)",
                 )
-            proof = self._proof(own, key)
+            proof = self._proof(certificate, key)
         csr = certificates.make_request(certificates.key_to_pem(key))
         return JoinMaterial(token.addresses, token.credentials, csr, proof)
 
@@ -151,9 +155,9 @@ class SiloIdentity:
         return certificate_fingerprint(self.authority_pem())
 
     def renewal_due(self, now: datetime | None = None) -> bool:
-        own = self.load()
-        return self._is_early() or (now or self.clock()) >= own.not_before + _RENEW_AFTER * (
-            own.not_after - own.not_before
+        certificate = self.load()
+        return self._is_early() or (now or self.clock()) >= certificate.not_before + _RENEW_AFTER * (
+            certificate.not_after - certificate.not_before
         )
 
     def renewal_request(self) -> RenewalRequest:
@@ -185,8 +189,8 @@ class SiloIdentity:
     def pins(self) -> PinnedPeers:
         return self._pins(self.load(), self.authority_pem())
 
-    def _pins(self, own: PeerCertificate, ca_pem: bytes) -> PinnedPeers:
-        return PinnedPeers(self.folder / "roster.json", ca_pem, own.identity.consortium)
+    def _pins(self, certificate: PeerCertificate, ca_pem: bytes) -> PinnedPeers:
+        return PinnedPeers(self.folder / "roster.json", ca_pem, certificate.identity.consortium)
 
     def authority_pem(self) -> bytes:
         """Read the pinned CA certificate; raises StateError (E-STATE-43) if it is missing."""
@@ -198,8 +202,8 @@ class SiloIdentity:
     def _current_key(self) -> ec.EllipticCurvePrivateKey:
         return certificates.load_key(self.current_credentials().key_pem, str(self.folder / "silo.pem"))
 
-    def _proof(self, own: PeerCertificate, key: ec.EllipticCurvePrivateKey) -> bytes:
-        message = certificates.renewal_message(own.identity, key.public_key())
+    def _proof(self, certificate: PeerCertificate, key: ec.EllipticCurvePrivateKey) -> bytes:
+        message = certificates.renewal_message(certificate.identity, key.public_key())
         return self.sign(certificates.RENEWAL, message)
 
     def _next_key(self) -> ec.EllipticCurvePrivateKey:
@@ -233,10 +237,10 @@ class SiloIdentity:
                 f"machine's clock says {self.clock():%Y-%m-%d %H:%M} UTC; set the clock"
             )
         if self.joined:
-            own = self.load()
+            current = self.load()
             pinned = certificates.to_pem(certificates.load_certificate(self.authority_pem(), "ca.crt"))
-            if peer.identity != own.identity or certificates.to_pem(ca) != pinned:
-                raise _wrong_certificate(f"it is for {peer.identity}, and this home belongs to {own.identity}")
+            if peer.identity != current.identity or certificates.to_pem(ca) != pinned:
+                raise _wrong_certificate(f"it is for {peer.identity}, and this home belongs to {current.identity}")
         return peer
 
 

@@ -76,9 +76,9 @@ class PinnedPeers:
     def _update(
         self, signed: SignedRoster, roster: Roster, accept_additions: bool, asked_at: int | None
     ) -> RosterChange:
-        known = self.load()
-        before = known._roster()
-        if before is not None and known.signed is not None:
+        pinned = self.load()
+        before = pinned._roster()
+        if before is not None and pinned.signed is not None:
             if asked_at is not None and asked_at <= roster.version < before.version:
                 return RosterChange(before.version, (), (), (), {})
             if roster.version < before.version:
@@ -87,14 +87,14 @@ class PinnedPeers:
                     f"expected a roster of version {before.version} or later, found {roster.version}: somebody puts "
                     "back an old list, perhaps one that still holds a revoked silo. Ask the lead; the newer one stays",
                 )
-            if roster.version == before.version and signed.document != known.signed.document:
+            if roster.version == before.version and signed.document != pinned.signed.document:
                 raise RefusedError(
                     "E-ID-14",
                     f"expected the roster of version {before.version} that is pinned, found another one of that "
                     "version: two lists were given out. Compare `silo fingerprint` with another hospital, ask the lead",
                 )
-        pins, change = _decide(known, roster, accept_additions)
-        known._pin(signed, pins)
+        pins, change = _decide(pinned, roster, accept_additions)
+        pinned._pin(signed, pins)
         return change
 
     def _pin(self, signed: SignedRoster, pins: Mapping[str, str]) -> None:
@@ -105,8 +105,8 @@ class PinnedPeers:
 
     def held(self) -> dict[str, RosterMember]:
         """Return the members of the pinned roster whose present key this silo does not accept."""
-        known = self.load()
-        return {name: m for name, m in known.members().items() if known.pins.get(name) != m.fingerprint}
+        pinned = self.load()
+        return {name: m for name, m in pinned.members().items() if pinned.pins.get(name) != m.fingerprint}
 
     def accept(self, name: str, fingerprint: str) -> None:
         """Accept the key of one member; fingerprint: hex, as the other hospital reads it out.
@@ -114,11 +114,11 @@ class PinnedPeers:
         Raises ConfigError (E-ID-16) if the roster has no member of that name with that key; nothing changes then.
         """
         with self._locked():
-            known = self.load()
-            roster = known._roster()
+            pinned = self.load()
+            roster = pinned._roster()
             keys = {} if roster is None else {m.name: m.fingerprint for m in roster.members}
-            if keys.get(name) != fingerprint or known.signed is None:
-                there = (
+            if keys.get(name) != fingerprint or pinned.signed is None:
+                listed = (
                     f"the key {format_fingerprint(keys[name])}"
                     if name in keys
                     else f"the members {', '.join(sorted(keys))}"
@@ -126,15 +126,15 @@ class PinnedPeers:
                 raise ConfigError(
                     "E-ID-16",
                     f"expected a member {name} with the key {format_fingerprint(fingerprint)} in the roster, found "
-                    f"{there}; ask that hospital for its `silo fingerprint` by another way than this software",
+                    f"{listed}; ask that hospital for its `silo fingerprint` by another way than this software",
                 )
-            marked = replace(known, by_hand={**known.by_hand, name: fingerprint})
-            marked._pin(known.signed, {**known.pins, name: fingerprint})
+            marked = replace(pinned, by_hand={**pinned.by_hand, name: fingerprint})
+            marked._pin(pinned.signed, {**pinned.pins, name: fingerprint})
 
     def confirmed(self) -> frozenset[str]:
         """Return the names of members whose key a person of this hospital confirmed by its fingerprint (`accept`)."""
-        known = self.load()
-        return frozenset(name for name in known.accepted() if known.by_hand.get(name) == known.pins[name])
+        pinned = self.load()
+        return frozenset(name for name in pinned.accepted() if pinned.by_hand.get(name) == pinned.pins[name])
 
     def members(self) -> dict[str, RosterMember]:
         """Return the members of the pinned roster, accepted or not."""
@@ -150,8 +150,8 @@ class PinnedPeers:
             yield
 
     def accepted(self) -> dict[str, bytes]:
-        known = self.load()
-        accepted = {name: m for name, m in known.members().items() if known.pins.get(name) == m.fingerprint}
+        pinned = self.load()
+        accepted = {name: m for name, m in pinned.members().items() if pinned.pins.get(name) == m.fingerprint}
         return {name: member.certificate.encode() for name, member in accepted.items()}
 
     def load(self) -> PinnedPeers:
@@ -188,29 +188,29 @@ class PinnedPeers:
         return None if self.signed is None else self.signed.verify(self.ca_pem, self.consortium)
 
 
-def _decide(known: PinnedPeers, roster: Roster, accept_additions: bool) -> tuple[dict[str, str], RosterChange]:
+def _decide(pinned: PinnedPeers, roster: Roster, accept_additions: bool) -> tuple[dict[str, str], RosterChange]:
     names = {member.name for member in roster.members}
-    kept = {name: fingerprint for name, fingerprint in known.pins.items() if name in names}
+    kept = {name: fingerprint for name, fingerprint in pinned.pins.items() if name in names}
     added: list[str] = []
     rekeyed: list[str] = []
-    held: dict[str, str] = {}
+    not_accepted: dict[str, str] = {}
     for member in sorted(roster.members, key=lambda m: m.name):
-        if known.pins.get(member.name) == member.fingerprint:
+        if pinned.pins.get(member.name) == member.fingerprint:
             continue
-        why = _objection(member, known, accept_additions)
+        why = _objection(member, pinned, accept_additions)
         if why is not None:
-            held[member.name] = why
+            not_accepted[member.name] = why
             continue
         kept[member.name] = member.fingerprint
-        (rekeyed if member.name in known.pins else added).append(member.name)
-    removed = tuple(sorted(set(known.pins) - names))
-    return kept, RosterChange(roster.version, tuple(added), removed, tuple(rekeyed), held)
+        (rekeyed if member.name in pinned.pins else added).append(member.name)
+    removed = tuple(sorted(set(pinned.pins) - names))
+    return kept, RosterChange(roster.version, tuple(added), removed, tuple(rekeyed), not_accepted)
 
 
-def _objection(member: RosterMember, known: PinnedPeers, accept_additions: bool) -> str | None:
-    had = known.pins.get(member.name, known.former.get(member.name))
-    if had not in (None, member.fingerprint) and not renewed_from(member, known.consortium, had):
+def _objection(member: RosterMember, pinned: PinnedPeers, accept_additions: bool) -> str | None:
+    had = pinned.pins.get(member.name, pinned.former.get(member.name))
+    if had not in (None, member.fingerprint) and not renewed_from(member, pinned.consortium, had):
         return "E-ID-16: another key under a known name, without a signature of the key that is pinned"
-    if member.name not in known.pins and not accept_additions:
+    if member.name not in pinned.pins and not accept_additions:
         return "E-ID-16: a new member, and the policy asks for the operator's consent"
     return None

@@ -88,9 +88,9 @@ class Examination:
             if path.exists():
                 made[str(path)] = datetime.fromtimestamp(path.stat().st_mtime, UTC)
         if identity.joined:
-            own = identity.current_credentials()
-            made["this silo's certificate"] = identity_of(own.cert_pem).not_before
-            authority = certificates.load_certificate(own.ca_pem, "the pinned authority")
+            credentials = identity.current_credentials()
+            made["this silo's certificate"] = identity_of(credentials.cert_pem).not_before
+            authority = certificates.load_certificate(credentials.ca_pem, "the pinned authority")
             made["the consortium's authority"] = authority.not_valid_before_utc
         return checks.clock(made)
 
@@ -236,24 +236,24 @@ class Examination:
     def _network(self) -> Iterator[Finding]:
         identity = SiloIdentity(self.home.path)
         if identity.joined:
-            own, addresses = identity.current_credentials(), self.home.addresses()
+            credentials, addresses = identity.current_credentials(), self.home.addresses()
         elif self.invitation is not None:
-            own, addresses = self.invitation.credentials, self.invitation.addresses
+            credentials, addresses = self.invitation.credentials, self.invitation.addresses
         else:
             remedy = "silo doctor --token-file FILE tries the way there before you join"
             yield checks.warning("network", "not looked at: where the coordinator is, is not known yet", remedy)
             return
         yield from checks.proxy(addresses)
         for address in addresses:
-            way = list(checks.reachable(address, own))
+            way = list(checks.reachable(address, credentials))
             yield from way
             if identity.joined and way[0].level is checks.FindingLevel.OK:
-                yield from self._coordinator(address, own)
+                yield from self._coordinator(address, credentials)
 
-    def _coordinator(self, address: Address, own: Credentials) -> Iterator[Finding]:
+    def _coordinator(self, address: Address, credentials: Credentials) -> Iterator[Finding]:
 
         try:
-            yield from checks.other_side(ask(address, own), str(address))
+            yield from checks.other_side(ask(address, credentials), str(address))
         except FederationError as error:
             yield checks.problem("coordinator", f"{address} refuses this silo: {error}", "ask the lead")
 
@@ -302,17 +302,17 @@ class Examination:
 _ASK_S = 10.0
 
 
-def ask(address: Address, own: Credentials) -> HealthAnswer:
+def ask(address: Address, credentials: Credentials) -> HealthAnswer:
     """Query a coordinator's health; raises FederationError if it refuses or does not answer."""
-    with closing(connect_with(lambda: own)(address)) as channel:
-        stub, asked = health_pb2_grpc.HealthStub(channel), time.time()
+    with closing(connect_with(lambda: credentials)(address)) as channel:
+        stub, start = health_pb2_grpc.HealthStub(channel), time.time()
         check = stub.Check  # type: ignore[attr-defined]  # set in __init__, which the stub does not show
         try:
             answer, call = check.with_call(health_pb2.HealthCheckRequest(), timeout=_ASK_S)
         except grpc.RpcError as error:
             raise _explained(error) from None
     serving = answer.status == health_pb2.HealthCheckResponse.SERVING
-    return HealthAnswer.of(serving, call.trailing_metadata() or (), asked, time.time())
+    return HealthAnswer.of(serving, call.trailing_metadata() or (), start, time.time())
 
 
 def _explained(error: grpc.RpcError) -> FederationError:

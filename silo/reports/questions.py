@@ -76,12 +76,12 @@ class PendingDecision:
     digest: str
 
     @classmethod
-    def of(cls, approval: Approval, known: PolicyAndLedger) -> PendingDecision:
+    def of(cls, approval: Approval, basis: PolicyAndLedger) -> PendingDecision:
         request = _request(approval)
         comparisons: tuple[RequestLine, ...] = ()
-        if request is not None and known.policy is not None:
-            comparisons = tuple(request.compare(known.policy, known.confirmed, known.measured))
-        previews, spends = _spends(request, known)
+        if request is not None and basis.policy is not None:
+            comparisons = tuple(request.compare(basis.policy, basis.confirmed, basis.measured))
+        previews, spends = _spends(request, basis)
         shown = [
             approval.run_id,
             approval.manifest_digest,
@@ -117,7 +117,7 @@ def _request(approval: Approval) -> RunRequest | None:
         return None  # only its sentence is shown
 
 
-def _spends(request: RunRequest | None, known: PolicyAndLedger) -> tuple[tuple[SpendingPreview, ...] | None, str]:
+def _spends(request: RunRequest | None, basis: PolicyAndLedger) -> tuple[tuple[SpendingPreview, ...] | None, str]:
     """Return what a run would spend, and a sentence about it."""
     if request is None:
         return None, "What it would spend is not known: an earlier version of this software was asked."
@@ -128,12 +128,12 @@ def _spends(request: RunRequest | None, known: PolicyAndLedger) -> tuple[tuple[S
         )
     if request.charges is None:
         return None, "It spends nothing here: this hospital is not among its members."
-    if known.ledger_error:
-        return None, f"The ledger cannot be read, so the run would be refused: {known.ledger_error}"
-    if known.ledger is None:
+    if basis.ledger_error:
+        return None, f"The ledger cannot be read, so the run would be refused: {basis.ledger_error}"
+    if basis.ledger is None:
         return None, "There is no ledger yet, so the run would be refused: silo ledger register"
     try:
-        previews = preview(known.ledger, known.policy, request, known.fingerprint)
+        previews = preview(basis.ledger, basis.policy, request, basis.fingerprint)
     except ConfigError as error:
         return None, f"What it would spend cannot be computed: {error}"
     if previews is None:

@@ -83,9 +83,9 @@ class SurveyPreview:
         """Return the rows as text, in the columns of `head`."""
         rows = []
         for row in self.rows:
-            there = row.becomes == LEAVES
-            images = f"{row.images:.10g}" if there and not self.noise else "-"
-            patients = f"{row.patients:.10g}" if there else "-"
+            leaves = row.becomes == LEAVES
+            images = f"{row.images:.10g}" if leaves and not self.noise else "-"
+            patients = f"{row.patients:.10g}" if leaves else "-"
             rows.append((row.question, row.cell, images, patients, row.becomes))
         return rows
 
@@ -185,14 +185,17 @@ class RunRequest:
         rows.append(self._sums(policy, confirmed))
         if self.survey is not None:
             allowed = f"{', '.join(policy.survey.allow) or 'none'}; {self.survey.floor(policy.survey.min_patients)}"
-            asked = ", ".join(dict.fromkeys(row.question for row in self.survey.rows))
-            rows.append(RequestLine("Questions", asked, allowed))
+            requested = ", ".join(dict.fromkeys(row.question for row in self.survey.rows))
+            rows.append(RequestLine("Questions", requested, allowed))
         if self.extensions:
             allowed = ", ".join(runs.extensions) or "none"
             rows.append(RequestLine("Code of others", "; ".join(self.extensions), allowed))
         if self.epsilon is None or self.delta is None:
-            asked, allowed = "no differential privacy", f"only {floors.require}" if floors.require else "also without"
-            rows.append(RequestLine("Privacy", asked, allowed))
+            requested, allowed = (
+                "no differential privacy",
+                f"only {floors.require}" if floors.require else "also without",
+            )
+            rows.append(RequestLine("Privacy", requested, allowed))
             return rows if self.survey else [*rows, self._results(policy, measured), self._prototypes(policy)]
         rows += [
             RequestLine(
@@ -225,41 +228,45 @@ class RunRequest:
 
     def _sums(self, policy: Policy, confirmed: Collection[str]) -> RequestLine:
         """Describe who reads single updates, and whose keys that depends on."""
-        floors, asked = policy.secagg, f"none: {READ_ALONE}"
+        floors, requested = policy.secagg, f"none: {READ_ALONE}"
         if self.sums_of:
-            there = len({*self.others} & {*confirmed})
-            asked = f"updates under masks, only sums over at least {self.sums_of} hospitals are read; {there} of "
-            asked += f"{pluralize(len(self.others), 'other member')} confirmed by this hospital"
+            confirmed_others = len({*self.others} & {*confirmed})
+            requested = f"updates under masks, only sums over at least {self.sums_of} hospitals are read; "
+            requested += (
+                f"{confirmed_others} of {pluralize(len(self.others), 'other member')} confirmed by this hospital"
+            )
         allowed = ["only with it" if floors.require else "also without it"]
         allowed += [f"sums over at least {floors.min_sum}"] if floors.min_sum else []
         allowed += [f"at least {floors.confirmed_peers} confirmed"] if floors.confirmed_peers else []
-        return RequestLine("Secure aggregation", asked, ", ".join(allowed))
+        return RequestLine("Secure aggregation", requested, ", ".join(allowed))
 
     def _results(self, policy: Policy, measured: int) -> RequestLine:
         """Describe what an exact evaluation sends about this hospital's test images."""
-        said = policy.evaluation
+        limits = policy.evaluation
         accuracies = "correct answers per class"
         more = ", confusion matrix, scores and confidence in bins" if "clinical" in self.parts else ""
         leaves = {CLINICAL: "all of it leaves", ACCURACY: f"only {accuracies} leave", NOTHING: "nothing leaves"}
-        allowed = leaves[said.send]
+        allowed = leaves[limits.send]
         if "by_hospital" in self.parts:
             more += ", shown under this hospital's name beside the sums"
-            allowed += "; under its name too" if said.by_hospital else "; shown in sums alone"
-        if self.models and said.send != NOTHING:
+            allowed += "; under its name too" if limits.by_hospital else "; shown in sums alone"
+        if self.models and limits.send != NOTHING:
             more += f"; {pluralize(self.models, 'model')}, counted exactly: of a class with one test image "
             more += "here, the counts say what the model made of that image"
             left = f": {', '.join(self.few)}" if self.few else ""
-            allowed += f"; no class of fewer than {said.min_examples} test images{left}" if said.min_examples else ""
-            allowed += f"; {measured} of at most {pluralize(said.runs_a_day, 'run')} a day measured models here"
+            allowed += (
+                f"; no class of fewer than {limits.min_examples} test images{left}" if limits.min_examples else ""
+            )
+            allowed += f"; {measured} of at most {pluralize(limits.runs_a_day, 'run')} a day measured models here"
         return RequestLine("Results on test images", f"{accuracies}{more}", allowed)
 
     def _prototypes(self, policy: Policy) -> RequestLine:
-        said = policy.prototypes
-        allowed = "may leave" if said.submit else "never leave"
-        if said.submit and said.hidden:
-            allowed += f", but not of {', '.join(said.hidden)}"
-        if said.submit and said.min_count:
-            allowed += f", but only of classes with at least {said.min_count:g}"
-        if said.submit and said.min_examples and self.epsilon is None and "moments" in self.parts:
-            allowed += f"; exact sums only over classes with at least {said.min_examples} examples"
+        limits = policy.prototypes
+        allowed = "may leave" if limits.submit else "never leave"
+        if limits.submit and limits.hidden:
+            allowed += f", but not of {', '.join(limits.hidden)}"
+        if limits.submit and limits.min_count:
+            allowed += f", but only of classes with at least {limits.min_count:g}"
+        if limits.submit and limits.min_examples and self.epsilon is None and "moments" in self.parts:
+            allowed += f"; exact sums only over classes with at least {limits.min_examples} examples"
         return RequestLine("Class prototypes", "asked for" if self.prototypes else "not asked for", allowed)

@@ -95,16 +95,16 @@ def spending(
     ledger: Ledger,
     policy: Policy | None,
     name: str,
-    asked: Sequence[Mechanism] = (),
+    planned: Sequence[Mechanism] = (),
     updates: Sequence[UnprotectedUpdate] = (),
 ) -> Spending:
-    """Read a collection's spending; asked: counted as spent too. policy: None if it cannot be read.
+    """Read a collection's spending; planned: counted as spent too. policy: None if it cannot be read.
 
     updates: the home's list of unprotected updates.
     """
-    status, cap = ledger.status(name, prv=False, planned=asked), None if policy is None else policy.caps().get(name)
+    status, cap = ledger.status(name, prv=False, planned=planned), None if policy is None else policy.caps().get(name)
     limits = [limit for limit in (ledger.budget(name), cap) if limit is not None]
-    closed, spent = any(limit.bound <= 0 for limit in limits), [*ledger.history(name), *asked]
+    closed, spent = any(limit.bound <= 0 for limit in limits), [*ledger.history(name), *planned]
     return Spending(
         collection=name,
         unit=status.unit,
@@ -129,13 +129,13 @@ def unprotected(ledger: Ledger, name: str, updates: Iterable[UnprotectedUpdate])
         splits = update.splits
         if splits is None:
             splits = tuple(s for s in SPLITS if not any(c.endswith(f"/{s}") for c in charged.get(update.run_id, ())))
-        told = {ledger.collection_of(version_of(update.fingerprint, split)) for split in splits}
-        if told and (name == WHOLE or told & {name, None}):
-            unprotected_updates.append((update.run_id, name == WHOLE or name in told))
+        collections = {ledger.collection_of(version_of(update.fingerprint, split)) for split in splits}
+        if collections and (name == WHOLE or collections & {name, None}):
+            unprotected_updates.append((update.run_id, name == WHOLE or name in collections))
     return Unprotected(
         len(unprotected_updates),
         len({run for run, _ in unprotected_updates}),
-        sum(not known for _, known in unprotected_updates),
+        sum(not registered for _, registered in unprotected_updates),
     )
 
 
@@ -146,28 +146,28 @@ def preview(
 
     fingerprint: of the served data, if known.
     """
-    known, previews = ledger.collections(), []
-    for split, asked in request.mechanisms().items():
-        if not asked:
+    collections, previews = ledger.collections(), []
+    for split, mechanisms in request.mechanisms().items():
+        if not mechanisms:
             continue
-        name = _collection(ledger, known, split, fingerprint)
+        name = _collection(ledger, collections, split, fingerprint)
         if name is None:
             return None
         limits: list[PrivacyFilter] = [f for f in (ledger.budget(name),) if f is not None]
         limits += [] if policy is None else [cap for key, cap in policy.caps().items() if key == name]
         history = ledger.history(name)
-        fits = ledger.budget(name) is not None and all(limit.admits(history, asked) for limit in limits)
-        before, after = spending(ledger, policy, name), spending(ledger, policy, name, asked)
+        fits = ledger.budget(name) is not None and all(limit.admits(history, mechanisms) for limit in limits)
+        before, after = spending(ledger, policy, name), spending(ledger, policy, name, mechanisms)
         previews.append(SpendingPreview(before, after, fits))
     return tuple(previews)
 
 
-def _collection(ledger: Ledger, known: Sequence[str], split: str, fingerprint: str) -> str | None:
+def _collection(ledger: Ledger, collections: Sequence[str], split: str, fingerprint: str) -> str | None:
     if split == WHOLE:
-        return WHOLE if WHOLE in known else None
+        return WHOLE if WHOLE in collections else None
     if fingerprint:
         return ledger.collection_of(version_of(fingerprint, split))
-    candidates = [name for name in known if name.endswith(f"/{split}")]
+    candidates = [name for name in collections if name.endswith(f"/{split}")]
     return candidates[0] if len(candidates) == 1 else None
 
 
@@ -179,4 +179,7 @@ def version_of(fingerprint: str, split: str) -> str:
 def charges_of(charges: Mapping[str, Sequence[Mechanism]]) -> dict[str, tuple[tuple[float, float, int], ...]]:
     from privacy.accounting.accountant import aggregated
 
-    return {split: tuple((m.noise, m.rate, m.steps) for m in aggregated(found)) for split, found in charges.items()}
+    return {
+        split: tuple((m.noise, m.rate, m.steps) for m in aggregated(mechanisms))
+        for split, mechanisms in charges.items()
+    }

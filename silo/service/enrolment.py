@@ -34,8 +34,8 @@ CALL_TIMEOUT_S = 60.0
 
 def pinned_version(identity: SiloIdentity) -> int:
     """Read the version of the pinned roster; 0 without a roster, or one without a version."""
-    own = identity.load().identity
-    peers = PinnedPeers(identity.folder / "roster.json", identity.current_credentials().ca_pem, own.consortium)
+    consortium = identity.load().identity.consortium
+    peers = PinnedPeers(identity.folder / "roster.json", identity.current_credentials().ca_pem, consortium)
     signed = peers.load().signed
     try:
         return int(json.loads(signed.document)["version"]) if signed else 0
@@ -65,8 +65,8 @@ def join(
         _require_authority(_read_fingerprint(authority), certificate_fingerprint(invitation.ca_pem))
     home.make()
     identity = SiloIdentity(home.path, clock)
-    if identity.joined and not again and (own := _certificate_in_force(identity, invitation, clock)):
-        return own
+    if identity.joined and not again and (certificate := _certificate_in_force(identity, invitation, clock)):
+        return certificate
     material = identity.join_material(invitation)
     request = pb.JoinRequest(csr_pem=material.csr_pem, renewal_proof=material.proof)
     answer = _first_answer(material.addresses, request, connect(material.invitation), material.invitation, diagnose)
@@ -80,13 +80,13 @@ def join(
 
 def _certificate_in_force(identity: SiloIdentity, token: InvitationToken, clock: Clock) -> PeerCertificate | None:
     """Return the certificate in force if this token was, or may have been, used up for it already."""
-    own = identity.load()
-    same = (own.identity.consortium, own.identity.name, identity.ca_fingerprint()) == (
+    certificate = identity.load()
+    same = (certificate.identity.consortium, certificate.identity.name, identity.ca_fingerprint()) == (
         token.consortium,
         token.name,
         certificate_fingerprint(token.ca_pem),
     )
-    return own if same and own.not_before <= clock() <= own.not_after else None
+    return certificate if same and certificate.not_before <= clock() <= certificate.not_after else None
 
 
 def _first_answer(
@@ -114,9 +114,9 @@ def _first_answer(
 
 def write_request(home: Home, out: Path, clock: Clock = utc_now) -> str:
     home.make()
-    asked = SiloIdentity(home.path, clock).signing_request()
-    private_files.write_public(out, SigningRequest(asked.csr_pem, asked.proof).to_json().encode())
-    return certificates.fingerprint_of(certificates.public_key(certificates.load_request(asked.csr_pem)))
+    signing_request = SiloIdentity(home.path, clock).signing_request()
+    private_files.write_public(out, SigningRequest(signing_request.csr_pem, signing_request.proof).to_json().encode())
+    return certificates.fingerprint_of(certificates.public_key(certificates.load_request(signing_request.csr_pem)))
 
 
 def install_signed(text: str, home: Home, authority: str | None, clock: Clock = utc_now) -> PeerCertificate:

@@ -91,18 +91,20 @@ class SecaggMember:
         Raises SecaggError: E-RUN-50 if the private keys are gone, E-RUN-51 as `begin`. Guarantees: the private keys are
         on the disk on return.
         """
-        known = MaskedRun.of(secagg_run(run_id, run.manifest), run.manifest)
+        masked_run = MaskedRun.of(secagg_run(run_id, run.manifest), run.manifest)
 
         def make() -> tuple[OwnKeys, bytes]:
-            own, credentials = OwnKeys.new(), self.identity.current_credentials()
+            private_keys, credentials = OwnKeys.new(), self.identity.current_credentials()
             key = certificates.load_key(credentials.key_pem, "this hospital's identity")
             name = identity_of(credentials.cert_pem).identity.name
-            signed = own.entry(known.run, name, credentials.cert_pem, partial(certificates.sign, key, KEYS_CONTEXT))
+            signed = private_keys.entry(
+                masked_run.run, name, credentials.cert_pem, partial(certificates.sign, key, KEYS_CONTEXT)
+            )
             fields = signed._asdict()
             del fields["name"]
-            return own, pb.SecaggEntry(**fields).SerializeToString(deterministic=True)
+            return private_keys, pb.SecaggEntry(**fields).SerializeToString(deterministic=True)
 
-        return pb.SecaggEntry.FromString(self.store.secagg.entry(known, make))
+        return pb.SecaggEntry.FromString(self.store.secagg.entry(masked_run, make))
 
     def begin(self, key: TaskKey, offer: pb.Offer, run: CompiledRun, fetch: Callable[[str], Path]) -> TaskMasks:
         """Return the masks of a task that has no update yet; fetch: returns the file of an object.
@@ -114,38 +116,40 @@ class SecaggMember:
         """
         if self.store.secagg.state(key.run_id) != READY:
             self._agree(key.run_id, offer.secagg_keys_digest, run.manifest, fetch)
-        known = self.store.secagg.known(key.run_id)
-        if offer.secagg_keys_digest != known.keys_object:
+        masked_run = self.store.secagg.known(key.run_id)
+        if offer.secagg_keys_digest != masked_run.keys_object:
             raise SecaggError(
                 "E-ID-33",
-                f"expected the members' keys that run {key.run_id} began with, {known.keys_object[:16]}, found others, "
-                f"{offer.secagg_keys_digest[:16]}: keys never change within a run",
+                f"expected the members' keys that run {key.run_id} began with, {masked_run.keys_object[:16]}, found "
+                f"others, {offer.secagg_keys_digest[:16]}: keys never change within a run",
             )
-        cohort = _cohort(known.terms, key)
-        round = known.terms.run.round(
-            known.keys.keys_digest, key.kind.value, key.round, digest_of(offer.base_digest), cohort
+        cohort = _cohort(masked_run.terms, key)
+        round = masked_run.terms.run.round(
+            masked_run.keys.keys_digest, key.kind.value, key.round, digest_of(offer.base_digest), cohort
         )
-        round.place(known.keys.index)
-        known.keys.check_open(round)
+        round.place(masked_run.keys.index)
+        masked_run.keys.check_open(round)
         self.store.secagg.begin_round(key)
         silo_side.require_unmasked(self.store.secagg.row(key), round)
         return TaskMasks(self.store, key, round)
 
     def _agree(self, run_id: str, digest: str, manifest: RunManifest, fetch: Callable[[str], Path]) -> None:
-        own = self.store.secagg.own(run_id)
+        private_keys = self.store.secagg.own(run_id)
         if not digest:
             raise SecaggError(
                 "E-ID-33", f"expected the keys of all members with the first task of run {run_id}, found none"
             )
-        known = MaskedRun.of(secagg_run(run_id, manifest), manifest)
+        masked_run = MaskedRun.of(secagg_run(run_id, manifest), manifest)
         peers, mine = self.identity.pins().load(), self.identity.load().identity
-        entries = _entries(fetch(digest), known.members)
+        entries = _entries(fetch(digest), masked_run.members)
         members = peers.members()
 
         def trusted(entry: MemberKeys, message: bytes) -> bool:
             return pinned_signature(entry, message, mine.consortium, peers.pins, members)
 
-        self.store.secagg.agree(run_id, digest, RunKeys.agree(known.run, mine.name, own, entries, trusted))
+        self.store.secagg.agree(
+            run_id, digest, RunKeys.agree(masked_run.run, mine.name, private_keys, entries, trusted)
+        )
         text = f"{run_id}: the keys of its {len(entries)} members are signed by their pinned identities"
         self.emit(event("keys", text, facts={"run": run_id}))
 
@@ -154,14 +158,14 @@ class SecaggMember:
 
         A lying coordinator can end this hospital's part in masked runs this way, and nothing else.
         """
-        if seen <= (own := self.store.answers.masked_answers()):
+        if seen <= (answered := self.store.answers.masked_answers()):
             return
         lost = self.store.secagg.forget()
         self.store.answers.catch_up(seen)
         runs = f"absent for the rest of {', '.join(lost)}" if lost else "it was in none"
-        lacking = pluralize(seen - own, "answer")
+        missing = pluralize(seen - answered, "answer")
         text = (
-            f"this home was restored from a copy: it lacks {lacking} in masked runs that the coordinator has seen. "
+            f"this home was restored from a copy: it lacks {missing} in masked runs that the coordinator has seen. "
             f"Its keys of masked runs are deleted: {runs}"
         )
         self.emit(event("behind", text, facts={"code": "E-RUN-50"}))
@@ -183,17 +187,17 @@ class SecaggMember:
         """Confirm the one set of a round; it is on the disk before the signature leaves. Raises as `TaskKey.of`."""
         key = TaskKey.of(message)
         with self._refusing(key, b""):
-            known = self.store.secagg.known(key.run_id)
+            masked_run = self.store.secagg.known(key.run_id)
             updates = tuple((update.index, digest_of(update.object_digest)) for update in message.updates)
             base = digest_of(message.base_digest)
             seal = Seal(key.run_id, key.kind.value, key.round, base, message.keys_digest, updates, message.signature)
             before = self.store.secagg.row(key)
             confirmed = silo_side.confirm(
-                known.terms.run,
-                known.keys,
+                masked_run.terms.run,
+                masked_run.keys,
                 seal,
                 before,
-                cohort=_cohort(known.terms, key),
+                cohort=_cohort(masked_run.terms, key),
                 signed=partial(self._signed_by_coordinator, message.signer_pem),
                 store=lambda row: self.store.secagg.confirm(key, before, row),
                 offered=self._offered.get(key),
@@ -201,7 +205,7 @@ class SecaggMember:
             )
             if before is None or not before.seal_hash:
                 text = f"{key}: the one set of this round is signed, {len(updates)} updates"
-                self.emit(event("sealed", text, key, {"included": known.keys.index in dict(updates)}))
+                self.emit(event("sealed", text, key, {"included": masked_run.keys.index in dict(updates)}))
             answer = pb.SecaggConfirm(
                 run_id=key.run_id,
                 round=key.round,
@@ -216,7 +220,7 @@ class SecaggMember:
         """Send the shares that open the set which was confirmed here; raises as `TaskKey.of`."""
         key = TaskKey.of(message)
         with self._refusing(key, message.seal_hash):
-            known = self.store.secagg.known(key.run_id)
+            masked_run = self.store.secagg.known(key.run_id)
             opening = Opening(
                 key.run_id,
                 key.kind.value,
@@ -225,8 +229,8 @@ class SecaggMember:
                 tuple((c.index, c.signature) for c in message.confirmations),
                 tuple((p.index, p.salt, p.package) for p in message.packages),
             )
-            row, cohort = self.store.secagg.row(key), _cohort(known.terms, key)
-            opened = silo_side.answer(known.terms.run, known.keys, opening, row, cohort=cohort)
+            row, cohort = self.store.secagg.row(key), _cohort(masked_run.terms, key)
+            opened = silo_side.answer(masked_run.terms.run, masked_run.keys, opening, row, cohort=cohort)
             self._tell_once((key, opened.seal_hash), "opened", f"{key}: the shares that open its set were given", key)
             shares = [pb.SecaggShare(block=b, dealer=u, slot=v, share=share) for b, u, v, share in opened.shares]
             answer = pb.SecaggShares(

@@ -143,11 +143,11 @@ class Service:
     ) -> None:
         self._retry_policy = retry_policy or RetryPolicy()
         self._identity = SiloIdentity(settings.home.path)
-        own = self._identity.load().identity
+        this_silo = self._identity.load().identity
         self._trail = SiloAuditTrail.of(settings.home.path, self._identity)
         self.metrics = SiloMetrics()
         self._emit = emit = self.metrics.counting(self._trail.recording(emit))
-        self.name, self._consortium = own.name, own.consortium
+        self.name, self._consortium = this_silo.name, this_silo.consortium
         self._timing = ResponseTiming(settings.answer_after, settings.pulse_floor, clock)
         source = settings.source()
         self._device = choose_device(settings.device)
@@ -353,10 +353,10 @@ class Service:
         offer = pb.DataOffer()
         offer.CopyFrom(self._data_offer)
         offer.validation_only = not self._controls.trains()
-        told = self._controls.tells_data()
-        if not self._size_declared and (self._controls.hides_size() or not told):
+        public = self._controls.tells_data()
+        if not self._size_declared and (self._controls.hides_size() or not public):
             offer.nominal_size = offer.train_examples = offer.test_examples = 0.0
-        if not told:
+        if not public:
             for field in ("holds", "labels_digest", "coarse_labels"):
                 offer.ClearField(field)
         return offer
@@ -392,9 +392,9 @@ class SiloAuditTrail:
 
     @classmethod
     def of(cls, home: Path, identity: SiloIdentity) -> SiloAuditTrail:
-        own = identity.load().identity
-        coordinator = Identity(CertificateRole.COORDINATOR, own.consortium).uri
-        return cls(Recorder(AuditLog(home / FOLDER), own.uri), identity, coordinator)
+        this_silo = identity.load().identity
+        coordinator = Identity(CertificateRole.COORDINATOR, this_silo.consortium).uri
+        return cls(Recorder(AuditLog(home / FOLDER), this_silo.uri), identity, coordinator)
 
     def recording(self, emit: EmitEvent) -> EmitEvent:
         """Return a function that records an event and passes it on."""

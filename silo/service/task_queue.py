@@ -102,9 +102,9 @@ class TaskQueue:
                 error = ProtocolError("E-RUN-33", f"expected a task of an open round, found {key}, closed here before")
                 self._answer(key, error)
                 return
-            attempt, known = self._refused.get((key, offer.base_digest, offer.incarnation), (0, None))
-            if known is not None and offer.attempt <= attempt:
-                self._answer(key, known)
+            attempt, refusal = self._refused.get((key, offer.base_digest, offer.incarnation), (0, None))
+            if refusal is not None and offer.attempt <= attempt:
+                self._answer(key, refusal)
                 return
             if isinstance(self._current, QueuedTask) and self._current.key.run_id == key.run_id:
                 if (key, offer.base_digest) == (self._current.key, self._current.offer.base_digest):
@@ -343,22 +343,22 @@ class TaskQueue:
     def _settle(self, key: TaskKey, included: bool) -> None:
         claimed, included = included, included and self._store.entry(key) is not None
         if self._concerns(key.run_id) and self._store.close(key, included):
-            told = ": nothing was sent from here, although the coordinator says so" if claimed != included else ""
-            text = f"{key} closed, {'' if included else 'not '}included{told}"
+            remark = ": nothing was sent from here, although the coordinator says so" if claimed != included else ""
+            text = f"{key} closed, {'' if included else 'not '}included{remark}"
             self._emit(event("closed", text, key, {"included": included}))
         if (self._pulse.run_id, self._pulse.round) == (key.run_id, key.round):
             self._pulse = pb.Pulse(activity=pb.IDLE)
-        self._refused = {name: found for name, found in self._refused.items() if name[0] != key}
+        self._refused = {name: refusal for name, refusal in self._refused.items() if name[0] != key}
         self._send(pb.SiloMessage(settled=pb.Settled(run_id=key.run_id, round=key.round, kind=key.wire_kind)))
         self.cleanup_needed.set()
 
     def _end_run(self, ended: pb.RunEnded) -> None:
-        known = self._store.end_run(ended.run_id, ended.state, ended.reason)
+        is_known = self._store.end_run(ended.run_id, ended.state, ended.reason)
         if self._pulse.run_id == ended.run_id:
             self._pulse = pb.Pulse(activity=pb.IDLE)
-        self._refused = {name: found for name, found in self._refused.items() if name[0].run_id != ended.run_id}
+        self._refused = {name: refusal for name, refusal in self._refused.items() if name[0].run_id != ended.run_id}
         self.cleanup_needed.set()
-        if not known and ended.run_id not in self._asked:
+        if not is_known and ended.run_id not in self._asked:
             return
         why = f": {ended.reason}" if ended.reason else ""
         facts = {"run": ended.run_id, "state": ended.state, "reason": ended.reason}

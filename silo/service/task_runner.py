@@ -283,7 +283,7 @@ class TaskRunner:
         self.queue.accept(task)
         if killed is not None:
             self.queue.tell(task, killed)
-        state, own = self._kept_state(task, prepared), self._comparison_model(task, prepared)
+        state, comparison_model = self._kept_state(task, prepared), self._comparison_model(task, prepared)
         access = self._admit_task(prepared, self._question(task, prepared, data if begins else None))
         begun = f"{key} of {name} ({prepared.run.updates.reading}): {key.kind.doing}"
         self.emit(event("training", begun, key, {"name": name}))
@@ -294,7 +294,7 @@ class TaskRunner:
         try:
             with self._marked(task):
                 broken = self._broken_records(key, data.broken)
-                result = self.trainer.train(prepared, access, state, progress, own, broken)
+                result = self.trainer.train(prepared, access, state, progress, comparison_model, broken)
         except CancelledError:
             raise
         except Exception:
@@ -437,7 +437,7 @@ class TaskRunner:
         )
         return prepared, data, began is None
 
-    def _broken_records(self, key: TaskKey, known: Collection[str]) -> BrokenRecords:
+    def _broken_records(self, key: TaskKey, excluded: Collection[str]) -> BrokenRecords:
         """Return the unreadable records that a run excludes; new ones are stored and logged here only."""
         store = self.outbox.store.run_data
 
@@ -447,7 +447,7 @@ class TaskRunner:
             text = f"{key}: {pluralize(number, 'record')} unreadable, excluded from the run from now on: {shown}"
             self.emit(event("broken", text, key, {"left_out": number}))
 
-        return BrokenRecords(set(known), keep)
+        return BrokenRecords(set(excluded), keep)
 
     def _admitted_run(self, task: QueuedTask | PreflightTask, digest: str) -> CompiledRun:
         """Fetch the manifest of a run that the hospital takes part in.
@@ -455,10 +455,11 @@ class TaskRunner:
         Raises RefusedError (E-RUN-33) if the run's manifest has changed, and as `HospitalControls.admit`.
         """
         run_id = task.key.run_id
-        known = self.outbox.store.manifest_of(run_id)
-        if known not in (None, digest):
+        recorded = self.outbox.store.manifest_of(run_id)
+        if recorded not in (None, digest):
             raise RefusedError(
-                "E-RUN-33", f"expected run {run_id} under the manifest {known[:16]}, found {digest[:16]}: ask the lead"
+                "E-RUN-33",
+                f"expected run {run_id} under the manifest {recorded[:16]}, found {digest[:16]}: ask the lead",
             )
         path = self.transfer.fetch(digest, 0, task.stop, self._progress(task, pb.FETCHING))
         return self.controls.admit(self.trainer.request(run_id, _read_manifest(path, digest))).run

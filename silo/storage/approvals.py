@@ -59,11 +59,11 @@ class Approvals:
         Raises RefusedError (E-WIRE-17) if `MAX_UNDECIDED` wait already.
         """
         key = {"run_id": run_id, "manifest_digest": manifest_digest}
-        asked = upsert(approvals).values(**key, name=name, about=about, asked=self._clock(), request=request)
+        question = upsert(approvals).values(**key, name=name, about=about, asked=self._clock(), request=request)
         with self._database.write() as db:
-            known = db.execute(select(approvals).where(_is(run_id, manifest_digest))).first()
-            if known is not None:
-                return Approval(**known._mapping).decided
+            row = db.execute(select(approvals).where(_is(run_id, manifest_digest))).first()
+            if row is not None:
+                return Approval(**row._mapping).decided
             waiting = select(func.count()).select_from(approvals).where(approvals.c.decided.is_(None))
             if db.execute(waiting).scalar_one() >= MAX_UNDECIDED:
                 raise RefusedError(
@@ -71,7 +71,7 @@ class Approvals:
                     f"expected at most {MAX_UNDECIDED} runs that wait for the hospital's decision, found one more: "
                     "have it decide about them (silo approve), then ask again",
                 )
-            db.execute(asked)
+            db.execute(question)
             return None
 
     def waits(self, run_id: str) -> bool:
@@ -98,10 +98,10 @@ class Approvals:
                 or len({row.run_id for row in matches}) > 1
                 or sum(row.decided is None for row in matches) > 1
             ):
-                known = ", ".join(row.run_id for row in waiting) or "none"
+                run_ids = ", ".join(row.run_id for row in waiting) or "none"
                 raise ConfigError(
                     "E-RUN-10",
-                    f"expected one of the runs that wait ({known}), found {run!r}, which is none or several: give a "
+                    f"expected one of the runs that wait ({run_ids}), found {run!r}, which is none or several: give a "
                     "run's id, or its manifest's digest (silo approve --json)",
                 )
             chosen = next((row for row in matches if row.decided is None), matches[-1])

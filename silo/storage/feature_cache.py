@@ -252,15 +252,15 @@ class FeatureCache:
     def _make_room(self, key: FeatureKey, size: int) -> None:
         """Delete the least recently used files, but not the other split of the same data made by the same body."""
         others = {path: path.stat() for path in self._paths()}
-        left = self.max_bytes - size - sum(found.st_size for found in others.values())
-        for path, found in sorted(others.items(), key=lambda item: item[1].st_mtime_ns):
+        left = self.max_bytes - size - sum(status.st_size for status in others.values())
+        for path, status in sorted(others.items(), key=lambda item: item[1].st_mtime_ns):
             if left >= 0:
                 break
             footer = _read_footer(path)
             if footer is not None and (footer.key.data, footer.key.maker) == (key.data, key.maker):
                 continue
             path.unlink(missing_ok=True)
-            left += found.st_size
+            left += status.st_size
         if left < 0:
             raise _too_large()
         if size > disk.available(self.folder):

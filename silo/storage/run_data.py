@@ -57,8 +57,8 @@ class RunDataStore:
         """Exclude records from a run from now on; return how many are excluded in total."""
         this = run_data.c.run_id == run_id
         with self._database.write() as db:
-            known = json.loads(db.scalar(select(run_data.c.broken).where(this)) or "[]")
-            broken = sorted({*known, *names})
+            excluded = json.loads(db.scalar(select(run_data.c.broken).where(this)) or "[]")
+            broken = sorted({*excluded, *names})
             db.execute(update(run_data).where(this).values(broken=json.dumps(broken)))
         return len(broken)
 

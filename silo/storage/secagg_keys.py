@@ -104,8 +104,14 @@ class SecaggKeyStore:
         with self._database.write() as db:
             row = _run(db, run.run_id)
             if row is None:
-                own, entry = make()
-                values = {"state": KEYED, "terms": run.to_json(), "entry": entry, "agree": own.agree, "sign": own.sign}
+                private_keys, entry = make()
+                values = {
+                    "state": KEYED,
+                    "terms": run.to_json(),
+                    "entry": entry,
+                    "agree": private_keys.agree,
+                    "sign": private_keys.sign,
+                }
                 db.execute(insert(secagg_runs).values(run_id=run.run_id, keys_object="", position=0, **values))
                 return entry
         if row.state == GONE:

@@ -171,9 +171,9 @@ class SiloStore:
         newest = select(bases).where(bases.c.run_id == run_id).order_by(bases.c.number.desc())
         with self.database.write() as db:
             noted = {name: text for name, text in (("leaves", leaves), ("privacy", privacy)) if text}
-            known = {"name": name, "manifest_digest": manifest_digest} | noted
+            values = {"name": name, "manifest_digest": manifest_digest} | noted
             last = db.execute(newest).first()
-            again = known | {"state": "running" if base_digest or last else ASKED, "reason": "", "ended": None}
+            again = values | {"state": "running" if base_digest or last else ASKED, "reason": "", "ended": None}
             row = upsert(runs).values(run_id=run_id, started=self._clock(), **again)
             db.execute(row.on_conflict_do_update(index_elements=["run_id"], set_=again))
             if base_digest and (last is None or last.digest != base_digest):
@@ -207,7 +207,7 @@ class SiloStore:
             now = self._clock()
             ended = {"state": state, "reason": reason, "ended": func.coalesce(runs.c.ended, now)}
             # No row: a run of other silos, or one that ended before this silo had a task in it.
-            known = db.execute(update(runs).where(runs.c.run_id == run_id).values(ended)).rowcount > 0
+            is_known = db.execute(update(runs).where(runs.c.run_id == run_id).values(ended)).rowcount > 0
             db.execute(delete(trainings).where(trainings.c.run_id == run_id))
             if state != "finished":  # a finished run has announced the close of each round
                 still_open = update(tasks).where(_IS_OPEN, tasks.c.run_id == run_id)
@@ -216,7 +216,7 @@ class SiloStore:
             masked = secagg_keys.end_run(db, run_id)
         if masked:
             self.database.checkpoint(whole=True)
-        return known
+        return is_known
 
     # ---- tasks -------------------------------------------------------------------------------------------------
 
@@ -398,9 +398,9 @@ class SiloStore:
         the state and manifest of the newest three.
         """
         with self.database.read() as db:
-            known = db.execute(select(runs)).all()
-            ended = sorted((r for r in known if r.ended is not None), key=lambda r: r.ended)
-            kept = [r for r in known if r.ended is None] + ended[-ENDED_RUNS:]
+            recorded = db.execute(select(runs)).all()
+            ended = sorted((r for r in recorded if r.ended is not None), key=lambda r: r.ended)
+            kept = [r for r in recorded if r.ended is None] + ended[-ENDED_RUNS:]
             digests = {r.manifest_digest for r in kept if r.manifest_digest}
             of_kept = states.c.run_id.in_([r.run_id for r in kept])
             digests |= set(db.scalars(select(states.c.digest).where(of_kept)))

@@ -240,15 +240,15 @@ class FileContents:
 
     def digests(self, paths: Iterable[Path]) -> list[str]:
         """Return the files' digests in order; UNREAD for one that cannot be read."""
-        known = {path: self._file(path) for path in paths}
-        self._known = {path: found for path, found in known.items() if found is not None}
-        return [UNREAD if found is None else found.digest for found in known.values()]
+        files = {path: self._file(path) for path in paths}
+        self._known = {path: contents for path, contents in files.items() if contents is not None}
+        return [UNREAD if contents is None else contents.digest for contents in files.values()]
 
     def _file(self, path: Path) -> _Known | None:
         try:
-            status, known = _Status.of(path), self._known.get(path)
-            if known is not None and known.settled and known.status == status:
-                return known
+            status, earlier = _Status.of(path), self._known.get(path)
+            if earlier is not None and earlier.settled and earlier.status == status:
+                return earlier
             settled = time.time_ns() - status.changed_ns > _SETTLED_NS
             return _Known(status, file_digest(path), settled)
         except OSError:

@@ -412,8 +412,8 @@ class Trainer:
                 continue
             some = without(examples, gone)
             if prepared.run.private and isinstance(some, ImageExamples):
-                there = [name for name in names if name not in broken.names]
-                some = EmptyWhereBroken(some, partial(_notice, broken, there))
+                intact = [name for name in names if name not in broken.names]
+                some = EmptyWhereBroken(some, partial(_notice, broken, intact))
             usable.append(some)
         return usable
 
@@ -425,8 +425,8 @@ class Trainer:
         for (split, examples), features in zip(_splits(prepared), kept, strict=True):
             names = _names(prepared, split)
             among = range(len(names)) if features is None else features.left_out if names else ()
-            there = [i for i in among if names[i] not in broken.names]
-            unreadable_names |= {names[i] for i in unreadable(examples, there, progress)}
+            positions = [i for i in among if names[i] not in broken.names]
+            unreadable_names |= {names[i] for i in unreadable(examples, positions, progress)}
         return frozenset(unreadable_names)
 
     def _features_of(self, prepared: PreparedRun, split: Split, examples: Examples, progress: Progress) -> KeptFeatures:
@@ -519,11 +519,11 @@ def _notice(broken: BrokenRecords, names: Sequence[str], positions: Sequence[int
 def _of_features(examples: Examples, kept: KeptFeatures, gone: Sequence[int], views: int) -> Examples:
     """Return examples as their features, without excluded ones and those without features."""
     require_few(len(gone), len(examples))
-    there = torch.ones(len(examples), dtype=torch.bool)
-    there[list(kept.left_out)] = False
-    rows, positions = torch.from_numpy(kept.rows).reshape(len(kept.rows), views, -1), torch.nonzero(there).flatten()
-    there[list(gone)] = False
-    if not bool((still := there[positions]).all()):
+    available = torch.ones(len(examples), dtype=torch.bool)
+    available[list(kept.left_out)] = False
+    rows, positions = torch.from_numpy(kept.rows).reshape(len(kept.rows), views, -1), torch.nonzero(available).flatten()
+    available[list(gone)] = False
+    if not bool((still := available[positions]).all()):
         rows, positions = rows[still], positions[still]
     return with_rows(examples, positions, rows)
 
@@ -532,25 +532,25 @@ def _unprotected(prepared: PreparedRun, bundle: Bundle, kind: TaskKind) -> tuple
     """Name the splits whose records a bundle, or the masked sum with it, reveals without a bound by noise."""
     parts = prepared.run.updates.parts(kind, bundle)
     measured = METRIC_PARTS & parts - prepared.runtime.withholds
-    held = ({TRAIN} if not kind.ends_run or PERSONAL in parts else set()) | ({TEST} if measured else set())
-    return tuple(sorted(held - prepared.run.profile.protected))
+    splits = ({TRAIN} if not kind.ends_run or PERSONAL in parts else set()) | ({TEST} if measured else set())
+    return tuple(sorted(splits - prepared.run.profile.protected))
 
 
 def _other_schema(manifest: RunManifest, dataset: SiloDataset) -> DataError:
-    run, own = manifest.schema, dataset.schema
-    if differ := difference(run.columns, own.columns):
+    run, local = manifest.schema, dataset.schema
+    if differ := difference(run.columns, local.columns):
         return SchemaError(
             "E-DATA-05",
             f"expected the columns of run {manifest.name!r} in this hospital's schema, found others: {differ}. Agree "
             "on one schema, or serve the data that the run is about",
         )
-    if run.multi_label != own.multi_label:
-        mismatch = f"expected {run.kind} for run {manifest.name!r}, found {own.kind} in this hospital's schema"
+    if run.multi_label != local.multi_label:
+        mismatch = f"expected {run.kind} for run {manifest.name!r}, found {local.kind} in this hospital's schema"
         return SchemaError("E-DATA-05", f"{mismatch}: agree on one, or serve the data that the run is about")
     return DataError(
         "E-DATA-05",
         f"expected examples of shape {run.shape} and classes {run.classes} for run {manifest.name!r}, found "
-        f"{own.shape} and {own.classes} in {dataset.origin}: serve the data that the run is about",
+        f"{local.shape} and {local.classes} in {dataset.origin}: serve the data that the run is about",
     )
 
 
