@@ -1,8 +1,8 @@
-"""Simulated runs that are kept: JSON lines, one per finished run, found again by what the run computes.
+"""A store of simulated runs: JSON lines, one per finished run, looked up by what the run computes.
 
-What was computed once is not computed again, whichever table asks, and an interrupted study goes on where it stopped. A
-key says what a run computes and nothing of where: no path, no cache, no machine, no version of the manifest. Whoever
-adds a default that changes numbers changes the keys of runs that have it.
+Finished runs are never computed again, whichever table needs them, and an interrupted study continues where it stopped.
+The key depends only on what a run computes: not on paths, caches, the machine or the version of the manifest. A new
+default that changes numbers changes the keys of the runs that have it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _ALWAYS = ("method", "model", "data", "privacy", "aggregator", "train", "rounds"
 _ALWAYS += ("threads", "personal")
 _IRRELEVANT = ("name", "quorum", "deadline_s", "patience_s", "lost_state", "silos", "federation")
 """Fields of a configuration that change no number of a simulation, and the partition, which has a text of its own.
-Fields that are in neither list are younger than the first store: a key has them where they are not at their default.
-Those of `train` that manifests leave out at their default are left out here, too."""
+Fields in neither list are newer than the first store: a key has them only if they differ from their default. Fields
+of `train` that manifests leave out at their default are left out here, too."""
 
-_JUDGED = {
+_OUTCOMES = {
     "updates_refused": "updates refused",
     "updates_cut": "updates cut",
     "cut_rows": "rows of prototypes cut",
@@ -50,11 +50,11 @@ _JUDGED = {
 
 
 class TimeUpError(Exception):
-    """The minutes that a computation was given are over; what was done is kept."""
+    """The time limit of a computation is over; finished runs are stored."""
 
 
 class Kept(Protocol):
-    """What a store can be asked for."""
+    """An item that a store can look up."""
 
     @property
     def key(self) -> str: ...
@@ -66,83 +66,83 @@ Item = TypeVar("Item", bound=Kept)
 def machine(device: str = "cpu") -> str:
     """Name what decides the last bits of a run: GPU or processor with its vector instructions, Python and torch.
 
-    The maker of the processor too, where Linux names it: libraries of matrices choose by it.
+    Includes the processor's vendor where Linux names it, since matrix libraries choose their kernels by it.
     """
-    chosen, known = choose_device(device), Path("/proc/cpuinfo")
-    maker = re.search(r"vendor_id\s*:(\s*\S+)", known.read_text()) if known.exists() else None
+    chosen, cpuinfo = choose_device(device), Path("/proc/cpuinfo")
+    maker = re.search(r"vendor_id\s*:(\s*\S+)", cpuinfo.read_text()) if cpuinfo.exists() else None
     processor = f"{platform.machine()}{maker[1] if maker else ''} {torch.backends.cpu.get_cpu_capability()}"
     processor = torch.cuda.get_device_name(chosen) if chosen.type == "cuda" else processor
     return f"{processor}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
 def kind_of_machine(device: str = "cpu") -> str:
-    """Name a machine for the key of a run whose pairs are of one machine: as `machine`, with the version of numpy."""
+    """Name a machine for the key of runs that are compared on one machine: `machine`, with the version of numpy."""
     return f"{machine(device)}, numpy {np.__version__}"
 
 
 def seeded(spec: RunSpec, seed: int) -> RunSpec:
-    """Draw partition, weights and batches by one seed."""
+    """Use one seed for partition, weights and batches."""
     partition = {"partition_seed": seed} if "partition_seed" in spec.federation else {}
     return replace(spec, seed=seed, federation={**spec.federation, **partition})
 
 
 def key_of(spec: RunSpec, images: str = "", **also: object) -> str:
-    """Digest what a run computes; images: the word of a cut image set, in place of the folder where it lies.
+    """Digest what a run computes; images: the name of a cut image set, instead of its folder.
 
-    also: what is measured beside the run's own numbers, or how.
+    also: additional measurements, or how they are made.
     """
     plain = {f.name: f.default for f in fields(spec)} | {"secagg": asdict(SecaggSpec())}
-    found = {
+    values = {
         name: value
         for name, value in asdict(spec).items()
         if name in _ALWAYS or (name not in _IRRELEVANT and value != plain[name])
     }
     if images:
-        found["data"] = {"images": images, "image_size": spec.data.get("image_size")}
-    if spec.privacy["name"] != "none" and "secagg" in found:  # in a private run 0, the default of 0.1.0, meant 1
-        found["secagg"] = {k: 0 if (k, v) == ("min_contributors", 1) else v for k, v in found["secagg"].items()}
-    found["privacy"] = profiles.stated_options(str(spec.privacy["name"]), spec.privacy)
-    found["method"] = stated(method_class(str(spec.method["name"])), spec.method)
-    found["model"] = {key: value for key, value in spec.model.items() if (key, value) != ("adapter", "none")}
-    found |= {"train": spec.train.facts(), "federation": datasets.federation_text(spec.federation), **also}
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:20]
+        values["data"] = {"images": images, "image_size": spec.data.get("image_size")}
+    if spec.privacy["name"] != "none" and "secagg" in values:  # in a private run, 0 (the default of 0.1.0) meant 1
+        values["secagg"] = {k: 0 if (k, v) == ("min_contributors", 1) else v for k, v in values["secagg"].items()}
+    values["privacy"] = profiles.stated_options(str(spec.privacy["name"]), spec.privacy)
+    values["method"] = stated(method_class(str(spec.method["name"])), spec.method)
+    values["model"] = {key: value for key, value in spec.model.items() if (key, value) != ("adapter", "none")}
+    values |= {"train": spec.train.facts(), "federation": datasets.federation_text(spec.federation), **also}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:20]
 
 
 def judged(result: Result) -> dict[str, object]:
-    """Say by which rule a run's updates became one, and how many of them and of their numbers that changed."""
+    """Return a run's aggregator, and how many updates and numbers it refused or clipped."""
     clipped = sum(record.clipped for record in result.records)
     return {"aggregator": result.aggregator, **update_outcomes(result.records), "clipped": clipped}
 
 
 def outcomes_text(rows: Mapping[str, Sequence[Run]]) -> str:
-    """Say by which rule the updates of a table's runs became one, and in which rows it refused or changed any.
+    """Describe how the updates of a table's runs were aggregated, and in which rows any were refused or changed.
 
-    rows: the runs by row. A run that ended without a model counts nothing, and one of an older store says nothing.
+    rows: the runs by row. A run that ended without a model counts nothing; runs of an older store lack these counts.
     """
     every = [run for runs in rows.values() for run in runs]
-    rule = f"Updates became one by aggregator={' or '.join(sorted({str(run['aggregator']) for run in every}))}."
-    if not all("failed" in run or all(key in run for key in _JUDGED) for run in every):
-        return f"{rule} How many it refused and cut was not counted when these runs were made."
+    rule = f"Updates were aggregated with aggregator={' or '.join(sorted({str(run['aggregator']) for run in every}))}."
+    if not all("failed" in run or all(key in run for key in _OUTCOMES) for run in every):
+        return f"{rule} These runs did not count refused and clipped updates."
     counts = []
-    for key, label in _JUDGED.items():
+    for key, label in _OUTCOMES.items():
         by_row = {row: sum(int(str(run.get(key, 0))) for run in runs) for row, runs in rows.items()}
         where = ", ".join(f"{row} {n}" for row, n in by_row.items() if n)
         counts.append(f"{label} {sum(by_row.values())}" + (f" ({where})" if where else ""))
-    return f"{rule} In all of the table's runs: {'; '.join(counts)}."
+    return f"{rule} Over all runs of the table: {'; '.join(counts)}."
 
 
 def read(file: Path) -> dict[str, Run]:
-    """Read the runs that a store holds, by key; the newest line of a key wins.
+    """Read the runs of a store, by key; the newest line of a key wins.
 
-    A last line that a killed process did not finish is left out; raises DataError (E-DATA-07) on any other one that
-    is no run.
+    An incomplete last line, left by a killed process, is ignored; raises DataError (E-DATA-07) on any other invalid
+    line.
     """
-    found: dict[str, Run] = {}
+    runs: dict[str, Run] = {}
     lines = file.read_text().splitlines() if file.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
             run = json.loads(line)
-            found[str(run["key"])] = run
+            runs[str(run["key"])] = run
         except (json.JSONDecodeError, TypeError, KeyError) as error:
             if number == len(lines):
                 continue
@@ -150,13 +150,13 @@ def read(file: Path) -> dict[str, Run]:
                 "E-DATA-07",
                 f"{file}, line {number}: expected a run with its key, found {line[:60]!r}: remove that line",
             ) from error
-    return found
+    return runs
 
 
 def append(file: Path, run: Run) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     torn = file.exists() and file.stat().st_size > 0 and not file.read_bytes().endswith(b"\n")
-    if torn:  # the half of a line is no run: with the next one behind it, it would make that unreadable too
+    if torn:  # an incomplete line: appending to it would make the next one unreadable
         whole = file.read_bytes()
         file.write_bytes(whole[: whole.rfind(b"\n") + 1])
     with file.open("a") as out:
@@ -164,22 +164,22 @@ def append(file: Path, run: Run) -> None:
 
 
 def complete(
-    asked: Sequence[Item],
+    items: Sequence[Item],
     file: Path,
     work: Callable[[Item], Run],
     jobs: int = 0,
     tell: Callable[[str], None] = print,
     until: float = math.inf,
 ) -> dict[str, Run]:
-    """Compute what the store lacks, appending each run as it ends; return the runs asked for, by key.
+    """Compute the runs that the store lacks, appending each when it ends; return the requested runs by key.
 
     jobs: processes at a time, each on one core (0: one per core), or -1: in this process   until: of `time.monotonic`;
-    no run begins later. One run that fails does not stop the others; the first error is raised at the end. Raises
-    TimeUpError where the time was up before all runs had begun.
+    no run begins later. A run that fails does not stop the others; the first error is raised at the end. Raises
+    TimeUpError if the time was up before all runs had begun.
     """
     kept = read(file)
-    missing = list({item.key: item for item in asked if item.key not in kept}.values())
-    tell(f"{len(asked)} runs, {len(asked) - len(missing)} of them done before")
+    missing = list({item.key: item for item in items if item.key not in kept}.values())
+    tell(f"{len(items)} runs, {len(items) - len(missing)} of them done before")
     start, errors, attempt = time.monotonic(), [], partial(_attempt, work, until)
     outcomes = ((item, attempt(item)) for item in missing) if jobs < 0 else in_processes(attempt, missing, jobs)
     for done, (item, outcome) in enumerate(outcomes, start=1):
@@ -195,8 +195,10 @@ def complete(
     if others := [e for e in errors if not isinstance(e, TimeUpError)]:
         raise others[0]
     if errors:
-        raise TimeUpError(f"the time was up before {len(errors)} of {len(asked)} runs: the same command goes on")
-    return {item.key: kept[item.key] for item in asked}
+        raise TimeUpError(
+            f"the time was up before {len(errors)} of {len(items)} runs: run the same command again to continue"
+        )
+    return {item.key: kept[item.key] for item in items}
 
 
 def _attempt(work: Callable[[Item], Run], until: float, item: Item) -> Run | Exception:

@@ -1,9 +1,9 @@
-"""How a model does at the hospitals that let it be shown: each with its interval, the lowest one, and the gap.
+"""A model's results at the hospitals that allow it: each with its interval, the lowest one, and the gap.
 
-Hospitals see different diseases, and a number over different diseases ranks diseases. So they are held against each
-other over the classes that all of them have test images of, by balanced accuracy, and a rank is given only where the
-test images can tell: where the interval of the gap between the highest and the lowest lies above 0, at a level at which
-all pairs of hospitals hold at once (Bonferroni). Else it is said why nobody can be ranked.
+Hospitals see different diseases, and comparing different diseases compares the diseases, not the hospitals. So
+hospitals are compared by balanced accuracy over the classes that all of them have test images of. A rank is given only
+if the test images suffice: if the interval of the gap between the highest and the lowest lies above 0, at a level that
+holds for all pairs of hospitals at once (Bonferroni). Otherwise the reason is given.
 """
 
 from __future__ import annotations

@@ -306,7 +306,7 @@ def rounds_table(rounds: Iterable[pb.RoundInfo], *, measures: bool = True) -> Ta
         )
         for k, r in enumerate(listed)
     )
-    before = " before it"
+    before = " before the round"
     head = ["round", "kind", *(f"{m.label}{before * (k == 0)}" for k, (m, _) in enumerate(columns))]
     return make_table("Rounds", (*head, "took part", "missing or cut", "clipped"), rows)
 

@@ -90,8 +90,8 @@ class Watcher:
     def _print(self, console: Console, event: pb.Event) -> None:
         first, *others = error_text(event.text).split("\n")  # a reason may have a line for each hospital
         parts = [printable(part) for part in (*self._parts(event), first) if part]
-        for said in (parts, *([other] for other in others)):
-            for line in wrap_parts(said, console.width):
+        for texts in (parts, *([other] for other in others)):
+            for line in wrap_parts(texts, console.width):
                 console.print(line, soft_wrap=True)
 
     def _left(self) -> str:
@@ -106,13 +106,13 @@ class Watcher:
         if event.kind == "closed":
             measured = self._measured(event.closed)
             if measured and event.round < info.rounds:
-                measured[0] = f"before it: {measured[0]}"
+                measured[0] = f"model before the round: {measured[0]}"
             parts += [*measured, *changed_parts([event.closed])]
             parts += [f"left {left}"] if (left := self._left()) else []
         return parts
 
     def _measured(self, closed: pb.RoundInfo) -> list[str]:
-        """Say how good the model is, where the run measures one."""
+        """Describe how good the model is, if the run measures it."""
         measures = kind_of(self._info.method, self._info.rounds).measures
         return measured_parts(accuracy.result_of(closed)) if measures else []
 

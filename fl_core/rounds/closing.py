@@ -1,4 +1,4 @@
-"""When a round may close: enough updates are there, and nobody is worth waiting for. Times are inputs, not measured."""
+"""When a round may close: enough updates have arrived, and no silo is worth waiting for. Callers pass the times."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 CONNECTED, SOLE_CONNECTED, SOLE_OFFLINE = 2, 20, 10
-"""How long a silo is awaited, in times that half of the cohort took: one that is connected; one that alone can still
-bring a class, connected and offline."""
+"""How long to wait for a silo, in multiples of the time that half of the cohort took: for a connected one; for one that
+alone can still bring a class, connected and offline."""
 MISSED = 2
-"""Rounds missed in a row after which a silo that is offline is not awaited, whatever it holds."""
+"""Missed rounds in a row after which an offline silo is not awaited, whatever classes it has."""
 
 
 def needed(quorum: int, cohort: int) -> int:
@@ -21,14 +21,14 @@ def needed(quorum: int, cohort: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Attendance:
-    """What is known of one silo of a round's cohort. Times are seconds.
+    """The state of one silo in a round's cohort. Times are seconds.
 
     Attributes:
-        answered: from the round's opening to its update, which was accepted
-        refused: no update will come of it: it refused, was revoked or excluded, or sent what was refused
+        answered: from the round's opening to its accepted update
+        refused: it will send no update: it refused, was revoked or excluded, or its update was refused
         offline: since its session ended; None while connected
         missed: rounds in a row that closed without it
-        classes: that it holds; None where nobody knows
+        classes: that it has; None if unknown
     """
 
     name: str
@@ -44,7 +44,7 @@ class Attendance:
 
 
 class ClosingVerdict(Enum):
-    """What is to be done with an open round. PAUSE: the quorum was missed, and the lead decides."""
+    """What to do with an open round. PAUSE: the quorum was missed, and the lead decides."""
 
     CLOSE = "close"
     WAIT = "wait"
@@ -53,7 +53,7 @@ class ClosingVerdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PendingSilo:
-    """A silo that the round waits for. until: seconds after the opening   classes: that nobody else has brought."""
+    """A silo that the round waits for. until: seconds after the opening   classes: missing without it."""
 
     name: str
     until: float

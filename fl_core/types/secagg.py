@@ -1,7 +1,8 @@
-"""The terms of runs whose updates are masked, and what follows from them alike on both sides. Imports no torch.
+"""The terms of masked runs, and the numbers that both sides derive from them. Imports no torch.
 
-n members of a round, t = ceil(2n/3) answers that open its sum, at least m updates in a sum. Two different sets of a
-round would each need t signatures: since 2t > n + c, an honest silo would have signed both unless more than c collude.
+A round has n members; t = ceil(2n/3) answers open its sum; a sum contains at least m updates. Opening two different
+sets in one round would need t signatures for each. Since 2t > n + c, an honest silo would have to sign both, unless
+more than c silos collude.
 """
 
 from __future__ import annotations

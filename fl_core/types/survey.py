@@ -59,7 +59,7 @@ class Bins:
 
 @dataclass(frozen=True, slots=True)
 class QuestionKind:
-    """What is known of a question by its name. cells: names of fixed cells, none of bins and of classes."""
+    """A kind of question. cells: names of fixed cells; empty for bins and classes."""
 
     title: str
     cells: tuple[str, ...] = ()
@@ -70,12 +70,12 @@ class QuestionKind:
 QUESTIONS: Mapping[str, QuestionKind] = {
     "classes": QuestionKind("Class"),
     "images": QuestionKind("Images", ("training", "test")),
-    "patients": QuestionKind("Images of the patient", ("1", "2", "3 to 4", "5 to 8", "9 to 16", "17 or more")),
+    "patients": QuestionKind("Images per patient", ("1", "2", "3 to 4", "5 to 8", "9 to 16", "17 or more")),
     "sizes": QuestionKind("Shorter side", bins=Bins(0, 4096, 256, 64), unit="pixels"),
-    "spacing": QuestionKind("Distance of pixels", bins=Bins(0, 2000, 100, 50), unit="um"),
-    "bits": QuestionKind("Bits of a value", ("1 to 8", "9 to 10", "11 to 12", "13 to 16", NOT_STATED)),
+    "spacing": QuestionKind("Pixel spacing", bins=Bins(0, 2000, 100, 50), unit="um"),
+    "bits": QuestionKind("Bits per value", ("1 to 8", "9 to 10", "11 to 12", "13 to 16", NOT_STATED)),
     "makes": QuestionKind("Device make", (*MAKES, NOT_STATED)),
-    "missing": QuestionKind("Missing values of a row", ("0", "1", "2", "3 to 5", "6 or more", NOT_STATED)),
+    "missing": QuestionKind("Missing values per row", ("0", "1", "2", "3 to 5", "6 or more", NOT_STATED)),
     "intensity": QuestionKind("Pixels by grey value", bins=Bins(0, 256, 16, 8), unit="of 8 bits"),
     "ages": QuestionKind("Age", bins=Bins(0, 120, 10, 5), unit="years"),
     "sex": QuestionKind("Sex", ("female", "male", "another", NOT_STATED)),

@@ -95,7 +95,7 @@ def test_the_layout_is_the_papers_with_the_printed_number_beside_ours(tmp_path: 
         "75.50 ± 0.71 (74.19) / 70.50 ± 0.71 (3) |"
     ) in lines
     assert "| digits P5C2, global accuracy | +25.0 (0.0) |" in lines
-    assert any(line.startswith("Updates became one by aggregator=mean.") for line in lines)
+    assert any(line.startswith("Updates were aggregated with aggregator=mean.") for line in lines)
     down = report.markdown(_made(_tiny(tmp_path, "settings"), {"FedAvg": 0.5, "FedMR": 0.75}))
     assert "| FedAvg | 50.50 ± 0.71 (67.68) / 45.50 ± 0.71 (1) |" in down.splitlines()
 

@@ -122,7 +122,7 @@ def test_watch_and_show_do_not_narrate_a_survey_as_a_training(terminal: bool) ->
             console.print(part)
     shown = written.getvalue()
     assert "coordinator survey --of s1" in shown
-    assert not [word for word in ("accuracy", "before it", "aggregator") if word in shown]
+    assert not [word for word in ("accuracy", "before the round", "aggregator") if word in shown]
 
 
 def test_a_run_says_what_its_rule_did_to_updates_and_nothing_where_it_did_nothing() -> None:
@@ -232,7 +232,7 @@ def test_the_accuracy_of_a_closed_training_round_is_said_to_be_of_the_model_befo
             closed = pb.RoundInfo(round=number, correct=[1, 1], examples=[2, 2])
             watcher.show(pb.Event(kind="closed", round=number, info=info, closed=closed))
     trained, evaluated = out.getvalue().splitlines()
-    assert "round 1/3  before it: balanced accuracy 50.00 %  accuracy 50.00 %" in trained
+    assert "round 1/3  model before the round: balanced accuracy 50.00 %  accuracy 50.00 %" in trained
     assert "evaluation  balanced accuracy 50.00 %  accuracy 50.00 %" in evaluated
 
 
