@@ -150,7 +150,7 @@ class Senders:
 
 async def _chunks(file: Path, name: str, offset: int) -> AsyncIterator[pb.Chunk]:
     for chunk in read_chunks(file, name, offset):
-        yield chunk
+        yield pb.Chunk.FromString(chunk.message)
 
 
 async def _serve(settings: Message) -> Callable[[Message], Message | None]:

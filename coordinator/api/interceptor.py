@@ -19,12 +19,15 @@ from coordinator.operations.audit_trail import CallAuditTrail, Count, CountingCo
 from coordinator.operations.metrics import CoordinatorMetrics
 from fl_core.errors import FederationError, UnavailableError
 from protos.wire import status
+from protos.wire.chunks import Chunk, encode
 from service_core.pki.identity import CertificateRole
 
 log = logging.getLogger(__name__)
 
 _CROSSING = ("Transfer/Open", "Transfer/Commit")
 """Calls with which the ends of both audit logs cross."""
+_PUTS, _GET = ("Transfer/Put", "Lead/PutWeights"), "Transfer/Get"
+"""Calls whose requests are chunks, and the one whose replies are."""
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 """Requests and replies pass through unseen: the interceptor is the same for every message type."""
 
@@ -64,12 +67,15 @@ class Interceptor(grpc.aio.ServerInterceptor):
         return None if handler is None else self._wrap(handler, str(handler_call_details.method))
 
     def _wrap(self, handler: Handler, method: str) -> Handler:
-        codecs = handler.request_deserializer, handler.response_serializer
+        codecs = (
+            Chunk.decode if method.endswith(_PUTS) else handler.request_deserializer,
+            encode if method.endswith(_GET) else handler.response_serializer,
+        )
         if handler.response_streaming:
             inner: Any = handler.stream_stream if handler.request_streaming else handler.unary_stream
 
             async def stream(request: object, context: Any) -> None:  # noqa: ANN401
-                if method.endswith("/Get"):
+                if method.endswith(_GET):
                     context = CountingContext(context, self._on_sent(context))
                 async with (
                     self._answering(method, context, request),

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from coordinator.api.authorization import Authorizer, Context
 from coordinator.api.event_loop import Workers
 from fl_core.errors import FederationError, ProtocolError, UnavailableError
-from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire.chunks import Chunk
 from service_core.pki.identity import PeerCertificate
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class PutStream:
         """End the stream: another one has taken its place."""
         self._ended.set()
 
-    async def next(self) -> pb.Chunk | None:
+    async def next(self) -> Chunk | None:
         """Return the next chunk, None at the end.
 
         Raises UnavailableError (E-NET-12) when it does not come, ProtocolError (E-WIRE-06) when it is no chunk.

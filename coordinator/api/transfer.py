@@ -30,7 +30,7 @@ from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire import receipts
-from protos.wire.chunks import append_chunk, read_chunks
+from protos.wire.chunks import Chunk, append_chunk, read_chunks
 from protos.wire.size_limits import max_object_bytes
 from protos.wire.tasks import FROM_WIRE, TO_WIRE, contribution_id
 from service_core.pki.identity import CertificateRole, PeerCertificate
@@ -39,7 +39,7 @@ from service_core.storage.digests import file_digest
 from service_core.storage.object_store import ObjectStore, open_partial
 
 log = logging.getLogger(__name__)
-Chunks: TypeAlias = Generator[pb.Chunk, None, None]
+Chunks: TypeAlias = Generator[Chunk, None, None]
 SEALED = 1 << 17
 """Bytes of sealed figures that are taken with an announcement; hospitals send at most half of that."""
 
@@ -127,11 +127,11 @@ class TransferService(rpc.TransferServicer):
             async with self._uploads.writing(c.id, stream.end) as upload:
                 return pb.PutReply(have=await self._append(c, first, stream, upload, slot))
 
-    async def _append(self, c: Contribution, first: pb.Chunk, stream: PutStream, upload: OpenUpload, slot: Slot) -> int:
+    async def _append(self, c: Contribution, first: Chunk, stream: PutStream, upload: OpenUpload, slot: Slot) -> int:
         with ExitStack() as stack:
             file = await self._workers.run(lambda: stack.enter_context(open_partial(self._uploads.path(c.silo, c.id))))
             upload.digest = None
-            chunk: pb.Chunk | None = first
+            chunk: Chunk | None = first
             del first
             while chunk is not None:
                 if chunk.object not in ("", c.id):
@@ -277,7 +277,7 @@ class TransferService(rpc.TransferServicer):
             raise ProtocolError("E-WIRE-06", f"expected an update of at most {limit} bytes, found one of {c.size}")
 
 
-async def _write(chunk: pb.Chunk, context: Context, idle_s: float) -> None:
+async def _write(chunk: Chunk, context: Context, idle_s: float) -> None:
     try:
         async with asyncio.timeout(idle_s):
             await context.write(chunk)

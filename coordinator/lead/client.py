@@ -21,7 +21,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire import status
 from protos.wire.channel_options import LEAD_OPTIONS
-from protos.wire.chunks import append_chunk, read_chunks
+from protos.wire.chunks import append_chunk, encode, read_chunks
 from service_core.operations.health import HealthAnswer
 from service_core.pki.identity import Address
 from service_core.storage.digests import file_digest
@@ -72,6 +72,7 @@ class LeadClient:
         self._channel = grpc.secure_channel(str(address), secure, LEAD_OPTIONS)
         self._lead = rpc.LeadStub(self._channel)
         self._transfer = rpc.TransferStub(self._channel)
+        self._put_weights = self._channel.stream_unary("/consilium.v1.Lead/PutWeights", encode, pb.PutReply.FromString)
 
     @classmethod
     def open(cls, home: Path, lead: str | None = None) -> LeadClient:
@@ -108,7 +109,7 @@ class LeadClient:
                 if have > best:
                     best, since = have, time.monotonic()
                 with self._errors():
-                    self._lead.PutWeights(read_chunks(file, digest, have))
+                    self._put_weights(read_chunks(file, digest, have))
             except ProtocolError as error:
                 damaged += (
                     1  # or, with E-WIRE-06, open no longer: another console of this lead may have brought the rest

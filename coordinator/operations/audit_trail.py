@@ -13,6 +13,7 @@ from coordinator.pki.server_certificate import ServerCertificate
 from fl_core.errors import FederationError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import log_heads
+from protos.wire.chunks import Chunk
 from service_core.audit_log.lines import ALLOWED, REFUSED, LogEntry
 from service_core.audit_log.log import FOLDER, AuditLog
 from service_core.audit_log.recorder import Recorder
@@ -44,14 +45,14 @@ class CountingContext:
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         return getattr(self._context, name)
 
-    async def write(self, chunk: pb.Chunk) -> None:
+    async def write(self, chunk: Chunk) -> None:
         await self._context.write(chunk)
         self.sent += len(chunk.data)
         self._on_sent(len(chunk.data))
 
     async def read(self) -> Any:  # noqa: ANN401
         chunk = await self._context.read()
-        if isinstance(chunk, pb.Chunk):
+        if isinstance(chunk, Chunk):
             self._on_received(len(chunk.data))
         return chunk
 

@@ -12,10 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
+from google.protobuf.message import Message
 
 from fl_core.errors import FederationError, UnavailableError
+from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire.channel_options import CLIENT_OPTIONS
+from protos.wire.chunks import Chunk, encode
 from service_core.pki.identity import Address
 from service_core.storage.private_files import Credentials
 from service_core.tls.causes import Diagnosis
@@ -37,19 +40,26 @@ def connect_with(credentials: Callable[[], Credentials]) -> Connect:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """An open channel and its services. outdated: tells whether the home has another certificate by now."""
+    """An open channel and its services. outdated: tells whether the home has another certificate by now.
+
+    put, get: the calls of `transfer` whose messages are chunks.
+    """
 
     address: Address
     channel: grpc.Channel = field(repr=False)
     control: rpc.ControlStub = field(repr=False)
     transfer: rpc.TransferStub = field(repr=False)
     enrolment: rpc.EnrolmentStub = field(repr=False)
+    put: grpc.StreamUnaryMultiCallable[Chunk, pb.PutReply] = field(repr=False)
+    get: grpc.UnaryStreamMultiCallable[Message, Chunk] = field(repr=False)
     outdated: Callable[[], bool] = field(repr=False, default=lambda: False)
 
     @classmethod
     def over(cls, address: Address, channel: grpc.Channel, outdated: Callable[[], bool] = lambda: False) -> Connection:
         stubs = rpc.ControlStub(channel), rpc.TransferStub(channel), rpc.EnrolmentStub(channel)
-        return cls(address, channel, *stubs, outdated)
+        put = channel.stream_unary("/consilium.v1.Transfer/Put", encode, pb.PutReply.FromString)
+        get = channel.unary_stream("/consilium.v1.Transfer/Get", pb.GetRequest.SerializeToString, Chunk.decode)
+        return cls(address, channel, *stubs, put, get, outdated)
 
     def explained(self, error: FederationError) -> FederationError:
         """Return UnavailableError if the refused certificate was replaced by this home; other errors unchanged.

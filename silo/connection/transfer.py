@@ -18,7 +18,7 @@ from fl_core.errors import FederationError, ProtocolError, RefusedError, Unavail
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire import receipts
-from protos.wire.chunks import append_chunk, read_chunks
+from protos.wire.chunks import Chunk, append_chunk, read_chunks
 from protos.wire.size_limits import MANIFEST_BYTES
 from service_core.storage import disk
 from service_core.storage.object_store import ObjectStore, open_partial, partial_size
@@ -188,7 +188,7 @@ class Transfer:
         idle_watch: list[IdleWatch] = []
         broken: list[OSError] = []
 
-        def chunks() -> Iterator[pb.Chunk]:
+        def chunks() -> Iterator[Chunk]:
             armed.wait()
             try:
                 for chunk in read_chunks(file, entry.contribution_id, have):
@@ -201,7 +201,7 @@ class Transfer:
                 raise
 
         connection = self._connection()
-        call = self._begun(lambda: connection.transfer.Put.future(chunks()))
+        call = self._begun(lambda: connection.put.future(chunks()))
         with IdleWatch(call, self._retry_policy.idle_s) as idle, stop.on_cancel(call.cancel):
             idle_watch.append(idle)
             armed.set()
@@ -254,7 +254,7 @@ class Transfer:
     ) -> str | None:
         _require_room(partial, size - partial_size(partial))
         connection = self._connection()
-        call = self._begun(lambda: connection.transfer.Get(pb.GetRequest(digest=digest, offset=partial_size(partial))))
+        call = self._begun(lambda: connection.get(pb.GetRequest(digest=digest, offset=partial_size(partial))))
         with (
             IdleWatch(call, self._retry_policy.idle_s) as idle,
             stop.on_cancel(call.cancel),

@@ -39,7 +39,7 @@ from privacy.ledger.sealed import SpendingSummary, seal, unseal
 from privacy.policy import Policy
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec, receipts, status
-from protos.wire.chunks import append_chunk
+from protos.wire.chunks import Chunk, append_chunk
 from protos.wire.codec import BundleFile
 from protos.wire.tasks import TaskKey
 from service_core.pki import certificates
@@ -130,7 +130,18 @@ def _chunk() -> list[bytes]:
 
 def _append(data: bytes) -> None:
     into = io.BytesIO()
-    append_chunk(_message(pb.Chunk(), data), into, 5, 1 << 20)
+    try:
+        expected = pb.Chunk.FromString(data)
+    except DecodeError:
+        expected = None
+    try:
+        chunk = Chunk.decode(data)
+    except DecodeError:
+        assert expected is None
+        return
+    assert expected is not None
+    assert (chunk.object, chunk.offset, chunk.data) == (expected.object, expected.offset, expected.data)
+    append_chunk(chunk, into, 5, 1 << 20)
 
 
 def _message(message: M, data: bytes) -> M:

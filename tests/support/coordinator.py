@@ -429,7 +429,7 @@ def chunks(data: bytes, name: str, offset: int, folder: Path) -> Iterator[pb.Chu
     """Cut bytes into chunks."""
     file = folder / f"{name}.out"
     file.write_bytes(data)
-    return read_chunks(file, name, offset)
+    return (pb.Chunk.FromString(chunk.message) for chunk in read_chunks(file, name, offset))
 
 
 def send(

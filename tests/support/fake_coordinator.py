@@ -222,7 +222,7 @@ def chunks_of(data: bytes, name: str, offset: int, shift: int = 0) -> Iterator[p
     with NamedTemporaryFile(prefix="consilium-chunks-") as file:
         file.write(data)
         file.flush()
-        chunks = list(read_chunks(Path(file.name), name, offset))
+        chunks = [pb.Chunk.FromString(chunk.message) for chunk in read_chunks(Path(file.name), name, offset)]
     for chunk in chunks:
         chunk.offset += shift
         yield chunk

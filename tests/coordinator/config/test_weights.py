@@ -32,7 +32,7 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.types import tensor_maps
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
-from protos.wire.chunks import read_chunks
+from protos.wire.chunks import Chunk, read_chunks
 from service_core.storage.digests import file_digest, write_all
 from tests.support import some, until
 from tests.support.coordinator import Site, World, enrolled, online
@@ -300,7 +300,7 @@ def test_two_leads_that_send_at_once_are_both_done_and_neither_ends_the_others_s
                 if number == 1:
                     until(lambda: partial.exists() and partial.stat().st_size, "the first chunk")
                     both.wait()
-                yield chunk
+                yield pb.Chunk.FromString(chunk.message)
 
         try:
             stub = world.lead(name)
@@ -368,7 +368,7 @@ def test_a_console_whose_weights_another_one_brings_whole_before_its_first_piece
     file, digest = written(tmp_path)
     again, sent = LeadClient.open(world.home), list[int]()
 
-    def overtaken(*of: object) -> Iterator[pb.Chunk]:
+    def overtaken(*of: object) -> Iterator[Chunk]:
         sent.append(len(sent))
         if len(sent) == 1:
             again.send_weights(digest, file)

@@ -7,10 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fl_core.errors import ProtocolError
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.wire.chunks import CHUNK_BYTES, append_chunk, read_chunks
+from protos.wire.chunks import CHUNK_BYTES, Chunk, append_chunk, read_chunks
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES + 5])
@@ -20,7 +23,9 @@ def test_a_file_is_cut_into_messages(tmp_path: Path, size: int, offset: int) -> 
     (tmp_path / "object").write_bytes(data)
     for found in read_chunks(tmp_path / "object", "name", offset):
         piece = data[at : at + CHUNK_BYTES]
-        assert found == pb.Chunk(object="name" if at == offset else "", offset=at, data=piece)
+        expected = pb.Chunk(object="name" if at == offset else "", offset=at, data=piece)
+        assert found.message == expected.SerializeToString()
+        assert (found.object, found.offset, found.data) == (expected.object, at, piece)
         at += len(piece)
     assert at == max(size, offset)
 
@@ -37,10 +42,69 @@ EARLIER = {
 def test_the_bytes_of_a_message_are_those_of_the_version_before(tmp_path: Path, offset: int) -> None:
     (tmp_path / "object").write_bytes(b"abcdef")
     (chunk,) = read_chunks(tmp_path / "object", "näme", offset)
-    assert chunk.SerializeToString() == EARLIER[offset]
+    assert chunk.message == EARLIER[offset]
     into = io.BytesIO()
-    assert append_chunk(pb.Chunk.FromString(EARLIER[offset]), into, offset) == 6
+    assert append_chunk(Chunk.decode(EARLIER[offset]), into, offset) == 6
     assert into.getvalue() == b"abcdef"[offset:]
+
+
+def same_fields(message: bytes) -> None:
+    """Require that a message is read as the library reads it, or refused where the library refuses it."""
+    try:
+        expected = pb.Chunk.FromString(message)
+    except DecodeError:
+        with pytest.raises(DecodeError):
+            Chunk.decode(message)
+        return
+    found = Chunk.decode(message)
+    assert (found.object, found.offset, bytes(found.data)) == (expected.object, expected.offset, expected.data)
+    assert found.message is message
+
+
+FORMS = {
+    "empty": b"",
+    "a part of a name": b"\n\x05ab",
+    "a name that is no text": b"\n\x01\xff\x1a\x01x",
+    "an offset of ten bytes": b"\x10" + b"\xff" * 9 + b"\x01\x1a\x01x",
+    "an offset of eleven bytes": b"\x10" + b"\xff" * 10 + b"\x01\x1a\x01x",
+    "an offset without an end": b"\x10\xff",
+    "an offset that is longer than need be": b"\x10\x85\x80\x00\x1a\x01x",
+    "data before the offset": b"\x1a\x01x\x10\x05",
+    "data twice": b"\x1a\x01x\x1a\x02yz",
+    "a name twice": b"\n\x01a\n\x01b\x1a\x01x",
+    "less data than announced": b"\x1a\x05x",
+    "data of an endless length": b"\x1a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01x",
+    "a length of six bytes": b"\x1a\x81\x80\x80\x80\x80\x00x",
+    "a field of a later version": b"\x1a\x01x\x2a\x01y",
+    "a checksum of an earlier version": b"\x1a\x01x\x25abcd",
+    "a group": b"\x1a\x01x\x2b\x2c",
+    "a tag of no field": b"\x00",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_chunk_in_any_form_has_the_fields_that_the_library_reads(form: str) -> None:
+    same_fields(FORMS[form])
+
+
+@given(
+    st.text(max_size=9), st.integers(0, 2**64 - 1), st.binary(max_size=300), st.integers(0, 400), st.binary(max_size=9)
+)
+def test_a_damaged_chunk_has_the_fields_that_the_library_reads(
+    name: str, offset: int, data: bytes, at: int, other: bytes
+) -> None:
+    chunk = Chunk.of(name, offset, data)
+    assert chunk.message == pb.Chunk(object=name, offset=offset, data=data).SerializeToString()
+    same_fields(chunk.message)
+    same_fields(chunk.message[:at] + other + chunk.message[at + len(other) :])
+    same_fields(chunk.message[:at] + other + chunk.message[at:])
+
+
+def test_data_of_a_chunk_are_not_copied() -> None:
+    message = pb.Chunk(object="name", offset=5, data=bytes(CHUNK_BYTES)).SerializeToString()
+    data = Chunk.decode(message).data
+    assert isinstance(data, memoryview)
+    assert data.obj is message
 
 
 def test_a_file_that_has_become_shorter_is_an_error(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ class Counted:
             self.most_streams = max(self.most_streams, self.streams)
             self.most_in_hand = max(self.most_in_hand, self.in_hand)
 
-    def read_chunks(self, path: Path, name: str, offset: int) -> Iterator[pb.Chunk]:
+    def read_chunks(self, path: Path, name: str, offset: int) -> Iterator[chunks.Chunk]:
         self._count(1, 0)
         try:
             for chunk in chunks.read_chunks(path, name, offset):
