@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
 
 from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.aggregation.number_blocks import Blocks, add_units, blocks, split
 from fl_core.types.values import Bundle, Layout, Part, PartSpec
-
-BLOCK = 1 << 15
-"""Numbers that are encoded at a time, so that what is computed on the way stays in the processor's cache."""
 
 Factors = Mapping[tuple[str, str], "float | Tensor"]
 """(part, tensor) -> what its values are multiplied by, all of them or each row (C,)."""
@@ -46,24 +44,25 @@ class Aggregator:
             else:
                 sums = self._sums[name]
             for key, into in sums.total.items():
-                self._add(self.grid.segment(name, key), part.total[key], into, factors.get((name, key)))
-            self._add(self.grid.segment(name, None), part.weight, sums.weight)
+                segment, factor = self.grid.segment(name, key), factors.get((name, key))
+                if isinstance(factor, Tensor):  # one per row
+                    value = part.total[key].double()
+                    rows = factor.reshape(-1, *([1] * (value.dim() - 1)))
+                    self._add(segment, split(value * rows), into)
+                else:
+                    self._add(segment, blocks(part.total, key), into, factor)
+            self._add(self.grid.segment(name, None), split(part.weight), sums.weight)
 
     def add_weight(self, name: str, weight: Tensor) -> None:
         """Add a weight without its values, for aggregators that `put` something else than their sum."""
-        self._add(self.grid.segment(name, None), weight, self._sums[name].weight)
+        self._add(self.grid.segment(name, None), split(weight), self._sums[name].weight)
 
     def put(self, name: str, key: str, start: int, units: Tensor) -> None:
         """Set some of a tensor's numbers in integer units."""
         self._sums[name].total[key].view(-1)[start : start + len(units)] = units
 
-    def _add(self, segment: str, value: Tensor, into: Tensor, factor: float | Tensor | None = None) -> None:
-        if isinstance(factor, Tensor):  # one per row
-            value, factor = value.double() * factor.reshape(-1, *([1] * (value.dim() - 1))), None
-        for block, sums in zip(_blocks(value), _blocks(into), strict=True):
-            units, clipped = self.grid.encode(segment, block if factor is None else block.double() * factor)
-            sums += units.cpu()
-            self.clipped += clipped
+    def _add(self, segment: str, numbers: Blocks, into: Tensor, factor: float | None = None) -> None:
+        self.clipped += add_units(self.grid, segment, numbers, into, factor)
 
     def total(self) -> Bundle:
         """Return the sum so far in integer units, which later updates change; unsummed parts stacked by roster."""
@@ -80,10 +79,6 @@ class Aggregator:
 def _zeros(spec: PartSpec) -> Part:
     zeros = {key: torch.zeros(shape, dtype=torch.int64) for key, shape in spec.shapes.items()}
     return Part(zeros, torch.zeros(spec.weight_shape, dtype=torch.int64))
-
-
-def _blocks(value: Tensor) -> Sequence[Tensor]:
-    return torch.split(value.detach().reshape(-1), BLOCK)
 
 
 def _stack(values: list[Tensor], zero: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl_core.aggregation.aggregator import BLOCK, Aggregator
+from fl_core.aggregation.aggregator import Aggregator
+from fl_core.aggregation.number_blocks import BLOCK
 from fl_core.aggregation.options import GeometricMedian, Median, TrimmedMean
 from fl_core.aggregation.round_sum import AggregationDecision, RoundSum
 from fl_core.aggregation.update_check import UpdateCheck, UpdateNorms

@@ -91,7 +91,7 @@ class FixedPointFormat:
         if not value.is_floating_point():
             return value, 0
         # NumPy: torch's threads wait for each other at every step, many times as long as the step where cores are busy.
-        bound, scale, exact = self.bound(segment), 2.0 ** self.frac_bits(segment), _numpy(value).astype(np.float64)
+        bound, scale, exact = self.bound(segment), 2.0 ** self.frac_bits(segment), as_numpy(value).astype(np.float64)
         clipped = 0
         if not (exact.min(initial=0.0) >= -bound and exact.max(initial=0.0) <= bound):  # or NaN
             if not np.isfinite(exact).all():
@@ -109,7 +109,8 @@ class FixedPointFormat:
         return units.double().mul_(2.0 ** -self.frac_bits(segment))
 
 
-def _numpy(value: Tensor) -> NDArray[np.generic]:
+def as_numpy(value: Tensor) -> NDArray[np.generic]:
+    """Return a tensor's numbers without a copy where there can be one less; those of bfloat16 as float32."""
     numbers = value.detach().float() if value.dtype == torch.bfloat16 else value.detach()  # NumPy has no bfloat16
     return numbers.cpu().numpy()
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.flat_blocks import BLOCKS, CLASSES, WORDS, FlatLayout
+from fl_core.aggregation.number_blocks import blocks
 from fl_core.aggregation.round_sum import AggregationDecision, RoundSum
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, UpdateNorms
 from fl_core.errors import ProtocolError, RefusedError
-from fl_core.types.values import Bundle
+from fl_core.types.values import Bundle, PartSpec
 
 
 def unsigned(words: Tensor) -> NDArray[np.unsignedinteger]:
@@ -54,8 +55,9 @@ class MaskedSum(RoundSum):
     def measure(self, update: Bundle, name: str) -> UpdateNorms:  # noqa: ARG002
         """Check what can be seen of an update: kind and number of its words."""
         for block, words in self._words.items():
-            sent = update[block].total[WORDS] if block in update else None
-            if sent is None or sent.shape != words.shape or sent.dtype != words.dtype:
+            sent = update.get(block)
+            shape = None if sent is None else PartSpec.of(sent).shapes.get(WORDS)
+            if sent is None or shape != words.shape or next(blocks(sent.total, WORDS)).dtype != words.numpy().dtype:
                 raise ProtocolError(
                     "E-WIRE-06", f"expected {len(words)} words of {words.dtype} as {block!r}, found something else"
                 )
@@ -63,8 +65,11 @@ class MaskedSum(RoundSum):
 
     def add(self, update: Bundle, name: str, silo: int, measured: UpdateNorms) -> None:  # noqa: ARG002
         for block, words in self._words.items():
-            mine, theirs = unsigned(words), unsigned(update[block].total[WORDS])
-            np.add(mine, theirs, out=mine)  # modulo 2^32 or 2^64
+            sums, at = unsigned(words), 0
+            for theirs in blocks(update[block].total, WORDS):
+                place = sums[at : at + len(theirs)]
+                np.add(place, theirs.view(sums.dtype), out=place)  # modulo 2^32 or 2^64
+                at += len(theirs)
         self._added.append(name)
 
     def finish(self) -> AggregationDecision:
@@ -74,10 +79,10 @@ class MaskedSum(RoundSum):
         members sums up to.
         """
         open_classes = self._each or set(self._added) == self._everybody
-        blocks = [block for block in BLOCKS if block != CLASSES or open_classes]
+        opened = [block for block in BLOCKS if block != CLASSES or open_classes]
         if self._unmask is not None:
-            self._unmask(self._words, self._added, blocks)
-        self._total = self._layout.unflatten({block: self._words[block] for block in blocks})
+            self._unmask(self._words, self._added, opened)
+        self._total = self._layout.unflatten({block: self._words[block] for block in opened})
         try:
             self.check.of_sum([self.check.sizes.get(name, DeclaredSize()) for name in self._added]).check(self._total)
         except ProtocolError as error:

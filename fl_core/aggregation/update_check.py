@@ -22,12 +22,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fl_core.aggregation.contributor_floor import HOSPITALS
 from fl_core.aggregation.fixed_point import BUFFERS, RING64_BOUND, FixedPointFormat, check_layout
+from fl_core.aggregation.number_blocks import blocks, split, sum_of_squares
 from fl_core.errors import ProtocolError
 from fl_core.training.clinical import answers
 from fl_core.training.evaluation import (
@@ -41,7 +41,7 @@ from fl_core.training.evaluation import (
 )
 from fl_core.types.enums import Weighing
 from fl_core.types.records import TrainConfig
-from fl_core.types.values import Bundle, Layout, Part, PartRule
+from fl_core.types.values import Bundle, Layout, Part, PartRule, Tensors
 
 _SIGMAS = 12.0
 _COUNT_ROUNDING = 1e-6
@@ -50,7 +50,6 @@ _ROUNDING = 1e-4
 _MIN_TESTED = 20
 _MIN_LACKED = 0.2
 _KNOWN = 0.5
-_BLOCK = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +186,12 @@ class UpdateCheck:
                 continue
             weight = self._weight(name, part, silo)
             squares: dict[str, Tensor] = {}
-            for key, value in self._values(name, part, weight, silo):  # each tensor is read once: it may be in a file
-                squares[key] = self._square(name, key, value, weight, silo)
-                if (name, key) == ("delta", "head.bias"):
-                    bias = value
+            for key in self._values(name, part, weight, silo):
+                total = part.total
+                if (name, key) == ("delta", "head.bias"):  # each tensor is read once: it may be in a file
+                    bias = part.total[key]
+                    total = {key: bias}
+                squares[key] = self._square(name, key, total, weight, silo)
             if name in METRIC_PARTS:
                 continue
             if weight.dim():
@@ -202,7 +203,8 @@ class UpdateCheck:
         counted = float(update["delta"].weight) if bias is not None and signs else 0.0
         if bias is None or not counted > 0:
             return UpdateNorms(norms, rows)
-        change = bias.detach().cpu().double() * self._scale("delta", "head.bias", bias) / counted
+        unit = 1.0 if bias.is_floating_point() else self._unit("delta", "head.bias")
+        change = bias.detach().cpu().double() * unit / counted
         tested = self._numbers(f"{METRICS}.weight", update[METRICS].weight)
         correct = self._numbers(METRICS, update[METRICS].total["correct"])
         if float(correct.sum()) >= _KNOWN * float(tested.sum()):
@@ -261,33 +263,34 @@ class UpdateCheck:
 
     # ---- values ----------------------------------------------------------------------------------------------------
 
-    def _values(self, name: str, part: Part, weight: Tensor, silo: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a total that are values; those that count something are checked at once."""
+    def _values(self, name: str, part: Part, weight: Tensor, silo: str) -> Iterator[str]:
+        """Name the tensors of a total that are values; those that count something are checked at once."""
         rule = self.rule(name, bool(weight.dim()))
         for key in part.total:
-            value = part.total[key]
             if name in METRIC_PARTS or key in (rule.counts, rule.steps):
-                self._check_numbers(name, key, self._numbers(name, value), weight, silo)
+                self._check_numbers(name, key, self._numbers(name, part.total[key]), weight, silo)
             else:
-                yield key, value
+                yield key
 
-    def _square(self, name: str, key: str, value: Tensor, weight: Tensor, silo: str) -> Tensor:
+    def _square(self, name: str, key: str, total: Tensors, weight: Tensor, silo: str) -> Tensor:
         """Return the sum of squares, per row where weights are; raises ProtocolError where it is not finite."""
-        rows = value.detach() if weight.dim() else (value.detach(),)
-        scale = self._scale(name, key, value)
-        sums = [math.fsum(_block_squares(row.reshape(-1), scale)) for row in rows]
+        value = total[key] if weight.dim() else None
+        rows = [blocks(total, key)] if value is None else map(split, value)
+        sums = [sum_of_squares(row, lambda: self._unit(name, key)) for row in rows]
         if not all(map(math.isfinite, sums)):
             raise _not_finite(name)
         square = torch.tensor(sums if weight.dim() else sums[0], dtype=torch.float64)
-        if (noisy := self._noisy(name, weight)) is not None:
+        noisy = self._noisy(name, weight)
+        if noisy is not None and value is not None:
             _within_noise(name, square.sqrt(), weight, noisy, value[:1].numel(), silo)
         empty = any(s for s, w in zip(sums, weight.reshape(-1).tolist(), strict=True) if w == 0)
         if empty and (noisy is not None or name not in self.noise):
             raise _refused(silo, f"{name!r} holds values of weight 0 in {key!r}", "0")
         return square
 
-    def _scale(self, name: str, key: str, value: Tensor) -> float:
-        return 1.0 if value.is_floating_point() else 2.0 ** -self.grid.frac_bits(self.grid.segment(name, key))
+    def _unit(self, name: str, key: str) -> float:
+        """Return what an integer counts."""
+        return 2.0 ** -self.grid.frac_bits(self.grid.segment(name, key))
 
     def _check_clinical(self, part: Part, metrics: Part, silo: str) -> None:
         """Check the clinical part against "metrics", which is checked by itself; neither is ever noisy."""
@@ -357,8 +360,7 @@ def _sign(bias: Tensor, counts: Tensor) -> float:
 def norms(part: str, tensors: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the norms of tensors in float64, by block as `Measured.norms`."""
     squares = {
-        key: torch.tensor(math.fsum(_block_squares(v.reshape(-1), 1.0)), dtype=torch.float64)
-        for key, v in tensors.items()
+        key: torch.tensor(sum_of_squares(split(v), lambda: 1.0), dtype=torch.float64) for key, v in tensors.items()
     }
     return {block: math.sqrt(v) for block, v in _by_block(part, squares).items()}
 
@@ -369,17 +371,6 @@ def _by_block(name: str, squares: Mapping[str, Tensor]) -> dict[str, float]:
     for key, square in squares.items():
         of_block.setdefault(f"{name}.buffers" if key.endswith(BUFFERS) else name, []).append(float(square))
     return {block: math.fsum(values) for block, values in of_block.items()}
-
-
-def _block_squares(value: Tensor, scale: float) -> Iterator[float]:
-    """Sum squares block by block, one thread and one order: equal bytes give equal sums on every machine alike."""
-    for block in (value,) if len(value) <= _BLOCK else torch.split(value, _BLOCK):  # a split takes as long as the sum
-        numbers = block.cpu().numpy() if block.dtype != torch.bfloat16 else block.float().cpu().numpy()
-        exact = numbers.astype(np.float64)
-        if scale != 1.0:
-            exact *= scale
-        np.square(exact, out=exact)
-        yield float(exact.sum())
 
 
 def most_steps(train: TrainConfig, examples: float) -> float:

@@ -28,6 +28,10 @@ class StoredTensors(Mapping[str, Tensor], ABC):
 
     shapes: Mapping[str, tuple[int, ...]]
 
+    def blocks(self, name: str, size: int) -> Iterator[Tensor]:
+        """Read a tensor's numbers in order, at most `size` at a time; each block is valid until the next one."""
+        return iter(torch.split(self[name].reshape(-1), size))
+
 
 State = Mapping[str, Tensors]
 """Group -> Tensors, for instance {"w": ..., "prototypes": ...}. A checkpoint is a State."""

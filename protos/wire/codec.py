@@ -8,35 +8,40 @@ from __future__ import annotations
 
 import json
 import math
-import re
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save, save_file
 from torch import Tensor
 
 from fl_core.errors import ProtocolError
 from fl_core.types.values import Bundle, Part, State, StoredTensors, Tensors
-from service_core.storage.digests import file_digest
+from service_core.storage.digests import Hasher, write_all
 
 TensorPath = Sequence[str]
 _Content = tuple[dict[str, Tensor], dict[str, str]]
 """Numbered tensors and the metadata that names them."""
 _DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
     "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
     "F64": torch.float64,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
+"""In the order in which safetensors writes them."""
+_KINDS = {dtype: (place, kind) for place, (kind, dtype) in enumerate(_DTYPES.items())}
+_PIECE = 1 << 20
+"""Bytes that are written and hashed at a time, while they are in the processor's cache."""
 _MAX_HEADER_BYTES = 16 << 20
 """Some hundred thousand tensors: a longer header is no model's."""
 _MAX_DIMENSIONS, _MAX_NUMBERS = 64, 1 << 48
@@ -44,12 +49,12 @@ _MAX_DIMENSIONS, _MAX_NUMBERS = 64, 1 << 48
 
 def pack_state(state: State) -> bytes:
     """Write a State; groups and names in sorted order."""
-    return save(*_of_state(state))
+    return b"".join(_pieces(_of_state(state)))
 
 
 def pack_bundle(bundle: Bundle) -> bytes:
     """Write a Bundle; parts in sorted order, each total before its weight."""
-    return save(*_of_bundle(bundle))
+    return b"".join(_pieces(_of_bundle(bundle)))
 
 
 def write_state(state: State, file: Path) -> tuple[str, int]:
@@ -77,13 +82,9 @@ def _of_bundle(bundle: Bundle) -> _Content:
 
 def _numbered(entries: Sequence[tuple[TensorPath, Tensor]], groups: Sequence[str]) -> _Content:
     paths = json.dumps({"groups": list(groups), "paths": [list(path) for path, _ in entries]}, separators=(",", ":"))
-    tensors, storages = dict[str, Tensor](), set[int]()
-    for name, (_, value) in zip(_names(len(entries)), entries, strict=True):
-        tensor = value.detach().cpu().contiguous()
-        if (storage := tensor.untyped_storage().data_ptr()) in storages:  # safetensors refuses tensors that share one
-            tensor = tensor.clone()
-        storages.add(storage)
-        tensors[name] = tensor
+    tensors = {
+        name: value.detach().cpu().contiguous() for name, (_, value) in zip(_names(len(entries)), entries, strict=True)
+    }
     return tensors, {"consilium": paths}
 
 
@@ -92,13 +93,46 @@ def _names(count: int) -> list[str]:
 
 
 def _write(content: _Content, file: Path) -> tuple[str, int]:
-    tensors, metadata = content
+    """Write a file and hash what is written: nothing is read back."""
+    hasher, size = Hasher(), 0
     try:
-        save_file(tensors, file, metadata)
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(number[1]) if number else 0, f"{file} cannot be written: {error}") from error
-    return file_digest(file), file.stat().st_size
+        descriptor = os.open(file, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with FileIO(descriptor, "w") as out:
+            for piece in _pieces(content):
+                write_all(out, piece)
+                hasher.update(piece)
+                size += len(piece)
+    except OSError as error:
+        raise OSError(error.errno, f"{file} cannot be written: {error.strerror}") from error
+    return hasher.hexdigest(), size
+
+
+def _pieces(content: _Content) -> Iterator[memoryview]:
+    """Give the bytes of a file that safetensors would write, in pieces that stay in the processor's cache."""
+    tensors, metadata = content
+    order = sorted(tensors, key=lambda name: (_KINDS[tensors[name].dtype][0], name))
+    yield memoryview(_header(tensors, metadata, order))
+    for name in order:
+        data = _bytes_of(tensors[name])
+        for start in range(0, len(data), _PIECE):
+            yield data[start : start + _PIECE]
+
+
+def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], order: Sequence[str]) -> bytes:
+    entries, end = dict[str, object](), 0
+    for name in order:
+        value, begin = tensors[name], end
+        end += value.nbytes
+        kind = _KINDS[value.dtype][1]
+        entries[name] = {"dtype": kind, "shape": list(value.shape), "data_offsets": [begin, end]}
+    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(value: Tensor) -> memoryview:
+    """View the bytes of a contiguous tensor."""
+    return value.reshape(-1).view(torch.uint8).numpy().data
 
 
 class TensorFile:
@@ -112,38 +146,62 @@ class TensorFile:
     def __init__(self, file: Path) -> None:
         self.name = file.name
         try:
-            self._tensors = _open(file)
-            header = json.loads((self._tensors.metadata() or {})["consilium"])
+            with file.open("rb", buffering=0) as opened:
+                length = int.from_bytes(opened.read(8), "little")
+                if length > _MAX_HEADER_BYTES:  # to read one takes many times its length in memory
+                    raise ValueError(f"a header of {length} bytes, more than {_MAX_HEADER_BYTES}")
+                # Not mapped: whoever cut a mapped file would end this process.
+                tensors: Any = safe_open(file, "pt", backend="pread")
+                self._file = os.dup(opened.fileno())
+            finalize(self, os.close, self._file)
+            header = json.loads((tensors.metadata() or {})["consilium"])
             self.groups, self.paths = _strings(header["groups"]), [tuple(_strings(path)) for path in header["paths"]]
-            self._names = _names(len(self.paths))
-            if sorted(self._tensors.keys()) != self._names or len(set(self.paths)) != len(self.paths):
+            names = _names(len(self.paths))
+            if sorted(tensors.keys()) != names or len(set(self.paths)) != len(self.paths):
                 raise ValueError("the header and the tensors disagree")
-            slices = [self._tensors.get_slice(name) for name in self._names]
+            slices = [tensors.get_slice(name) for name in names]
             self.shapes = [tuple(entry.get_shape()) for entry in slices]
             if any(map(_is_absurd, self.shapes)):
                 raise ValueError(f"a shape of more than {_MAX_DIMENSIONS} dimensions or {_MAX_NUMBERS} numbers")
             if unknown := {entry.get_dtype() for entry in slices} - set(_DTYPES):
                 raise ValueError(f"numbers of the kinds {sorted(unknown)}, none of {[*_DTYPES]}")
             self.dtypes = [_DTYPES[entry.get_dtype()] for entry in slices]
+            self._begins, begin = dict[int, int](), 8 + length
+            for place in map(int, tensors.offset_keys()):  # one behind the other: safetensors refuses gaps
+                self._begins[place] = begin
+                begin += math.prod(self.shapes[place]) * self.dtypes[place].itemsize
         except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ProtocolError("E-WIRE-06", f"expected tensors of Consilium in {file.name}, found: {error}") from error
 
     def read(self, place: int) -> Tensor:
         """Read a tensor; raises ProtocolError (E-WIRE-06) when that fails, for instance because the file was cut."""
-        try:
-            tensor: Tensor = self._tensors.get_tensor(self._names[place])
-        except (SafetensorError, OSError) as error:
-            path = "/".join(self.paths[place])
-            raise ProtocolError("E-WIRE-06", f"tensor {path!r} of {self.name} cannot be read: {error}") from error
+        shape = self.shapes[place]
+        tensor = torch.empty(shape, dtype=self.dtypes[place])
+        self._read_into(_bytes_of(tensor), place, 0)
         return tensor
 
+    def blocks(self, place: int, size: int) -> Iterator[Tensor]:
+        """Read a tensor's numbers, `size` at a time, all into the same memory; raises as `read`."""
+        left, at = math.prod(self.shapes[place]), 0
+        room = torch.empty(min(left, size), dtype=self.dtypes[place])
+        while left:
+            block = room[: min(left, size)]
+            self._read_into(_bytes_of(block), place, at)
+            yield block
+            at += block.nbytes
+            left -= len(block)
 
-def _open(file: Path) -> Any:  # noqa: ANN401 - the library has no types for it
-    with file.open("rb") as raw:
-        length = int.from_bytes(raw.read(8), "little")
-    if length > _MAX_HEADER_BYTES:  # to read one takes many times its length in memory
-        raise ValueError(f"a header of {length} bytes, more than {_MAX_HEADER_BYTES}")
-    return safe_open(file, "pt", backend="pread")  # not mapped: whoever cut a mapped file would end this process
+    def _read_into(self, room: memoryview, place: int, at: int) -> None:
+        """Fill memory with the bytes of a tensor that begin at `at`."""
+        at += self._begins[place]
+        try:
+            while room:
+                if not (size := os.preadv(self._file, [room], at)):
+                    raise OSError("the file ends before")
+                room, at = room[size:], at + size
+        except OSError as error:
+            path = "/".join(self.paths[place])
+            raise ProtocolError("E-WIRE-06", f"tensor {path!r} of {self.name} cannot be read: {error}") from error
 
 
 def _is_absurd(shape: tuple[int, ...]) -> bool:
@@ -196,6 +254,9 @@ class BundleTensors(StoredTensors):
 
     def __getitem__(self, name: str) -> Tensor:
         return self._file.read(self._places[name])
+
+    def blocks(self, name: str, size: int) -> Iterator[Tensor]:
+        return self._file.blocks(self._places[name], size)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

@@ -22,7 +22,7 @@ from consilium.testing.federation import shares
 from consilium.testing.federation import total_of as total_of
 from consilium.testing.methods import CONTEXT as CONTEXT
 from consilium.testing.methods import TRAIN as TRAIN
-from fl_core.aggregation.aggregator import BLOCK
+from fl_core.aggregation.number_blocks import BLOCK
 from fl_core.converter import Option
 from fl_core.errors import UnavailableError
 from fl_core.methods.disjoint.fedcd import FedCD

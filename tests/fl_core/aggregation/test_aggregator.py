@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_core.aggregation.aggregator import BLOCK, Aggregator
+from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
+from fl_core.aggregation.number_blocks import BLOCK
 from fl_core.aggregation.update_check import UpdateCheck
 from fl_core.errors import ProtocolError
 from fl_core.types import tensor_maps

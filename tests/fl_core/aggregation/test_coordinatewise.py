@@ -12,9 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_core.aggregation.aggregator import BLOCK, Aggregator
+from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.coordinatewise import CoordinatewiseSum
 from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
+from fl_core.aggregation.number_blocks import BLOCK
 from fl_core.aggregation.options import AGGREGATORS, GeometricMedian, Median, TrimmedMean, read
 from fl_core.aggregation.update_check import UpdateCheck
 from fl_core.errors import ConfigError

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from safetensors.torch import save
 
 from fl_core.errors import ProtocolError
-from fl_core.types.values import Part
+from fl_core.types.values import Part, StoredTensors
 from protos.wire import codec
 from service_core.storage import digests
 
@@ -49,6 +51,63 @@ def test_equal_states_and_bundles_give_the_bytes_that_are_in_homes(tmp_path: Pat
     for name, value in state["w"].items():
         assert found["w"][name].dtype == value.dtype
         assert torch.equal(found["w"][name], value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_has_the_bytes_that_safetensors_writes(tmp_path: Path, kind: torch.dtype) -> None:
+    large = torch.arange((3 << 20) // kind.itemsize).remainder(100).to(kind)
+    state = {"w": {"large": large, "none": torch.zeros(0, 3), "b/\x7f é": torch.ones(2, 3).t(), "one": torch.tensor(1)}}
+    paths = {"groups": ["w"], "paths": [["w", name] for name in sorted(state["w"])]}
+    tensors = {f"{i:06d}": state["w"][name].contiguous() for i, name in enumerate(sorted(state["w"]))}
+    expected = save(tensors, {"consilium": json.dumps(paths, separators=(",", ":"))})
+    assert codec.pack_state(state) == expected
+    assert codec.write_state(state, tmp_path / "state") == (digests.digest(expected), len(expected))
+    assert (tmp_path / "state").read_bytes() == expected
+
+
+def test_blocks_of_a_tensor_are_its_numbers_in_order_and_need_memory_for_one(tmp_path: Path) -> None:
+    total = {"a": torch.randn(100, 33), "b": torch.arange(7), "c": torch.zeros(0), "d": torch.ones(3).bfloat16()}
+    codec.write_bundle({"p": Part(total, torch.tensor(2.0))}, tmp_path / "bundle")
+    stored = codec.BundleFile(tmp_path / "bundle")["p"].total
+    assert isinstance(stored, StoredTensors)
+    (tmp_path / "bundle").unlink()  # as a round that ends does, while an update waits
+    for name, value in total.items():
+        pieces, places = list[torch.Tensor](), set[int]()
+        for block in stored.blocks(name, 1000):
+            pieces.append(block.clone())
+            places.add(block.data_ptr())
+        assert torch.equal(torch.cat([value[:0].reshape(-1), *pieces]), value.reshape(-1))
+        assert torch.equal(stored[name], value)
+        assert max(map(len, pieces), default=0) <= 1000
+        assert len(places) <= 1
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    codec.write_bundle({"p": Part({"a": torch.randn(5000)}, torch.tensor(2.0))}, tmp_path / "bundle")
+    stored = codec.BundleFile(tmp_path / "bundle")["p"].total
+    assert isinstance(stored, StoredTensors)
+    read = stored.blocks("a", 1000)
+    next(read)
+    os.truncate(tmp_path / "bundle", (tmp_path / "bundle").stat().st_size - 100)
+    with pytest.raises(ProtocolError, match=r"E-WIRE-06: tensor 'p/total/a' of bundle cannot be read"):
+        list(read)
+    with pytest.raises(ProtocolError, match="E-WIRE-06"):
+        stored["a"]
+
+
+def test_a_file_of_tensors_is_closed_with_its_last_reader(tmp_path: Path) -> None:
+    codec.write_bundle({"p": Part({"a": torch.randn(50)}, torch.tensor(2.0))}, tmp_path / "bundle")
+
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = open_files()
+    for _ in range(5):
+        codec.BundleFile(tmp_path / "bundle")
+        with pytest.raises(ProtocolError):
+            codec.read_weights(tmp_path / "bundle")
+    gc.collect()
+    assert open_files() == before
 
 
 def test_tensors_that_share_memory_are_written_one_by_one(tmp_path: Path) -> None:
