@@ -1,5 +1,5 @@
 """Regenerate what is generated and committed: the protocol code, docs/errors.md, docs/operations/metrics.md,
-consilium/research/paper_tables.txt and paper_claims.txt, and the table of claims in benchmarks/paper/results/claims.md.
+consilium/report/paper_tables.txt and paper_claims.txt, and the table of claims in benchmarks/paper/results/claims.md.
 
 python -m tests.regenerate          writes
 python -m tests.regenerate --check  fails, and says what differs, when something committed is not what would be written
@@ -49,9 +49,9 @@ def generate(out: Path) -> list[Path]:
     ]
     subprocess.run(command, check=True, capture_output=True)
     (out / "docs/errors.md").write_text(page(), encoding="utf-8")
-    (out / "consilium/research").mkdir(parents=True)
-    (out / "consilium/research/paper_tables.txt").write_text(_paper_tables(), encoding="utf-8")
-    (out / "consilium/research/paper_claims.txt").write_text(claims.packaged(), encoding="utf-8")
+    (out / "consilium/report").mkdir(parents=True)
+    (out / "consilium/report/paper_tables.txt").write_text(_paper_tables(), encoding="utf-8")
+    (out / "consilium/report/paper_claims.txt").write_text(claims.packaged(), encoding="utf-8")
     (out / "benchmarks/paper/results").mkdir(parents=True)
     (out / "benchmarks/paper/results/claims.md").write_text(claims.written(claims.PAGE.read_text()), encoding="utf-8")
     (out / "docs/operations/metrics.md").write_text(_metrics_page(), encoding="utf-8")
@@ -60,12 +60,12 @@ def generate(out: Path) -> list[Path]:
 
 def _paper_tables() -> str:
     """Write which tables of benchmarks/paper run which method."""
-    found: dict[str, list[str]] = {}
+    tables: dict[str, list[str]] = {}
     for file in sorted((ROOT / "benchmarks/paper/tables").glob("*.yaml")):
         runs = " ".join(map(str, yaml.safe_load(file.read_text())["methods"].values())).split()
         for name in sorted({_method(word.removeprefix("method=")) for word in runs if word.startswith("method=")}):
-            found.setdefault(name, []).append(file.stem)
-    lines = (f"{name} {' '.join(tables)}\n" for name, tables in sorted(found.items()))
+            tables.setdefault(name, []).append(file.stem)
+    lines = (f"{name} {' '.join(files)}\n" for name, files in sorted(tables.items()))
     return "# Tables of benchmarks/paper by method; `make protos` writes this file.\n" + "".join(lines)
 
 

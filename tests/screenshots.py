@@ -16,7 +16,7 @@ from typing import NamedTuple
 from PIL import Image
 
 from consilium.pages.hospital.site import HospitalPage
-from consilium.pages.web.serve import PageServer
+from consilium.web.serve import PageServer
 from tests.support.hospital import furnished
 from tests.support.made_up_service import FEDAVG, FEDMR, WAITS, consortium
 from tests.support.pages import Visit, chromium, shown

@@ -25,7 +25,7 @@ from benchmarks.comparison.study import Tuned
 from fl_core.errors import DataError
 
 HERE = Path(__file__).parent
-PACKAGED = HERE.parents[1] / "consilium/research/paper_claims.txt"
+PACKAGED = HERE.parents[1] / "consilium/report/paper_claims.txt"
 PAGE = HERE / "results/claims.md"
 BEGIN, END = "<!-- python -m benchmarks.paper.claims -->", "<!-- end -->"
 OLDER = "rates chosen on test images"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from consilium.pages.command import Bind, Browser, serve_until_told
+from consilium.web.command import Bind, Browser, serve_until_stopped
 from fl_core.errors import ConfigError
 from fl_core.types.class_coverage import listed
 from service_core.command_line import Depends, Json, command
@@ -221,7 +221,7 @@ def page(
         raise ConfigError("E-CFG-23", "expected a model of images for a page, found one of other examples: use predict")
     with tempfile.TemporaryDirectory(prefix="consilium-") as folder:
         shown = PredictionPage(_predictor(model, loaded, calibration, raw=False), Path(folder))
-        serve_until_told(shown.site(), Path(folder), bind, browser, as_json, lambda facts: [KeyValues(facts)])
+        serve_until_stopped(shown.site(), Path(folder), bind, browser, as_json, lambda facts: [KeyValues(facts)])
 
 
 def _predictor(model: Path, loaded: LoadedModel, file: Path | None, raw: bool) -> Predictor:

@@ -15,16 +15,16 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from consilium.pages.web.rendering import make_environment
 from consilium.report.card import Card
 from consilium.report.signed_card import CLOSING, OPENING, SignedCard
+from consilium.web.rendering import make_environment
 from fl_core.converter import Option
 from fl_core.training import clinical_report
 from fl_core.types import intervals
 from service_core.console import pluralize, printable
 from service_core.pki.identity import certificate_fingerprint, format_fingerprint
 
-_STYLE = Path(__file__).parents[1] / "pages/web/static/page.css"
+_STYLE = Path(__file__).parents[1] / "web/static/page.css"
 _LISTED = 30
 SKELETONS = ("dpia.md", "annex-iv.md")
 """Documents that somebody has to complete, by their ending behind the run's name."""

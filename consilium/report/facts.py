@@ -29,8 +29,8 @@ from consilium.report.card import (
     Updates,
     Withdrawal,
 )
+from consilium.report.papers import paper_of
 from consilium.report.signed_card import utc
-from consilium.research.papers import paper_of
 from coordinator.lead import accuracy
 from coordinator.lead.as_json import software_json
 from coordinator.lead.survey_answers import SurveyAnswers

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from consilium.report.papers import CLAIMS, TABLES, Claim, Paper, claims_of, needs, paper_of
 from consilium.research.engines.ray import Cluster
-from consilium.research.papers import CLAIMS, TABLES, Claim, Paper, claims_of, needs, paper_of
 from consilium.research.simulate import partition_plot
 from consilium.research.simulate.checkpoints import EVERY
 from consilium.research.simulate.engine import SimulationEngine
@@ -269,7 +269,7 @@ def models(
 
 
 def _published_rows() -> list[dict[str, Any]]:
-    from consilium.research.papers import SETTINGS
+    from consilium.report.papers import SETTINGS
 
     return [_row(s.facts(), s.paper, s.data, s.shape, s.classes, s.options) for s in SETTINGS]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from consilium.research.comparison import MAX_RUNS
-from consilium.research.curves import Curve, curves
+from consilium.report.comparison import MAX_RUNS
+from consilium.report.curves import Curve, curves
 from fl_core.errors import ConfigError
 from fl_core.errors.extras import require
 from privacy.accounting import measures

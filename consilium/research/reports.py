@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from consilium.research.comparison import MAX_RUNS, ComparedRun, RunComparison, comparison_json, score_rows
-from consilium.research.comparison import compare as compare_runs
+from consilium.report.comparison import MAX_RUNS, ComparedRun, RunComparison, comparison_json, score_rows
+from consilium.report.comparison import compare as compare_runs
 from coordinator.cli.options import Place
 from coordinator.lead.client import LeadClient
 from coordinator.lead.tables import size

@@ -90,9 +90,7 @@ def test_it_works_beside_others_who_call_theirs_web_and_configs(wheel: Path, tmp
     """web.py, for one, installs a module `web`."""
     for name in ("web", "configs"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('not ours')")
-    code = (
-        "from consilium.pages.web.serve import PageServer; from coordinator.config.hydra_config import compose_spec\n"
-    )
+    code = "from consilium.web.serve import PageServer; from coordinator.config.hydra_config import compose_spec\n"
     code += "print(compose_spec(['data=digits']).data['name'])"
     found = run(wheel, tmp_path, code)
     assert found.stdout.strip() == "digits", found.stderr

@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from consilium.research.comparison import ComparedRun, compare
+from consilium.report.comparison import ComparedRun, compare
 from consilium.research.reports import _compared
 from coordinator.cli.runs import detail_lines
 from coordinator.lead import tables

@@ -13,10 +13,10 @@ from consilium.model.page.site import PredictionPage
 from consilium.model.predictor import Predictor, calibrated
 from consilium.pages.hospital.site import HospitalPage
 from consilium.pages.lead.exports import Exporter
-from consilium.pages.web.serve import PageServer
 from consilium.report import documents
 from consilium.report.card import ClassFacts, Hospital
 from consilium.research.demo.report import Holdings, ResultTable, write_page
+from consilium.web.serve import PageServer
 from coordinator.lead.client import LeadClient
 from coordinator.lead.survey_answers import SurveyAnswers
 from fl_core.datasets.image_loader import ImageLoader

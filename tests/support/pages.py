@@ -23,8 +23,8 @@ from consilium.pages.lead.exports import Exporter
 from consilium.pages.lead.overview import OwnCertificates
 from consilium.pages.lead.service_watch import ServiceWatch
 from consilium.pages.lead.site import LeadPage, own_certificates
-from consilium.pages.web.guard import OPENING, cookie_name
-from consilium.pages.web.serve import PageServer
+from consilium.web.guard import OPENING, cookie_name
+from consilium.web.serve import PageServer
 from coordinator.lead.client import LeadClient, credentials_of
 from service_core.loopback import LoopbackAddress
 from tests.support import until

@@ -15,7 +15,7 @@ from PIL import Image
 
 from consilium.model.inputs import Inputs
 from consilium.model.predictor import Prediction, Predictor
-from consilium.pages.web.site import Action, Download, FileField, Parameters, Site, View
+from consilium.web.site import Action, Download, FileField, Parameters, Site, View
 from fl_core.datasets.decoding.limits import MAX_BYTES
 from fl_core.datasets.image_loader import ImageLoader
 from fl_core.errors import DataError

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from consilium.pages.command import Bind, Browser, serve_until_told
+from consilium.web.command import Bind, Browser, serve_until_stopped
 from service_core.command_line import Json, command
 from service_core.console import KeyValues
 from silo.cli.options import SiloHome
@@ -37,13 +37,13 @@ def page(
     SiloIdentity(home.path).load()  # before anything is made in a home that is none
     with closing(HospitalPage(home.make(), audit)) as shown:
         shown.data.start_if_new()
-        serve_until_told(shown.site(), home.path, bind, browser, as_json, lambda facts: [KeyValues(facts)])
+        serve_until_stopped(shown.site(), home.path, bind, browser, as_json, lambda facts: [KeyValues(facts)])
 
 
 def show_beside(home: Home, beside: ExitStack) -> Path:
     """Serve the hospital's page until `beside` is closed; return the file that opens it."""
     from consilium.pages.hospital.site import FILE, HospitalPage
-    from consilium.pages.web.serve import PageServer
+    from consilium.web.serve import PageServer
 
     shown = beside.enter_context(closing(HospitalPage(home)))
     server = beside.enter_context(PageServer(shown.site(), home.path, FILE))

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from consilium.pages.hospital.data import FILE as DATA_CHECK
 from consilium.pages.hospital.data import DataCheck
-from consilium.pages.web.rendering import moment
-from consilium.pages.web.site import Action, ChangedError, Download, Parameters, Site, View
+from consilium.web.rendering import moment
+from consilium.web.site import Action, ChangedError, Download, Parameters, Site, View
 from fl_core.errors import FederationError
 from service_core.audit_log.local_commands import recording
 from service_core.audit_log.log import LOG_FILE, last_lines

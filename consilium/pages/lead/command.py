@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from consilium.pages.command import Bind, Browser, serve_until_told
+from consilium.web.command import Bind, Browser, serve_until_stopped
 from coordinator.cli.options import Place
 from coordinator.lead.client import LeadClient, credentials_of
 from service_core.command_line import Json, command
@@ -28,7 +28,7 @@ def page(bind: Bind = None, browser: Browser = True, as_json: Json = False, *, h
     site = LeadPage(watch, connect, exporter, own, consortium).site()
     watch.start()
     try:
-        serve_until_told(site, home, bind, browser, as_json, lambda facts: [f"{n:<8} {v}" for n, v in facts])
+        serve_until_stopped(site, home, bind, browser, as_json, lambda facts: [f"{n:<8} {v}" for n, v in facts])
     finally:
         watch.stop()
         exporter.close()

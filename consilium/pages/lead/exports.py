@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from consilium.pages.web.site import Download
+from consilium.web.site import Download
 from coordinator.lead import accuracy, tables
 from coordinator.lead.client import LeadClient
 from coordinator.lead.survey_answers import SurveyAnswers

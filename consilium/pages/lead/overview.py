@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from consilium.pages.lead.service_watch import ServiceSnapshot
-from consilium.pages.web.rendering import moment
+from consilium.web.rendering import moment
 from coordinator.lead.tables import received_text
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import format_duration

@@ -10,7 +10,7 @@ from statistics import median
 from consilium.pages.lead.overview import State, away, run_state
 from consilium.pages.lead.run_record import MAX_ROUNDS, WatchedRun
 from consilium.pages.lead.service_watch import FollowedRun
-from consilium.research.curves import Curve
+from consilium.report.curves import Curve
 from coordinator.lead import accuracy, tables
 from fl_core.converter import ConversionError, parse_json
 from fl_core.kinds import kind_of

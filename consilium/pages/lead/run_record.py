@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from consilium.pages.web.chart import MAX_SERIES, Chart, Series
-from consilium.research.comparison import ComparedRun
-from consilium.research.curves import Curve, by_class
+from consilium.report.comparison import ComparedRun
+from consilium.report.curves import Curve, by_class
+from consilium.web.chart import MAX_SERIES, Chart, Series
 from coordinator.lead import accuracy, tables
 from fl_core.training import clinical_report
 from privacy.accounting import measures

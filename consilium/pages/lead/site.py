@@ -16,9 +16,9 @@ from consilium.pages.lead.overview import OwnCertificates
 from consilium.pages.lead.run_facts import run_facts
 from consilium.pages.lead.run_record import chart_of
 from consilium.pages.lead.service_watch import FollowedRun, ServiceSnapshot, ServiceWatch
-from consilium.pages.web.chart import Chart
-from consilium.pages.web.site import Action, ChangedError, Download, MissingError, Parameters, Site, View
-from consilium.research.comparison import ComparedRun, RunComparison, compare, score_rows
+from consilium.report.comparison import ComparedRun, RunComparison, compare, score_rows
+from consilium.web.chart import Chart
+from consilium.web.site import Action, ChangedError, Download, MissingError, Parameters, Site, View
 from coordinator.lead import accuracy, hospital_results, tables
 from coordinator.lead.client import LeadClient
 from fl_core.errors import ConfigError

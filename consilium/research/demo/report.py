@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from consilium.pages.web.chart import Chart, Series
-from consilium.pages.web.rendering import STYLE, make_environment
+from consilium.report.curves import curves
 from consilium.research import plots
-from consilium.research.curves import curves
 from consilium.research.demo.budgets import COLLECTION, EPSILON, PrivateRunSpending
+from consilium.web.chart import Chart, Series
+from consilium.web.rendering import STYLE, make_environment
 from coordinator.lead import accuracy, tables
 from fl_core.types.records import update_outcomes
 from privacy.accounting.measures import ACCURACY, plain

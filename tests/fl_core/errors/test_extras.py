@@ -74,4 +74,4 @@ def test_a_library_that_is_missing_is_an_error_with_a_code_and_a_module_of_ours_
         with pytest.raises(ModuleNotFoundError), requires_extra("pages", "tests"):
             __import__(ours)
     with pytest.raises(AttributeError):
-        load("consilium.pages.command:nothing", "tests")
+        load("consilium.web.command:nothing", "tests")

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from consilium.pages.lead.exports import rounds_csv
+from consilium.report.comparison import ComparedRun, compare, comparison_json
 from consilium.research import trackers
-from consilium.research.comparison import ComparedRun, compare, comparison_json
 from consilium.research.simulate.results import Result, history
 from coordinator.lead import hospital_results, tables
 from coordinator.lead.as_json import round_json

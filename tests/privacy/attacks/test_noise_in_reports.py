@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from consilium.report.curves import curves
 from consilium.research import commands as research
 from consilium.research import plots
-from consilium.research.curves import curves
 from consilium.research.demo import budgets
 from consilium.research.demo.report import CLOSED, PLAIN, PRIVATE, REPAIRED, report
 from consilium.research.simulate import runner

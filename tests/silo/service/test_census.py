@@ -15,7 +15,7 @@ import torch
 from sqlalchemy import update
 
 from consilium.pages.hospital.site import HospitalPage
-from consilium.pages.web.serve import PageServer
+from consilium.web.serve import PageServer
 from fl_core.aggregation.contributor_floor import CENSUS, HOSPITALS
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.aggregation.flat_blocks import CLASSES, MODEL, WORDS

@@ -11,7 +11,7 @@ import pytest
 from consilium.model import inputs, model_file
 from consilium.model.page.site import MAX_SHOWN, PredictionPage
 from consilium.model.predictor import Prediction, Predictor, calibrated
-from consilium.pages.web.serve import PageServer
+from consilium.web.serve import PageServer
 from fl_core.datasets.image_loader import ImageLoader
 from tests.support import until
 from tests.support.exported import Exported, exported, exported_without

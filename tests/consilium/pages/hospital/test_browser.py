@@ -12,8 +12,8 @@ from shutil import copytree
 import pytest
 
 from consilium.pages.hospital.site import HospitalPage
-from consilium.pages.web.rendering import size
-from consilium.pages.web.serve import PageServer
+from consilium.web.rendering import size
+from consilium.web.serve import PageServer
 from silo.cli.main import run as silo
 from silo.storage.home import Home
 from silo.storage.store import SiloStore

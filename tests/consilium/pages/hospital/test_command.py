@@ -14,9 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from consilium.pages.command import OPENED_PAGE
 from consilium.pages.hospital.command import show_beside
 from consilium.pages.hospital.site import FILE
+from consilium.web.command import OPENED_PAGE
 from silo.cli.operations import PAGES
 from tests.support import until
 from tests.support.fake_coordinator import enrolled

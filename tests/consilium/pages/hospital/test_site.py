@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from consilium.pages.hospital.site import HospitalPage
-from consilium.pages.web.serve import PageServer
+from consilium.web.serve import PageServer
 from service_core.audit_log.lines import LogEntry
 from service_core.audit_log.log import FOLDER, AuditLog, last_lines
 from silo.cli.main import run as silo

@@ -12,7 +12,7 @@ import onnx
 import pytest
 from safetensors import safe_open
 
-from consilium.pages.web.serve import PageServer
+from consilium.web.serve import PageServer
 from coordinator.storage.records import RunState
 from fl_core.errors import UnavailableError
 from tests.support.coordinator import World, running

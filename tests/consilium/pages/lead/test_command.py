@@ -67,7 +67,7 @@ def test_it_says_where_it_listens_shows_the_page_and_ends_when_told_to(world: Wo
 
 def test_the_page_is_served_without_torch() -> None:
     program = (
-        "import sys; import consilium.pages.lead.command, consilium.pages.lead.site, consilium.pages.web.serve; "
+        "import sys; import consilium.pages.lead.command, consilium.pages.lead.site, consilium.web.serve; "
         "print(sorted({'torch', 'matplotlib', 'hydra'} & set(sys.modules)))"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -12,7 +12,7 @@ from consilium.pages.lead.run_facts import headline, open_round, run_facts
 from consilium.pages.lead.run_record import WatchedRun
 from consilium.pages.lead.service_watch import FollowedRun, ServiceSnapshot, ServiceUnreachable
 from consilium.pages.lead.site import comparison_facts
-from consilium.research.comparison import compare
+from consilium.report.comparison import compare
 from coordinator.lead import accuracy
 from coordinator.lead.tables import hospital_tables
 from fl_core.types.records import NO_BOUND

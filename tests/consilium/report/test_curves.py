@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import accuracy_score, balanced_accuracy_score
 
-from consilium.research.curves import by_class, curves
+from consilium.report.curves import by_class, curves
 from privacy.accounting.uncertainty import NOTHING, EvaluationNoise, accuracy
 from protos.consilium.v1 import federation_pb2 as pb
 from tests.support.recorded_runs import measured

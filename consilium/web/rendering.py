@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from consilium.pages.web import chart
+from consilium.web import chart
 from service_core.console import local_time, printable
 
 OWN = Path(__file__).parent / "templates"
@@ -23,7 +23,7 @@ MAX_CHARS = 2_000
 
 
 def make_environment(folders: Sequence[Path]) -> Environment:
-    r"""Make the templates of a page, those of `consilium.pages.web` behind its own.
+    r"""Make the templates of a page, those of `consilium.web` behind its own.
 
     Guarantees: no text brings markup into a page, or a character that is not visible: a control character or a mark of
     writing direction is shown as its escape (`\x1b`). A name that a template misses is an error, never nothing.

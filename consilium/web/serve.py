@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from consilium.pages.web.guard import LINK_S, OPENING, RAW_HEADERS, Sessions
-from consilium.pages.web.site import Application, Site
+from consilium.web.guard import LINK_S, OPENING, RAW_HEADERS, Sessions
+from consilium.web.site import Application, Site
 from fl_core.errors import ConfigError
 from service_core.loopback import LoopbackAddress, is_loopback
 from service_core.server_thread import ServerThread

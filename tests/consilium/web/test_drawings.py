@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from consilium.pages.lead.exports import csv_bytes
-from consilium.pages.web import rendering
-from consilium.pages.web.chart import MAX_POINTS, MAX_SERIES, TABLE_ROWS, Chart, Series, draw
-from consilium.pages.web.rendering import make_environment, moment, size
+from consilium.web import rendering
+from consilium.web.chart import MAX_POINTS, MAX_SERIES, TABLE_ROWS, Chart, Series, draw
+from consilium.web.rendering import make_environment, moment, size
 
 ANY = st.none() | st.floats(allow_nan=True, allow_infinity=True) | st.sampled_from([1e38, -1e38, 1e-40, 0.0, -0.0, 1.0])
 

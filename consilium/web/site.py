@@ -23,8 +23,8 @@ from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, R
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from consilium.pages.web.guard import FORM, OPENING, SESSION, BrowserSession, PageGuard, Sessions, cookie_name
-from consilium.pages.web.rendering import iso, make_environment
+from consilium.web.guard import FORM, OPENING, SESSION, BrowserSession, PageGuard, Sessions, cookie_name
+from consilium.web.rendering import iso, make_environment
 from fl_core.errors import FederationError
 from service_core.console import printable
 

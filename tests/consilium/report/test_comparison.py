@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import pytest
 
 from consilium.pages.lead.site import comparison_facts
-from consilium.research.comparison import BEHIND, COMPARED, MAX_RUNS, ComparedRun, RunComparison, flatten, score_rows
-from consilium.research.comparison import compare as compare_runs
+from consilium.report.comparison import BEHIND, COMPARED, MAX_RUNS, ComparedRun, RunComparison, flatten, score_rows
+from consilium.report.comparison import compare as compare_runs
 from coordinator.lead import accuracy
 from fl_core.errors import ConfigError, ProtocolError
 from privacy.accounting.measures import BALANCED

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from consilium.pages.web.guard import BODY_BYTES, HEADERS, LINK_S, MAX_SESSIONS, SESSION_S, Sessions
-from consilium.pages.web.serve import PageServer
-from consilium.pages.web.site import Action, ChangedError, Download, MissingError, Site, View
+from consilium.web.guard import BODY_BYTES, HEADERS, LINK_S, MAX_SESSIONS, SESSION_S, Sessions
+from consilium.web.serve import PageServer
+from consilium.web.site import Action, ChangedError, Download, MissingError, Site, View
 from tests.support import until
 from tests.support.pages import Browser, address_of, cookie_of, request, send
 

@@ -12,7 +12,7 @@ A program makes a `Site` and serves it:
     site = Site(
         title="north",
         command="silo page",  # for a new link
-        templates=Path(...),  # the page's own templates, beside those of `consilium.pages.web`
+        templates=Path(...),  # the page's own templates, beside those of `consilium.web`
         views={"/": View("home.html", facts)},  # facts(parameters) -> what the template needs
         actions={"/approve": Action(digest=..., do=...)},  # a POST; token and digest were compared before `do`
         download=lambda id: ...,  # a Download, or None

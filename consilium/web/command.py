@@ -14,7 +14,7 @@ from service_core.console import CommandResult, KeyValues, show_reply
 from service_core.operations.exit_status import ShutdownSignals
 
 if TYPE_CHECKING:
-    from consilium.pages.web.site import Site
+    from consilium.web.site import Site
 
 OPENED_PAGE = "opened-page.html"
 """The file in a home that opens the page of this command, as long as it runs."""
@@ -31,7 +31,7 @@ Browser = Annotated[
 ]
 
 
-def serve_until_told(
+def serve_until_stopped(
     site: Site,
     home: Path,
     bind: str | None,
@@ -40,7 +40,7 @@ def serve_until_told(
     words: Callable[[Sequence[tuple[str, str]]], Iterable[str | KeyValues]],
 ) -> None:
     """Serve a site until SIGTERM or Ctrl-C, say where, and open it. words: of these facts, for people."""
-    from consilium.pages.web.serve import PageServer
+    from consilium.web.serve import PageServer
     from service_core.console import open_file
 
     with ShutdownSignals() as signals, PageServer(site, home, OPENED_PAGE, bind) as server:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from consilium.pages.web.chart import MAX_SERIES
+from consilium.web.chart import MAX_SERIES
 from tests.support.gallery import PAGES, gallery
 from tests.support.pages import chromium
 

@@ -90,12 +90,12 @@ def claims_of(method: str) -> list[Claim]:
 
 
 def _claims() -> tuple[Claim, ...]:
-    text = (resources.files("consilium.research") / "paper_claims.txt").read_text(encoding="utf-8")
+    text = (resources.files("consilium.report") / "paper_claims.txt").read_text(encoding="utf-8")
     return tuple(Claim(*line.split("\t")) for line in text.splitlines() if not line.startswith("#"))
 
 
 def _tables() -> Mapping[str, tuple[str, ...]]:
-    text = (resources.files("consilium.research") / "paper_tables.txt").read_text(encoding="utf-8")
+    text = (resources.files("consilium.report") / "paper_tables.txt").read_text(encoding="utf-8")
     rows = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
     return {name: tuple(tables) for name, *tables in rows}
 

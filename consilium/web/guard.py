@@ -30,7 +30,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OPENING = "/open/"
-SESSION, FORM = "consilium.pages.web.session", "consilium.pages.web.form"
+SESSION, FORM = "consilium.web.session", "consilium.web.form"
 """Where the application finds both in the scope of a request that passed."""
 BODY_BYTES = 4096
 BODY_S = 10.0

@@ -8,8 +8,8 @@ import re
 import pytest
 import yaml
 
+from consilium.report.papers import CLAIMS, TABLES, paper_of
 from consilium.research.commands import methods
-from consilium.research.papers import CLAIMS, TABLES, paper_of
 from fl_core.methods import METHODS
 from tests.regenerate import ROOT
 

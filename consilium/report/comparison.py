@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean
 from typing import NamedTuple
 
-from consilium.research.curves import Curve, Scores, behind, by_class, curves
+from consilium.report.curves import Curve, Scores, behind, by_class, curves
 from coordinator.lead import accuracy
 from coordinator.lead.as_json import run_json
 from fl_core.converter import ConversionError, parse_json, shown
