@@ -354,7 +354,7 @@ def test_a_hostile_name_is_text_and_nothing_of_it_is_invisible(browser) -> None:
 
 
 def test_templates_turn_off_no_protection() -> None:
-    root = Path(__file__).resolve().parents[4]
+    root = Path(__file__).resolve().parents[3]
     found = list((root / "consilium").rglob("*.html"))
     assert len(found) >= 12
     bad = re.compile(
