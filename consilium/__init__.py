@@ -17,6 +17,7 @@ cli/           the command `consilium`: an exported model at one machine, withou
 What people put on top of the core, a room each; the core imports none of them:
 
 research/      simulations, sweeps, ablations, comparisons, the demo
+web/           how any page is served and drawn
 pages/         what a browser on this machine shows: the lead's page, the hospital's page
 model/         exported models: predict, calibrate, a page for images, ONNX
 report/        the signed card of a model, and documents written from it

@@ -6,6 +6,7 @@ site        what a page is made of: `Site`, `View`, `Action`, `Download`; its ap
 serve       `PageServer`: listens, keeps the link's private file fresh, ends
 rendering   templates: escaped, strict, no invisible characters; `templates/base.html` and the macros of `parts.html`
 chart       a curve as SVG with a table; a share of something as SVG with a sentence
+command     what each command `page` does
 
 A program makes a `Site` and serves it:
 
