@@ -2,10 +2,10 @@
 
 cli/         one module per group of commands; nothing imports it
 config/      from words on the command line to the frozen manifest
-api/         the gRPC surface: server, authorization, one file per service, values as messages
-runs/        runs while they run: scheduler, dispatcher to silos, sessions, checkpoints
-storage/     what is kept: SQLite tables and transactions, objects, uploads
+api/         the gRPC interface: server, authorization, one file per service, conversion to messages
+runs/        running runs: scheduler, dispatcher to silos, sessions, checkpoints
+storage/     SQLite tables and transactions, objects, uploads
 lead/        what a lead sees of runs: client, tables, JSON, progress, surveys
-operations/  health of the running service
+operations/  health and metrics of the running service
 pki/         the certificate authority and the membership
 """

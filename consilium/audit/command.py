@@ -47,7 +47,7 @@ def audit(
     ] = None,
     data_root: DataRootOption = None,
     classes: Annotated[
-        str | None, typer.Option("--classes", help="The label space, where the data needs it.", metavar="A,B,...")
+        str | None, typer.Option("--classes", help="The label space, if the data need it.", metavar="A,B,...")
     ] = None,
     as_json: Json = False,
 ) -> None:

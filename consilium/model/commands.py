@@ -26,7 +26,7 @@ Data = Annotated[
 ]
 Split = Annotated[str, typer.Option("--split", help="Which part of --data: train, test or all.")]
 DataRoot = Annotated[
-    Path | None, typer.Option("--data-root", help="Where named data sets lie. Default: $CONSILIUM_DATA_ROOT.")
+    Path | None, typer.Option("--data-root", help="Folder of named data sets. Default: $CONSILIUM_DATA_ROOT.")
 ]
 CalibrationFile = Annotated[
     Path | None,

@@ -1,1 +1,1 @@
-"""The gRPC surface: an interceptor, authorization, one file per service, and messages to a lead."""
+"""The gRPC interface: an interceptor, authorization, one file per service, and messages to a lead."""

@@ -1,8 +1,8 @@
-"""Whose bytes may be under way now, so that all streams together stay within a bound of memory.
+"""Limits the memory of all streams together: which uploads and downloads may run now.
 
-gRPC takes a whole window of a stream before anybody reads it. So the number of windows is bounded, not their size: an
-upload gets a slot when it is opened, a download waits for its turn. Both are lent: who has had one for `lease_s` while
-another one waits gives it back, and goes on later from the byte where it was.
+gRPC buffers a whole window of a stream before anybody reads it. So the number of windows is limited, not their size: an
+upload gets a slot when it is opened, a download waits for its turn. Both are leases: after `lease_s`, a stream must
+yield if another one waits, and continues later from the byte where it stopped.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ LEASE_S = 120.0
 LINE_S = 45.0
 """How long a download waits for its turn; a silo gives up a stream in which nothing moves for a minute."""
 _UNUSED_S = 15.0
-"""How long a slot waits for its stream."""
+"""How long a slot is reserved before its stream begins."""
 
 
 @dataclass(slots=True)
 class Slot:
-    """Room for the window of one upload. streams: those that use it, two while a newer one takes over."""
+    """Memory for the window of one upload. streams: those that use it; two while a newer one takes over."""
 
     silo: str
     room: int
@@ -38,7 +38,7 @@ class Slot:
 
 
 class UploadSlots:
-    """The slots of all uploads; used on the event loop alone. budget: bytes of memory for all of them."""
+    """The slots of all uploads; used on the event loop only. budget: bytes of memory for all of them."""
 
     def __init__(self, budget: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._budget = budget
@@ -48,19 +48,19 @@ class UploadSlots:
 
     @property
     def room(self) -> int:
-        """The memory that all slots may take now."""
+        """The memory that all slots may use now."""
         return sum(slot.room for slot in self._slots.values())
 
     @property
     def left(self) -> int:
-        """The bytes that all slots may still bring to the disk."""
+        """The bytes that all slots may still write to the disk."""
         return sum(slot.left for slot in self._slots.values())
 
     def open(self, contribution: str, silo: str, left: int) -> None:
-        """Give an upload a slot; raises UnavailableError (E-NET-12) while there is none. left: bytes still to come."""
+        """Give an upload a slot; raises UnavailableError (E-NET-12) if none is free. left: remaining bytes."""
         now = self._clock()
         open_slot = self._slots.get(contribution)
-        if open_slot is not None and open_slot.streams:  # of a connection that may have been cut
+        if open_slot is not None and open_slot.streams:  # left by a connection that may have been cut
             open_slot.opened_again = True
             return
         self._slots = {
@@ -74,18 +74,18 @@ class UploadSlots:
         if self._slots and self.room + room > self._budget:
             self._wanted = now
             raise UnavailableError(
-                "E-NET-12", f"found {len(self._slots)} uploads under way, the most that there is room for: try again"
+                "E-NET-12", f"expected fewer than {len(self._slots)} uploads at once, found one more: try again"
             )
         self._slots[contribution] = Slot(silo, room, left, now)
 
     def require(self, silo: str) -> None:
-        """Raise UnavailableError (E-NET-12) unless this silo has a slot: called before a stream is read."""
+        """Raise UnavailableError (E-NET-12) unless this silo has a slot; called before a stream is read."""
         if not any(slot.silo == silo for slot in self._slots.values()):
             raise UnavailableError("E-NET-12", "expected an upload that was opened, found none: open it, then send")
 
     @contextmanager
     def using(self, contribution: str, silo: str) -> Iterator[Slot]:
-        """Use an upload's slot, and give it back at the end; raises UnavailableError (E-NET-12) without one."""
+        """Use an upload's slot and return it at the end; raises UnavailableError (E-NET-12) without one."""
         slot = self._slots.get(contribution)
         if slot is None or slot.silo != silo or slot.streams > 1:
             raise UnavailableError("E-NET-12", "expected an upload that was opened, found another: open it, then send")
@@ -99,14 +99,14 @@ class UploadSlots:
                 self._slots.pop(contribution, None)
 
     def yield_to_others(self, slot: Slot) -> None:
-        """Raise UnavailableError (E-NET-12) when a slot was lent for long enough and another upload waits."""
+        """Raise UnavailableError (E-NET-12) if the lease of a slot is over and another upload waits."""
         now = self._clock()
         if now - slot.since > LEASE_S and now - self._wanted < LEASE_S:
-            raise UnavailableError("E-NET-12", "others wait for this room: continue in a moment")
+            raise UnavailableError("E-NET-12", "other uploads wait: continue in a moment")
 
 
 class DownloadTurns:
-    """The turns of all downloads; used on the event loop alone. waiting: how many stand in line."""
+    """The turns of all downloads; used on the event loop only. waiting: length of the queue."""
 
     def __init__(self, most: int, each: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._free = asyncio.Semaphore(most)
@@ -117,9 +117,9 @@ class DownloadTurns:
 
     @asynccontextmanager
     async def turn(self, who: str) -> AsyncIterator[Callable[[], None]]:
-        """Wait in line, without a thread, and hold a turn; gives the function that raises when others want it.
+        """Wait in the queue, without a thread, and hold a turn; yields a function that raises when others wait.
 
-        Raises UnavailableError (E-NET-12) when the turn does not come, or with too many downloads of this caller.
+        Raises UnavailableError (E-NET-12) if the turn does not come, or if this caller has too many downloads.
         """
         if self._under_way.get(who, 0) >= self._each:
             raise UnavailableError(
@@ -150,4 +150,4 @@ class DownloadTurns:
 
     def _yield_to_others(self, since: float) -> None:
         if self.waiting and self._clock() - since > LEASE_S:
-            raise UnavailableError("E-NET-12", "others wait for their turn: continue in a moment")
+            raise UnavailableError("E-NET-12", "other downloads wait: continue in a moment")

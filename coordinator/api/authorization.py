@@ -1,6 +1,6 @@
 """Authorization of every call: role, consortium, membership, revocation; refusals go to the audit log.
 
-TLS only checks that our CA signed the certificate: a revoked silo's still passes, and so does an invitation's.
+TLS only checks that our CA signed the certificate: the certificates of revoked silos and of invitations still pass.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def authorize(
     membership: Callable[[PeerCertificate], MembershipStatus],
     now: datetime | None = None,
 ) -> RefusedError | None:
-    """Return why `peer` may not make this call, or None; call it per call, and again while a stream is open.
+    """Return why `peer` may not make this call, or None; call it for each call, and again while a stream is open.
 
-    membership: looks the peer up; called once, and only for a peer whose certificate alone does not refuse it.
+    membership: looks the peer up; called once, unless the certificate alone refuses the peer.
 
     | code     | the peer                                                                    |
     |----------|-----------------------------------------------------------------------------|
     | E-ID-10  | is of another consortium                                                    |
-    | E-ID-11  | has a role that may not make this call (an invitation opens enrolment alone)|
+    | E-ID-11  | has a role that may not make this call (an invitation can only enrol)       |
     | E-TLS-08 | has a certificate that expired while its connection stayed open             |
     | E-ID-12  | has been revoked                                                            |
     | E-ID-28  | has a certificate whose successor is in use                                 |
@@ -113,10 +113,10 @@ def authorize(
 
 @dataclass(frozen=True, slots=True)
 class Authorizer:
-    """Decides about each call from its certificate and the store, as they are at that moment.
+    """Decides about each call from its certificate and the current store.
 
-    on_refusal: called with every refused peer whose certificate could be read.
-    Guarantees: nothing is remembered between calls, so a revocation counts from the very next one.
+    on_refusal: called with every refused peer whose certificate could be read. Guarantees: nothing is cached between
+    calls, so a revocation applies from the next call on.
     """
 
     consortium: str
@@ -128,7 +128,7 @@ class Authorizer:
         return _peer(context)
 
     def peer(self, method: str, context: Context) -> PeerCertificate:
-        """Return whose call it is; raises RefusedError, after writing it to the audit log."""
+        """Return the caller; raises RefusedError, after writing it to the audit log."""
         try:
             return _peer(context)
         except RefusedError as error:
@@ -138,7 +138,7 @@ class Authorizer:
     def authorize_peer(
         self, peer: PeerCertificate, method: str = _SERVICE + "Control/Session", address: str = ""
     ) -> None:
-        """Raise RefusedError unless this peer may call this method now; asked again while a stream is open."""
+        """Raise RefusedError unless this peer may call this method now; repeated while a stream is open."""
         if method.startswith(PUBLIC_SERVICES):
             error = authorize(peer, SILO | LEAD, self.consortium, self._membership_status)
         else:
@@ -154,9 +154,9 @@ class Authorizer:
             raise error
 
     def silos_in_force(self) -> Callable[[PeerCertificate], bool]:
-        """Look all silos up at once; return what tells of a caller whether it is a silo that is let in for certain.
+        """Look up all silos at once; return a test whether a caller is a silo that is certainly allowed.
 
-        A thousand open streams that are each asked for take a core. Of all others `authorize_peer` knows why.
+        Checking a thousand open streams one by one would take a whole core. For all others ask `authorize_peer`.
         """
         in_force, now = self.members.in_force(), utc_now()
 

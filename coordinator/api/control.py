@@ -28,19 +28,19 @@ from service_core.version import PROTOCOL
 log = logging.getLogger(__name__)
 _METHOD = "/consilium.v1.Control/Session"
 _LAST_WORD_S = 1.0
-"""For what is being sent when a silo is refused, and again for the refusal."""
+"""Time limit for sending queued messages before a refusal, and for the refusal itself."""
 _MAX_TEXT = 200
 _MAX_CLASSES = 10_000
 _MAX_OFFER = 128 << 10
-"""Bytes of what a silo declares of its data, since a lead gets that of all silos in one message."""
+"""Size limit of a silo's data declaration in bytes, since a lead gets those of all silos in one message."""
 _MAX_SIZE = 2.0**53
 _MAX_DIMENSIONS = 8
 _MAX_STAGED = 1000
 _SOONEST = 0.75
-"""Sessions that began together, as after a restart, are replaced over a quarter of the time that they last."""
+"""Sessions that began together, as after a restart, are replaced over the last quarter of their lifetime."""
 _PER_SESSION_S = 1.0
 _MAX_S = 3600.0
-"""No silo takes a longer time than this for one that was meant."""
+"""The longest session time that silos accept."""
 
 
 class ControlService(rpc.ControlServicer):
@@ -56,7 +56,7 @@ class ControlService(rpc.ControlServicer):
         welcome: pb.Welcome,
         streams: OpenStreams,
     ) -> None:
-        """Set up the service. welcome: what every silo is told alike."""
+        """Set up the service. welcome: the fields that are the same for every silo."""
         self._streams = streams
         self._authorizer = authorizer
         self._dispatcher = dispatcher
@@ -85,7 +85,7 @@ class ControlService(rpc.ControlServicer):
 
                 with self._streams.watching(session.peer, _METHOD, context.peer(), end):
                     await self._send(session, changed, context)
-        except TimeoutError:  # nothing is read, and neither would a refusal be
+        except TimeoutError:  # the silo reads nothing, so it would not read a refusal either
             raise refused[0] from None
         except FederationError as error:
             session.finish(error)
@@ -124,15 +124,15 @@ class ControlService(rpc.ControlServicer):
             raise session.error
 
     async def _write(self, message: pb.CoordinatorMessage, context: Context, seconds: float | None = None) -> None:
-        """Send a message; raises UnavailableError (E-NET-12) when the other side reads nothing."""
+        """Send a message; raises UnavailableError (E-NET-12) if the other side does not read."""
         try:
             async with asyncio.timeout(self._limits.hello_s if seconds is None else seconds):
                 await context.write(message)
         except TimeoutError:
-            raise UnavailableError("E-NET-12", "nobody reads this session any more: connect again") from None
+            raise UnavailableError("E-NET-12", "this session is no longer read: connect again") from None
 
     def _welcome(self, session: SiloSession, hello: pb.Hello) -> pb.CoordinatorMessage:
-        """Check the first message, attach the session and queue what the silo missed behind the welcome."""
+        """Check the first message, attach the session and queue the welcome with the messages that the silo missed."""
         negotiate(hello, PROTOCOL)
         if len(hello.staged) > _MAX_STAGED:
             raise ProtocolError(
@@ -168,7 +168,7 @@ class ControlService(rpc.ControlServicer):
         except DecodeError as error:
             session.finish(ProtocolError("E-WIRE-06", f"expected a message of a session, found other bytes: {error}"))
         except Exception:
-            if not (context.done() or context.cancelled()):  # else the connection was cut; the silo opens another
+            if not (context.done() or context.cancelled()):  # otherwise the connection was cut; the silo opens another
                 log.exception("unexpected error in a session of %s", session.name)
         finally:
             session.finish()
@@ -183,7 +183,7 @@ class ControlService(rpc.ControlServicer):
             self._dispatcher.pulse(session, message.pulse)
         elif kind in ("answer", "preflight", "secagg_confirm", "secagg_shares", "secagg_refusal"):
             await self._workers.run(self._dispatcher.hear, session, getattr(message, kind))
-        elif kind != "settled":  # `settled` needs nothing: what is staged is named in the next Hello
+        elif kind != "settled":  # `settled` needs no reply: the next Hello names what is staged
             raise ProtocolError("E-WIRE-06", "found a message that this version does not know: upgrade the coordinator")
 
 
@@ -192,16 +192,16 @@ def _refusal(error: FederationError) -> pb.Refusal:
 
 
 def session_seconds(limit: float, sessions: int) -> float:
-    """Draw how long a session lasts until its silo replaces it; 0: for ever.
+    """Draw how long a session lasts until its silo replaces it; 0: no limit.
 
-    Guarantees: however many there are, hardly more than one of them is replaced in a second, up to an hour for each.
+    Guarantees: with any number of sessions, about one per second is replaced, up to an hour for each.
     """
     longest = min(max(limit, _PER_SESSION_S * sessions), _MAX_S) if limit else 0.0
     return longest * secrets.SystemRandom().uniform(_SOONEST, 1.0)
 
 
 def data_offer(data: pb.DataOffer) -> DataOffer:
-    """Read what a silo declares; raises ProtocolError (E-WIRE-06) on sizes that no data has."""
+    """Read a silo's data declaration; raises ProtocolError (E-WIRE-06) on impossible sizes."""
     if (
         max(len(data.classes), len(data.holds)) > _MAX_CLASSES
         or any(len(c) > _MAX_TEXT for c in (*data.classes, *data.holds))

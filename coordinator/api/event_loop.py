@@ -28,7 +28,7 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
     def close(self) -> None:
-        """Cancel what is left and end the thread."""
+        """Cancel the remaining work and end the thread."""
         with suppress(TimeoutError):
             self.run(self._cancel_rest(), 10.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -45,23 +45,23 @@ class EventLoop:
 
 
 class Workers:
-    """A bounded pool of threads. What is queued is bounded by the calls under way."""
+    """A bounded pool of threads. The calls in progress limit its queue."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do blocking work on a thread.
+        """Run blocking work on a thread.
 
-        Guarantees: when the caller is cancelled, work that has begun is finished before the cancellation goes on, so
-        that nothing which the caller holds is given up under it.
+        Guarantees: if the caller is cancelled, work that has begun finishes before the cancellation continues, so that
+        nothing that it uses is released too early.
         """
         return await self._finished(self._pool.submit(work, *args, **kwargs), may_be_left_out=True)
 
     async def always(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do blocking work on a thread that must be done, as tidying up is.
+        """Run blocking work on a thread that must be done, such as cleaning up.
 
-        Guarantees: it is done although the caller is cancelled before it has begun.
+        Guarantees: it is done even if the caller is cancelled before it begins.
         """
         return await self._finished(self._pool.submit(work, *args, **kwargs), may_be_left_out=False)
 
@@ -74,7 +74,7 @@ class Workers:
                 while not waiting.done():
                     with suppress(asyncio.CancelledError):
                         await asyncio.wait([waiting])
-                waiting.exception()  # nobody is left to hear of it
+                waiting.exception()  # no caller is left to handle it
             raise
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class Workers:
 
 
 def waker(event: asyncio.Event) -> Callable[[], None]:
-    """Return a function that sets an event from any thread, and does nothing once the running loop is closed."""
+    """Return a function that sets an event from any thread; it does nothing once the running loop is closed."""
     loop = asyncio.get_running_loop()
 
     def wake() -> None:
@@ -93,7 +93,7 @@ def waker(event: asyncio.Event) -> Callable[[], None]:
 
 
 async def wait_for(event: asyncio.Event, seconds: float) -> None:
-    """Wait until an event is set, at most so long, and clear it."""
+    """Wait until an event is set, with a time limit, and clear it."""
     with suppress(TimeoutError):
         async with asyncio.timeout(max(0.0, seconds)):
             await event.wait()

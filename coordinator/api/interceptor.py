@@ -1,4 +1,4 @@
-"""Limits and authorization before every call, and our errors as statuses after it."""
+"""Limits and authorization before every call, and conversion of errors to statuses after it."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from service_core.pki.identity import CertificateRole
 log = logging.getLogger(__name__)
 
 _CROSSING = ("Transfer/Open", "Transfer/Commit")
-"""Calls with which the ends of both audit logs cross."""
+"""Calls that exchange the ends of both audit logs."""
 _PUTS, _GET = ("Transfer/Put", "Lead/PutWeights"), "Transfer/Get"
 """Calls whose requests are chunks, and the one whose replies are."""
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-"""Requests and replies pass through unseen: the interceptor is the same for every message type."""
+"""Requests and replies are not inspected: the interceptor is the same for every message type."""
 
 
 class Interceptor(grpc.aio.ServerInterceptor):
-    """Lets a call in or refuses it, and answers every error with a status whose text begins with a code.
+    """Admits or refuses each call, and converts every error to a status whose text begins with a code.
 
-    A handler that is no coroutine runs on a thread: a lead's on threads that no hospital can take.
-    Guarantees: no handler runs for a peer that is refused; only our own messages cross the wire: an unexpected error is
-    E-RUN-99 there and a traceback in the log here.
+    A handler that is no coroutine runs on a thread; leads have threads of their own, which hospitals cannot occupy.
+    Guarantees: no handler runs for a refused peer; only our own messages are sent: an unexpected error is sent as
+    E-RUN-99, and its traceback is in the log here.
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class Interceptor(grpc.aio.ServerInterceptor):
         return make(unary, *codecs)
 
     def _on_sent(self, context: Context) -> Count:
-        """Return what counts the bytes of a stream: a hospital's and a lead's apart."""
+        """Return a counter for the bytes of a stream, separate for hospitals and leads."""
         try:
             return self._metrics.sent_to(self._authorizer.caller(context).identity.kind)
-        except FederationError:  # it is refused, and gets none
+        except FederationError:  # refused: no stream
             return lambda _: None
 
     async def _run_stream(self, inner: Any, method: str, request: object, context: Context) -> None:  # noqa: ANN401
-        """Run one of our streams, which watch their own time, or one of gRPC's services, which do not."""
+        """Run one of our streams, which limit their own time, or one of gRPC's services, which do not."""
         if not method.startswith(PUBLIC_SERVICES):
             await inner(request, context)
             return
@@ -137,7 +137,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
     @asynccontextmanager
     async def _while_authorized(self, method: str, context: Context) -> AsyncIterator[None]:
-        """End the block with what its caller is refused with now; a session does that itself, and says why."""
+        """End the block with the refusal if its caller is no longer allowed; a session ends itself, with the reason."""
         if method.endswith("/Session"):
             yield
             return
@@ -174,7 +174,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
             raise  # answered
         except Exception:
             if context.done() or context.cancelled():
-                raise  # the other side has gone: there is nobody to answer
+                raise  # the other side is gone: no answer is possible
             log.exception("unexpected error in %s", method)
             self._metrics.refused("E-RUN-99")
             await context.abort(grpc.StatusCode.INTERNAL, "E-RUN-99: unexpected error at the coordinator; see its log")

@@ -1,4 +1,4 @@
-"""Lead: the consortium's own commands."""
+"""Lead: the commands of the consortium's leads."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _POLL_S = 5.0
 MAX_PAGE = 200
 """Runs in one page of a list."""
 _LAST_EVENT = 2**63 - 1
-"""The highest number that SQLite knows: after it there is none."""
+"""The highest integer in SQLite: no event has a higher number."""
 
 
 class LeadService(rpc.LeadServicer):
@@ -56,7 +56,7 @@ class LeadService(rpc.LeadServicer):
         put_idle_s: float,
         own: Callable[[], Credentials],
     ) -> None:
-        """Set up; put_idle_s: seconds without a byte after which an upload of weights is given up; own: what signs."""
+        """Set up; put_idle_s: idle seconds after which an upload of weights ends; own: the signing credentials."""
         self._own = own
         self._withdrawals = Withdrawals(store, runs.submit, runs.schedule_cleanup)
         self._weights = weights
@@ -69,12 +69,12 @@ class LeadService(rpc.LeadServicer):
         self._workers = workers
 
     async def OpenWeights(self, request: pb.OpenWeightsRequest, context: Context) -> pb.OpenReply:  # noqa: N802
-        """Take the announcement of weights and say how much of them is here."""
+        """Accept the announcement of weights and return how many bytes are here."""
         lead = self._authorizer.caller(context).identity.name
         return pb.OpenReply(have=await self._workers.run(self._weights.open, lead, request.digest, request.size))
 
     async def PutWeights(self, request_iterator: object, context: Context) -> pb.PutReply:  # noqa: ARG002, N802
-        """Append chunks to weights; what has arrived is kept, however the stream ends, and whole ones are an object."""
+        """Append chunks to weights. Received bytes stay, however the stream ends; complete weights become an object."""
         lead = self._authorizer.caller(context).identity.name
         stream = PutStream(context, self._put_idle_s)
         async with self._weights.stream():
@@ -94,14 +94,14 @@ class LeadService(rpc.LeadServicer):
         return pb.PutReply(have=have)
 
     def Submit(self, request: pb.SubmitRequest, context: Context) -> pb.RunInfo:  # noqa: N802
-        """Freeze a run and queue it; the same request id is the same run."""
+        """Freeze a run and queue it; a repeated request id returns the same run."""
         if not request.request_id:
             raise ConfigError("E-CFG-02", "expected a request id, found none: choose a new one for each new run")
         run = self._store.runs.of_request(request.request_id)
         if run is not None and (run.spec, run.parent) == (request.spec_json, request.start_from):
             return self._info(run)
         silos = self._silos(revoked=False)
-        if request.start_from:  # before anything is built
+        if request.start_from:  # before the run is built
             silos = self._may_go_on(request, silos)
         with self._runs.services.model_lock:
             manifest = self._build_manifest(request.spec_json, silos)
@@ -109,9 +109,9 @@ class LeadService(rpc.LeadServicer):
         return self._info(self._runs.submit(manifest, request.spec_json, request.request_id, request.start_from))
 
     def _may_go_on(self, request: pb.SubmitRequest, silos: list[pb.SiloInfo]) -> list[pb.SiloInfo]:
-        """Leave out whom a run that goes on from another may not ask, unless it names its silos.
+        """Leave out silos that a run which continues another may not ask, unless it names its silos.
 
-        Raises ConfigError: E-RUN-10 on no such run, E-RUN-05 where nobody is left; StateError (E-RUN-11).
+        Raises ConfigError: E-RUN-10 on an unknown run, E-RUN-05 if no silo is left; StateError (E-RUN-11).
         """
         parent, line = self._store.runs.get(request.start_from), RunLineage(self._store.runs)
         start_point.require_over(parent)
@@ -129,7 +129,7 @@ class LeadService(rpc.LeadServicer):
         return remaining
 
     def Runs(self, request: pb.RunsRequest, context: Context) -> pb.RunList:  # noqa: ARG002, N802
-        """List runs, newest first, a page at a time; all of them for a lead that asks for no page."""
+        """List runs, newest first, one page at a time; all of them for a lead that asks for no page."""
         size = min(request.page_size or MAX_PAGE, MAX_PAGE)
         answer = pb.RunList(next_page_token=request.page_token)
         while True:
@@ -163,9 +163,9 @@ class LeadService(rpc.LeadServicer):
     async def Watch(  # type: ignore[override]  # noqa: N802 - the stub knows generators alone
         self, request: pb.WatchRequest, context: Context
     ) -> None:
-        """Stream a run's events after a number until it ends, and between them what its silos do and who is awaited.
+        """Stream a run's events after a number until it ends, and between them the state of its silos.
 
-        The live events have kind "silo", no silo of their own and the number of the last stored event.
+        The live events have kind "silo", no silo name and the number of the last stored event.
         """
         run = await self._workers.run(self._store.runs.find, request.run_id)
         last, shown, changed, next_live = request.after, list[object](), asyncio.Event(), 0.0
@@ -192,12 +192,12 @@ class LeadService(rpc.LeadServicer):
                 await wait_for(changed, wait)
 
     def _events(self, run_id: str, after: int) -> tuple[StoredRun, list[pb.Event]]:
-        run = self._store.runs.get(run_id)  # before its events: when it has ended, all of them are there
+        run = self._store.runs.get(run_id)  # read before its events: if it has ended, they are complete
         return run, [messages.event(row, self._store) for row in self._store.runs.events(run_id, after)]
 
     def _live(self, run: StoredRun, last: int) -> pb.Event:
         live, info = self._members(run), self._info(run)
-        for silo in live:  # what was declared does not change with every pulse
+        for silo in live:  # declarations do not change with every pulse
             silo.ClearField("data")
         event = pb.Event(number=last, run_id=run.id, kind="silo", round=run.closed, silos=live, info=info)
         event.at_unix = time.time()
@@ -207,20 +207,20 @@ class LeadService(rpc.LeadServicer):
         return self._info(self._runs.with_model_digest(self._runs.abort(request.run_id)))
 
     def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.RunInfo:  # noqa: ARG002, N802
-        """Let a paused or failed run go on at its last closed round."""
+        """Resume a paused or failed run after its last closed round."""
         return self._info(self._runs.with_model_digest(self._runs.resume(request.run_id, request.quorum)))
 
     def Exclude(self, request: pb.ExcludeRequest, context: Context) -> pb.RunInfo:  # noqa: ARG002, N802
-        """Go on without a silo, or ask it again."""
+        """Exclude a silo from a run, or readmit it."""
         run = self._runs.exclude(request.run_id, request.silo, request.readmit)
         return self._info(self._runs.with_model_digest(run))
 
     def Extend(self, request: pb.ExtendRequest, context: Context) -> pb.RunInfo:  # noqa: ARG002, N802
-        """Give the open round more time."""
+        """Extend the open round."""
         return self._info(self._runs.with_model_digest(self._runs.extend(request.run_id, request.hours)))
 
     def Withdraw(self, request: pb.WithdrawRequest, context: Context) -> pb.WithdrawReply:  # noqa: N802
-        """Take a hospital's sums out of the models that can be without them, and name those that cannot."""
+        """Remove a hospital's sums from the models that allow it, and name those that do not."""
         lead = self._authorizer.caller(context).identity.name
         withdrawals = self._withdrawals.withdraw(request.silo, lead, request.preview)
         self._dispatcher.changes.notify()
@@ -242,7 +242,7 @@ class LeadService(rpc.LeadServicer):
         return messages.run_info(run, self._store, self._runs.waiting(run.id))
 
     def _with_arrivals(self, info: pb.RunInfo) -> pb.RunInfo:
-        """Add the updates that are there in the open round."""
+        """Add the updates that arrived in the open round."""
         if info.HasField("waiting"):
             opened = self._store.runs.round(info.run_id, info.waiting.round)
             info.waiting.opened_unix = 0.0 if opened is None else opened.opened
@@ -259,7 +259,7 @@ class LeadService(rpc.LeadServicer):
 
 
 def _asked(spec_json: str) -> tuple[bool, bool]:
-    """Tell whether a configuration adds to exact sums, and names its silos; what cannot be read is refused later."""
+    """Tell whether a configuration adds to exact sums, and names its silos; an invalid one is refused later."""
     try:
         spec = json.loads(spec_json)
         return spec["method"]["name"] == Analytic.name and spec["rounds"] != 0, bool(spec.get("silos"))

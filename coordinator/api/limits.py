@@ -1,6 +1,6 @@
-"""What one certificate may ask of the service: calls at once, calls per second, and how long it may say nothing.
+"""Limits per certificate: concurrent calls, calls per second, and idle time.
 
-A call beyond a limit is refused with E-NET-12 before anything is read or looked up for it, and may be tried again.
+A call beyond a limit is refused with E-NET-12 before anything is read or looked up for it, and may be retried.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from service_core.pki.identity import CertificateRole, PeerCertificate
 
 audit = logging.getLogger("consilium.audit")
 _TABLE = 4096
-"""Callers that are remembered before those that were idle long enough are forgotten."""
+"""Callers that are remembered; beyond this number, idle ones are forgotten."""
 _NOTE_S = 60.0
 _UNKNOWN_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """So many per second in the long run, and `burst` at once."""
+    """A long-term rate per second, and a burst."""
 
     per_s: float
     burst: int
@@ -33,21 +33,21 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is allowed; times are in seconds.
+    """The limits; times are in seconds.
 
     Attributes:
-        streams: calls under way at once of one certificate, by its role
-        calls: how often it may begin one, by its role
+        streams: concurrent calls of one certificate, by its role
+        calls: rate of its calls, by its role
         joins, joins_per_address: attempts to enrol, of one invitation and of one address
         renewals: of one silo
         hello_s: until a session's Hello
         put_idle_s: without a byte in a Put
         get_idle_s: without reading a chunk in a Get
-        watch_s: a stream of health or reflection in all
-        check_s: from one look whether the callers of open streams are still let in to the next
+        watch_s: total time of a stream of health or reflection
+        check_s: between checks whether the callers of open streams are still allowed
         messages: in one session
-        upload_bytes: memory for all uploads under way
-        downloads: at once, hospitals' and leads' apart
+        upload_bytes: memory for all current uploads
+        downloads: at once, hospitals' and leads' separately
         downloads_each: at once, of one caller
     """
 
@@ -77,7 +77,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Bucket:
-    """A token bucket: `take` tells how long to wait, 0 when there is a token."""
+    """A token bucket: `take` returns the time to wait, 0 if there is a token."""
 
     rate: Rate
     clock: Callable[[], float] = time.monotonic
@@ -98,12 +98,12 @@ class Bucket:
 
     @property
     def full(self) -> bool:
-        """Whether forgetting it changes nothing."""
+        """Whether it can be forgotten without effect."""
         return self._tokens + (self.clock() - self._at) * self.rate.per_s >= self.rate.burst
 
 
 class Gate:
-    """Counts the calls of every certificate. Used on the event loop alone."""
+    """Counts the calls of every certificate. Used on the event loop only."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = limits
@@ -114,7 +114,7 @@ class Gate:
 
     @contextmanager
     def call(self, peer: PeerCertificate, method: str, address: str) -> Iterator[None]:
-        """Count a call while the block lasts; raises UnavailableError (E-NET-12) when there are too many."""
+        """Count a call inside the block; raises UnavailableError (E-NET-12) on too many."""
         try:
             self._check(peer, method.rpartition("/")[2], address)
         except UnavailableError as error:
@@ -150,7 +150,7 @@ class Gate:
             raise UnavailableError("E-NET-12", f"found too many {words}: try again in {max(1, round(wait))} s")
 
     def _note(self, peer: PeerCertificate, method: str, address: str, error: UnavailableError) -> None:
-        """Log a refusal, and not the next ones of this certificate for a minute: a flood must not fill the disk."""
+        """Log a refusal; at most one per certificate and minute, so that a flood does not fill the disk."""
         now = self._clock()
         if now - self._noted.get(peer.serial, -_NOTE_S) < _NOTE_S:
             return

@@ -1,4 +1,4 @@
-"""Messages to a lead, from records of the store and the sessions of silos."""
+"""Messages to a lead, from records of the store and the silos' sessions."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TO_WIRE
 
 _MAX_S = 1e12
-"""A deadline may be infinite, which JSON cannot say."""
+"""Upper bound on deadlines in messages, since JSON has no infinity."""
 
 
 def _shared_fields(record: object, message: type[Message]) -> dict[str, Any]:
-    """Return the values of a record's fields that a message has under the same name."""
+    """Return the values of a record's fields that exist in a message under the same name."""
     return {name: getattr(record, name) for name in message.DESCRIPTOR.fields_by_name if hasattr(record, name)}
 
 
 @lru_cache(maxsize=1024)
 def stored_result_noise(manifest: str) -> RunNoise:
-    """Return which results of a run are noisy; all of them when its manifest (JSON) cannot be read."""
+    """Return which results of a run are noisy; all of them if its manifest (JSON) cannot be read."""
     try:
         return profiles.result_noise(RunManifest.from_json(manifest))
-    except (FederationError, ValueError):  # of another version: its runs are listed all the same
+    except (FederationError, ValueError):  # of another version: its runs are listed anyway
         return UNKNOWN
 
 
 @lru_cache(maxsize=64)
 def stored_exchanges(manifest: str) -> int:
-    """Return after how many rounds a closed form is solved; 0 for other methods and manifests that cannot be read."""
+    """Return after how many rounds a closed form is solved; 0 for other methods and unreadable manifests."""
     try:
         method = RunManifest.from_json(manifest).method
         return build_written(method.name, method.options).exchanges
@@ -55,7 +55,7 @@ def stored_exchanges(manifest: str) -> int:
 
 @lru_cache(maxsize=64)
 def stored_aggregator(manifest: str) -> str:
-    """Name how a run's updates become one, as its privacy leaves it; empty when its manifest (JSON) cannot be read."""
+    """Return the aggregator of a run under its privacy; empty if its manifest (JSON) cannot be read."""
     try:
         return CompiledRun(RunManifest.from_json(manifest)).aggregator.name
     except (FederationError, ValueError):
@@ -69,9 +69,10 @@ def run_info(run: StoredRun, store: CoordinatorStore, waiting: Waiting | None = 
 def run_infos(
     runs: Sequence[StoredRun], store: CoordinatorStore, waiting: Callable[[str], Waiting | None] = lambda _: None
 ) -> list[pb.RunInfo]:
-    """Convert runs; noisy evaluations get an interval, and a number only where the noise leaves one.
+    """Convert runs; noisy evaluations get an interval, and a number only if the noise permits.
 
-    waiting: returns whom the open round of a run waits for. Takes as many statements for many runs as for one.
+    waiting: returns the pending silos of a run's open round. The number of SQL statements does not depend on that of
+    runs.
     """
     ids = [run.id for run in runs]
     noises = {run.id: stored_result_noise(run.manifest) for run in runs}
@@ -97,7 +98,7 @@ def run_infos(
 
 
 def _set_coverage(message: pb.RunInfo, run: StoredRun, newest: RoundRecord | None) -> None:
-    """Say which classes a run teaches and tests. newest: its newest evaluation; None where there is none, or noise."""
+    """Set the classes that a run trains and tests. newest: its newest evaluation; None if there is none, or noise."""
     coverage = ClassCoverage() if run.coverage is None else ClassCoverage.of(run.coverage)
     if newest is not None and run.kind.measures:
         whole = newest.clinical.per_class if newest.several_labels and newest.clinical else newest.examples
@@ -127,7 +128,7 @@ def arrivals(updates: Iterable[Contribution]) -> list[pb.Arrival]:
 
 
 def declarations(run_id: str, store: CoordinatorStore) -> list[pb.Declaration]:
-    """Return what each silo stated with its newest update of a run, without what is sealed for it alone."""
+    """Return each silo's attestation with its newest update of a run, without the sealed part."""
     newest = sorted(store.attestations.newest_of_run(run_id).items())
     return [pb.Declaration(silo=name, round=round, stated=stated) for name, (round, stated) in newest]
 
@@ -135,7 +136,7 @@ def declarations(run_id: str, store: CoordinatorStore) -> list[pb.Declaration]:
 def round_info(
     row: RoundRow, noise: RunNoise = NO_NOISE, came: Iterable[Contribution] = (), exchanges: int = 0
 ) -> pb.RoundInfo:
-    """Convert a closed round. came: the updates that are there   exchanges: as `stored_exchanges`."""
+    """Convert a closed round. came: the received updates   exchanges: as `stored_exchanges`."""
     record = row.record
     own: dict[str, Any] = {
         "clinical": record.clinical and accuracy.clinical_message(record.clinical),
@@ -182,7 +183,7 @@ def _silo_info(silo: Silo, dispatcher: Dispatcher, now: float, policy: str, alar
 
 
 def event(row: EventRow, store: CoordinatorStore) -> pb.Event:
-    """Convert an event; the close of a round carries its result, and milestones the run as it is now."""
+    """Convert an event; the close of a round includes its result, and milestones the run's current state."""
     message = pb.Event(at_unix=row.at, **_shared_fields(row, pb.Event))
     if row.kind == "closed" and (closed := store.runs.round(row.run_id, row.round)) is not None:
         manifest = store.runs.get(row.run_id).manifest

@@ -1,4 +1,4 @@
-"""Open streams: whether their callers are still let in, and the chunks of an upload, which may stop coming.
+"""Checks on open streams: their callers' permission, and whether chunks of an upload still arrive.
 
 A certificate may be revoked, renewed or expire while a stream is open.
 """
@@ -32,10 +32,10 @@ class _Stream:
 
 
 class OpenStreams:
-    """Asks every `check_s` seconds for all open streams, on a thread that no call can take. Used on the event loop.
+    """Checks all open streams every `check_s` seconds, on a thread that no call can take. Used on the event loop.
 
-    Guarantees: whoever revoked, this process or another, and whatever the other threads do, a stream is told within
-    `check_s` seconds and the time of one round of questions.
+    Guarantees: whoever revoked a certificate, this process or another, and however busy other threads are, its streams
+    end within `check_s` seconds and the time of one check.
     """
 
     def __init__(self, authorizer: Authorizer, check_s: float) -> None:
@@ -49,7 +49,7 @@ class OpenStreams:
     def watching(
         self, peer: PeerCertificate, method: str, address: str, on_refused: Callable[[FederationError], None]
     ) -> Iterator[None]:
-        """Call a function, once and on the event loop, when inside the block the caller is no longer let in."""
+        """Call a function, once and on the event loop, if the caller loses its permission inside the block."""
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask_again_and_again())
         stream = _Stream(peer, method, address, on_refused)
@@ -79,20 +79,20 @@ class OpenStreams:
                 self._authorizer.authorize_peer(stream.peer, stream.method, stream.address)
             except FederationError as error:
                 refused.append((stream, error))
-            except Exception:  # the next attempt may succeed; if this task ended, nobody would be asked for again
-                log.exception("cannot look up whether %s is still admitted", stream.peer.identity)
+            except Exception:  # the next attempt may succeed; this task must not end, since it makes all checks
+                log.exception("cannot check whether %s is still admitted", stream.peer.identity)
         return refused
 
     def _silos_in_force(self) -> Callable[[PeerCertificate], bool]:
         try:
             return self._authorizer.silos_in_force()
-        except Exception:  # asked one by one, each stream gets an error of its own
+        except Exception:  # checked one by one, so that each stream gets its own error
             log.exception("cannot look up the members")
             return lambda _: False
 
 
 class PutStream:
-    """The chunks of a Put, one after the other. idle_s: seconds without a message after which the stream ends."""
+    """The chunks of a Put, in order. idle_s: seconds without a message after which the stream ends."""
 
     def __init__(self, context: Context, idle_s: float) -> None:
         self._context = context
@@ -100,13 +100,13 @@ class PutStream:
         self._ended = asyncio.Event()
 
     def end(self) -> None:
-        """End the stream: another one has taken its place."""
+        """End the stream: another one has replaced it."""
         self._ended.set()
 
     async def next(self) -> Chunk | None:
         """Return the next chunk, None at the end.
 
-        Raises UnavailableError (E-NET-12) when it does not come, ProtocolError (E-WIRE-06) when it is no chunk.
+        Raises UnavailableError (E-NET-12) if it does not arrive, ProtocolError (E-WIRE-06) if it is no chunk.
         """
         reading = asyncio.ensure_future(self._context.read())
         ended = asyncio.ensure_future(self._ended.wait())

@@ -50,7 +50,7 @@ from service_core.storage import private_files
 from service_core.storage.object_store import ObjectStore
 from service_core.version import PROTOCOL, software
 
-if TYPE_CHECKING:  # a web server is loaded where metrics are asked for
+if TYPE_CHECKING:  # the web server is loaded only for metrics
     from service_core.operations.metrics_endpoint import MetricsEndpoint
 
 log = logging.getLogger(__name__)
@@ -60,18 +60,18 @@ _MAINTENANCE_S = 5.0
 _LEAST_DESCRIPTORS, _FEW_DESCRIPTORS = 256, 4096
 _MAX_CONNECTIONS = 1 << 20
 _OWN_DESCRIPTORS = 1024
-"""Descriptors that no connection takes, where there are enough: databases, objects, logs."""
+"""File descriptors reserved for the service's own files: databases, objects, logs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What an operator may set.
+    """An operator's settings.
 
     Attributes:
         pulse_s, recycle_s: seconds between pulses, and until a silo opens a new session
-        parallel_runs: runs under way at once
+        parallel_runs: concurrent runs
         quota: bytes of unfinished uploads per silo
-        limits: what one certificate may ask
+        limits: per certificate
         metrics: where they are served, if anywhere
     """
 
@@ -91,7 +91,7 @@ class CoordinatorServer:
     """
 
     def __init__(self, home: Path, bind: str, build_manifest: BuildManifest, settings: Settings | None = None) -> None:
-        """Prepare a service; it listens once `start` was called. bind: `host:port`, port 0: chosen by the system."""
+        """Prepare a service; it listens after `start`. bind: `host:port`, port 0: chosen by the system."""
         self.home = home
         self.bind = bind
         self.settings = settings or Settings()
@@ -143,7 +143,7 @@ class CoordinatorServer:
         return port
 
     def stop(self, grace: float = 5.0) -> None:
-        """Leave the runs where they are, end the sessions, and give calls under way `grace` seconds."""
+        """Interrupt the runs where they are, end the sessions, and give running calls `grace` seconds."""
         self._stopping.set()
         self._readiness.stop()
         self._close_metrics()
@@ -163,8 +163,8 @@ class CoordinatorServer:
                 self._lock.close()
 
     def end_calls(self, grace: float) -> None:
-        """Take no more calls, cancel those that last longer than `grace` seconds, and end the event loop."""
-        # gRPC never counts a call as ended whose message could not be read.
+        """Accept no more calls, cancel those that last longer than `grace` seconds, and end the event loop."""
+        # gRPC never ends a call whose message could not be read.
         with suppress(TimeoutError):
             self._loop.run(self._grpc.stop(grace), 2 * grace + 1)
         self._loop.close()
@@ -173,7 +173,7 @@ class CoordinatorServer:
         self._trail.recorder.close()
 
     def _serve_metrics(self) -> LoopbackAddress | None:
-        """Begin to serve metrics where that is asked for; return where."""
+        """Serve metrics if configured; return their address."""
         if self.settings.metrics is None:
             return None
         certificate, about = ServerCertificate(self.home).current, self.settings.software
@@ -196,7 +196,7 @@ class CoordinatorServer:
         calls = Interceptor(authorizer, gate, self._members, self._leads, self._trail, self.metrics, self._streams)
         self._grpc = grpc.aio.server(
             interceptors=[calls],
-            # Beyond that a connection is closed at once: files must stay open whoever connects.
+            # Further connections are closed at once: the service's own files need descriptors.
             options=(*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self._connections)),
         )
         self._add_services(authorizer)
@@ -253,7 +253,7 @@ class CoordinatorServer:
 
     def _listen(self) -> int:
         try:
-            checks.try_to_bind(self.bind)  # says why in the system's words; gRPC would not
+            checks.try_to_bind(self.bind)  # reports the system's reason; gRPC would not
             port = self._grpc.add_secure_port(self.bind, server_credentials(self.home))
         except (OSError, RuntimeError) as error:
             why = (isinstance(error, OSError) and error.strerror) or str(error)
@@ -265,19 +265,19 @@ class CoordinatorServer:
         return int(port)
 
     def _run_maintenance(self) -> None:
-        """Fail the tasks of revoked silos, store who left, look whether all is well, and keep the log short."""
+        """Fail the tasks of revoked silos, store who left, check the service's health, and trim the log."""
         while not self._stopping.wait(min(self.settings.pulse_s, _MAINTENANCE_S)):
             try:
                 self.dispatcher.fail_revoked_tasks()
                 self.dispatcher.store_last_seen()
                 self._readiness.look()
                 self.store.database.shorten_log()
-            except Exception:  # the next attempt may succeed; if this thread ended, nobody would notice
+            except Exception:  # the next attempt may succeed; this thread must not end unnoticed
                 log.exception("maintenance met an unexpected error")
 
 
 def _raise_descriptor_limit() -> int:
-    """Take as many descriptors as the system allows, and return how many: each connection is one, also a stranger's."""
+    """Raise the descriptor limit as far as the system allows, and return it: every connection takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -294,7 +294,7 @@ def _raise_descriptor_limit() -> int:
 
 
 def _connections_of(descriptors: int) -> int:
-    """Return how many connections there may be, so that the service's own files can always be opened."""
+    """Return the connection limit that always leaves descriptors for the service's own files."""
     reserved = min(_OWN_DESCRIPTORS, descriptors // 2)
     return max(1, min(descriptors - reserved, _MAX_CONNECTIONS))
 

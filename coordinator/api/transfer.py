@@ -1,6 +1,6 @@
 """Transfer: objects up and down, resumable at every byte.
 
-A stream has one chunk in hand and a window ahead of it; `coordinator.api.admission` bounds the windows of all.
+A stream has one chunk in work and a window ahead of it; `coordinator.api.admission` limits the windows of all streams.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from service_core.storage.object_store import ObjectStore, open_partial
 log = logging.getLogger(__name__)
 Chunks: TypeAlias = Generator[Chunk, None, None]
 SEALED = 1 << 17
-"""Bytes of sealed figures that are taken with an announcement; hospitals send at most half of that."""
+"""Size limit of the sealed figures in an announcement, in bytes; hospitals send at most half of it."""
 
 
 class TransferService(rpc.TransferServicer):
@@ -77,7 +77,7 @@ class TransferService(rpc.TransferServicer):
         self._checks = checks
 
     async def Open(self, request: pb.OpenRequest, context: Context) -> pb.OpenReply:  # noqa: N802
-        """Take the announcement of an update and say how much of it is here."""
+        """Accept the announcement of an update and return how many bytes are here."""
         silo = self._authorizer.caller(context).identity.name
         contribution, anew = await self._workers.run(self._announce, request, silo)
         if contribution.received is not None:
@@ -101,7 +101,7 @@ class TransferService(rpc.TransferServicer):
         return self._store.contributions.announce(announced, stated, request.ledger_sealed)
 
     def _require_room(self, c: Contribution, have: int, coming: int) -> None:
-        """Raise UnavailableError: E-NET-12 above a silo's quota, E-RUN-38 when the disk's reserve would be used."""
+        """Raise UnavailableError: E-NET-12 above a silo's quota, E-RUN-38 if the disk's reserve would be used."""
         if self._uploads.pending(c.silo) - have + c.size > self._uploads.quota:
             raise UnavailableError(
                 "E-NET-12",
@@ -113,7 +113,7 @@ class TransferService(rpc.TransferServicer):
             raise UnavailableError("E-RUN-38", "the coordinator's disk has no room for this update: try again later")
 
     async def Put(self, request_iterator: object, context: Context) -> pb.PutReply:  # noqa: ARG002, N802
-        """Append chunks to an upload; what has arrived is kept, however the stream ends."""
+        """Append chunks to an upload; received bytes stay, however the stream ends."""
         silo = self._authorizer.caller(context).identity.name
         self._slots.require(silo)
         stream = PutStream(context, self._limits.put_idle_s)
@@ -145,7 +145,7 @@ class TransferService(rpc.TransferServicer):
             return file.size
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.Receipt:  # noqa: N802
-        """Verify an upload, take it and sign for it; object and record are on disk before the receipt leaves."""
+        """Verify an upload, accept it and sign for it; object and record are on disk before the receipt leaves."""
         silo = self._authorizer.caller(context).identity.name
         c = await self._workers.run(self._contribution_of, request.contribution_id, silo)
         if c.received is not None:
@@ -159,11 +159,11 @@ class TransferService(rpc.TransferServicer):
 
     def _commit(self, contribution_id: str, silo: str, upload: OpenUpload) -> tuple[pb.Receipt, bool]:
         c = self._contribution_of(contribution_id, silo)
-        if c.received is not None:  # a second Commit came before us
+        if c.received is not None:  # another Commit was faster
             return self._receipt(c), False
         try:
             return self._take(c, upload), True
-        except FileNotFoundError as error:  # its round ended while we read it, and its bytes are forgotten
+        except FileNotFoundError as error:  # its round ended meanwhile, and its bytes were deleted
             raise _forgotten(c) from error
 
     def _take(self, c: Contribution, upload: OpenUpload) -> pb.Receipt:
@@ -173,7 +173,7 @@ class TransferService(rpc.TransferServicer):
         if have != c.size:
             raise ProtocolError("E-WIRE-04", f"expected {c.size} bytes before a commit, found {have}: send the rest")
         digest = upload.digest or file_digest(partial)
-        if digest == c.object_digest:  # else the commit below says that bytes were damaged on the way
+        if digest == c.object_digest:  # otherwise the commit below reports damaged bytes
             self._check(c, partial)
         receipt = self._sign(c, time.time())
         with self._objects.lock:
@@ -187,18 +187,18 @@ class TransferService(rpc.TransferServicer):
         return receipt
 
     def _check(self, c: Contribution, file: Path) -> None:
-        """Refuse an update that no round would take, and forget its bytes; raises as `UpdateChecks.check`."""
+        """Refuse an invalid update and delete its bytes; raises as `UpdateChecks.check`."""
         try:
             self._checks.check(c, file)
         except ProtocolError as error:
             self._uploads.discard(c.silo, c.id)
-            # Names in the file are the silo's, and as long as it likes; the reason goes to every lead.
+            # The silo chooses names in the file, of any length; the reason goes to every lead.
             shortened = ProtocolError(error.code, error.message[: 2 * REASON_CHARS])
             self._dispatcher.reject(c, shortened)
             raise shortened from error
 
     def _receipt(self, c: Contribution) -> pb.Receipt:
-        """Return the receipt of a committed update, which is signed again: all that it says is stored."""
+        """Return the receipt of a committed update, signed anew from stored fields."""
         return self._sign(c, c.received or 0.0)
 
     def _sign(self, c: Contribution, at: float) -> pb.Receipt:
@@ -220,7 +220,7 @@ class TransferService(rpc.TransferServicer):
     async def Get(  # type: ignore[override]  # noqa: N802 - the stub knows generators alone
         self, request: pb.GetRequest, context: Context
     ) -> None:
-        """Read an object from an offset: a silo the manifests and bases of its runs, a lead anything."""
+        """Read an object from an offset: a silo the manifests and bases of its runs, a lead any object."""
         peer = self._authorizer.caller(context)
         silo = peer.identity.name if peer.identity.kind is CertificateRole.SILO else None
         workers = self._leads if silo is None else self._workers
@@ -231,7 +231,7 @@ class TransferService(rpc.TransferServicer):
                 while (chunk := await workers.run(next, chunks, None)) is not None:
                     await _write(chunk, context, self._limits.get_idle_s)
                     sent += len(chunk.data)
-                    del chunk  # it has left; the next one takes its room
+                    del chunk  # the caller left; the next one takes its turn
                     yield_to_others()
         finally:
             await workers.always(self._end_download, chunks, silo, run_id, sent)
@@ -266,7 +266,7 @@ class TransferService(rpc.TransferServicer):
         return c
 
     def _check_size(self, c: Contribution) -> None:
-        """Raise ProtocolError (E-WIRE-06) when an object is larger than any bundle of its run can be."""
+        """Raise ProtocolError (E-WIRE-06) if an object is larger than any bundle of its run."""
         with self._largest_lock:
             limit = self._largest.get(c.run_id)
         if limit is None:
@@ -292,7 +292,7 @@ def _forgotten(c: Contribution) -> StateError:
 
 
 def _require_digests(request: pb.OpenRequest) -> None:
-    """Raise ProtocolError (E-WIRE-12) when an attestation holds something else than SHA-256 in hex."""
+    """Raise ProtocolError (E-WIRE-12) if a digest in an attestation is no SHA-256 in hex."""
     for digest in (request.attestation.policy_digest, request.attestation.ledger_head):
         if digest and (len(digest) != 64 or not set(digest) <= set("0123456789abcdef")):
             raise ProtocolError("E-WIRE-12", f"expected a SHA-256 in lower-case hex, found {digest[:80]!r}")
@@ -301,7 +301,7 @@ def _require_digests(request: pb.OpenRequest) -> None:
 
 
 def _announced(request: pb.OpenRequest, silo: str) -> Contribution:
-    """Read an announcement; raises ProtocolError (E-WIRE-12) when its id is not that of its task."""
+    """Read an announcement; raises ProtocolError (E-WIRE-12) if its id does not match its task."""
     if request.kind not in FROM_WIRE:
         raise ProtocolError("E-WIRE-12", f"expected an update of a training or an evaluation, found {request.kind}")
     kind = FROM_WIRE[request.kind]

@@ -1,6 +1,6 @@
 """`coordinator ca` and `leads`: what the authority signs, and who may start and end runs.
 
-An authority whose key stays on a machine that no hospital reaches: docs/offline-authority.md.
+For an authority whose key stays on a machine that no hospital reaches, see docs/offline-authority.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Out = Annotated[Path | None, typer.Option(help="Output file; default NAME.admiss
 
 ca = typer.Typer(
     no_args_is_help=True,
-    help="Keep the authority's key on a machine of its own: sign there, carry files, admit at the service.",
+    help="Keep the authority's key on a separate machine: sign there, carry files, admit them at the service.",
 )
 
 
@@ -56,7 +56,7 @@ def _read(file: Path) -> str:
 def service(
     out: Annotated[Path, typer.Option(help="Folder to write; it becomes HOME/pki of the service.")], home: SigningPlace
 ) -> CommandResult:
-    """Write what the service's machine needs, without the authority's key; its certificate is a new one each time."""
+    """Write the files for the service's machine, without the authority's key, with a new certificate each time."""
     with _authority(home) as (authority, _, _):
         authority.write_service(out)
         fingerprint = authority.fingerprint()
@@ -68,12 +68,14 @@ def service(
 @command
 def sign(
     request: Annotated[Path, typer.Argument(help="The file that `silo request` wrote.")],
-    name: Annotated[str, typer.Argument(help="The hospital's name in the consortium; the request has none.")],
+    name: Annotated[
+        str, typer.Argument(help="The hospital's name in the consortium; the request does not contain it.")
+    ],
     out: Out = None,
     *,
     home: SigningPlace,
 ) -> CommandResult:
-    """Certify a hospital's key. The answer goes back to the hospital, and to the service (`coordinator ca admit`)."""
+    """Certify a hospital's key. The answer goes to the hospital, and to the service (`coordinator ca admit`)."""
     with _authority(home) as (authority, members, _):
         answer = sign_request(authority, members, name, SigningRequest.from_json(_read(request)))
     return _written(answer, out or Path(f"{name}.admission"))
@@ -92,14 +94,16 @@ def roster(out: Out = None, *, home: SigningPlace) -> CommandResult:
 @command
 def change_passphrase(
     new_file: Annotated[Path | None, typer.Option("--new-file", help="The file with the new passphrase.")] = None,
-    new_env: Annotated[str | None, typer.Option("--new-env", help="The environment variable that holds it.")] = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Keep the key without a passphrase from now on.")] = False,
+    new_env: Annotated[
+        str | None, typer.Option("--new-env", help="The environment variable with the new passphrase.")
+    ] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the passphrase.")] = False,
     *,
     home: SigningPlace,
 ) -> CommandResult:
-    """Give the authority's key another passphrase, or a first one; without a file or variable it is asked for.
+    """Change or set the passphrase of the authority's key; without a file or variable it is asked for.
 
-    A service that runs must be started again to know it.
+    Restart a running service, which needs the new passphrase.
     """
     authority = Authority.open(home)
     authority.unlock()
@@ -125,7 +129,7 @@ def admit(
     file: Annotated[Path, typer.Argument(help="The file that `coordinator ca sign` or `ca roster` wrote.")],
     home: Place,
 ) -> CommandResult:
-    """Let the service on this machine take over what its authority has signed; also while it runs."""
+    """Import what the authority signed into the service on this machine; also while it runs."""
     with _authority(home) as (_, _, store):
         admitted: Roster = import_roster(home, store, Admission.from_json(_read(file)))
     names = [member.name for member in admitted.members]
@@ -153,7 +157,7 @@ def _opened(home: Path) -> closing[CoordinatorStore]:
 @leads.command("list")
 @command
 def show(home: Place) -> CommandResult:
-    """List the leads, revoked ones included."""
+    """List the leads, including revoked ones."""
     with _opened(home) as store:
         rows = Leads(home, store).all()
         alarms = {lead.name: store.members.alarm(lead.name) for lead in rows}
@@ -170,7 +174,7 @@ def show(home: Place) -> CommandResult:
 @leads.command()
 @command
 def add(name: Name, home: SigningPlace) -> CommandResult:
-    """Certify a new lead; its key stays in the authority's folder. CONSILIUM_LEAD=NAME gives commands as this lead."""
+    """Certify a new lead; its key stays in the authority's folder. Use CONSILIUM_LEAD=NAME to act as this lead."""
     with _opened(home) as store:
         made = Leads(home, store).add(name)
     return _made(made, f"added the lead {name}; for its commands: CONSILIUM_LEAD={name}")
@@ -190,12 +194,12 @@ def renew(name: Name, home: SigningPlace) -> CommandResult:
 def revoke(
     name: Name,
     reason: Annotated[
-        str, typer.Option(help="Reason, shown to whoever uses the certificate.")
+        str, typer.Option(help="Reason, shown to the user of the certificate.")
     ] = "revoked by the consortium",
     *,
     home: Place,
 ) -> CommandResult:
-    """Exclude a lead: what it is watching ends within seconds, and its runs go on."""
+    """Exclude a lead: its open watches end within seconds, and its runs continue."""
     with _opened(home) as store:
         of_home = Leads(home, store)
         of_home.revoke(name, reason)

@@ -39,17 +39,17 @@ _POLL_S = 0.2
 def init(
     consortium: Annotated[str, typer.Argument(help="The consortium's name: lower-case letters, digits, hyphens.")],
     address: Annotated[
-        list[str], typer.Option(help="HOST:PORT under which hospitals reach this service; may be repeated.")
+        list[str], typer.Option(help="HOST:PORT at which hospitals reach this service; may be repeated.")
     ],
     with_passphrase: Annotated[
-        bool, typer.Option("--ca-passphrase", help="Ask for a passphrase that the authority's key is kept under.")
+        bool, typer.Option("--ca-passphrase", help="Encrypt the authority's key with a passphrase, which is asked for.")
     ] = False,
     *,
     home: SigningPlace,
 ) -> CommandResult:
-    """Create the consortium: its certificate authority, the service's certificate and the lead's. Once.
+    """Create the consortium, once: its certificate authority, the service's certificate and the lead's.
 
-    Where it was interrupted, the same command begins anew.
+    Run an interrupted `init` again.
     """
     Authority.require_none(home)
     secret = None
@@ -75,22 +75,23 @@ def init(
 @command
 def invite(
     name: Annotated[str, typer.Argument(help="The hospital's name in the consortium.")],
-    hours: Annotated[float, typer.Option(help="How long the invitation may be used.", min=0.01)] = 72,
+    hours: Annotated[float, typer.Option(help="Validity of the invitation in hours.", min=0.01)] = 72,
     again: Annotated[
         bool,
-        typer.Option("--again", help="For a member that joins again, for example after its certificate expired."),
+        typer.Option("--again", help="Invite a member again, for example after its certificate expired."),
     ] = False,
     out: Annotated[
-        Path | None, typer.Option(help="Write the token to this file, for its owner alone, and do not print it.")
+        Path | None,
+        typer.Option(help="Write the token to this file, readable by its owner only, instead of printing it."),
     ] = None,
     validation_only: Annotated[
         bool,
-        typer.Option("--validation-only", help="It only evaluates models; its silo refuses to train."),
+        typer.Option("--validation-only", help="The hospital only evaluates models; its silo refuses to train."),
     ] = False,
     *,
     home: SigningPlace,
 ) -> CommandResult:
-    """Make a one-time token with which a hospital joins. Send it over a channel you trust."""
+    """Create a one-time token with which a hospital joins. Send it over a channel you trust."""
     authority = Authority.open(home)
     check_name(name)
     with closing(CoordinatorStore(home)) as store:
@@ -133,7 +134,7 @@ def revoke(
     *,
     home: Place,
 ) -> CommandResult:
-    """Exclude a hospital: from its next call, and within 5 s from what it has open. It touches nobody else."""
+    """Exclude a hospital: from its next call on, and within 5 s from its open streams. Others are not affected."""
     Authority.open(home)
     with closing(CoordinatorStore(home)) as store:
         Membership(home, store).revoke(name, reason)
@@ -149,7 +150,7 @@ def serve(
     *,
     home: SigningPlace,
 ) -> None:
-    """Run the service until it is told to stop (SIGTERM, Ctrl-C). Runs that were under way continue."""
+    """Run the service until it is stopped (SIGTERM, Ctrl-C). Unfinished runs continue."""
     startup.end_on_interrupt()
     from service_core.loopback import LoopbackAddress
 
@@ -166,7 +167,7 @@ def serve(
     with ShutdownSignals(service=True) as signals:
         server = CoordinatorServer(home, bind, build_manifest, Settings(metrics=metrics_at))
         port = server.start()
-        gc.freeze()  # else each full collection looks at all that torch has made, and nobody is answered for 0.3 s
+        gc.freeze()  # otherwise each full collection scans all of torch's objects and blocks answers for 0.3 s
         notify(READY)
         log.info("serving on %s:%d; stop with Ctrl-C", bind.rsplit(":", 1)[0], port)
         while not signals.received:

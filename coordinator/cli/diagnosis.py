@@ -1,4 +1,4 @@
-"""`coordinator logs` and `explain`: how a run went, and what an error code means."""
+"""`coordinator logs` and `explain`: the history of a run, and the meaning of an error code."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from service_core.console import make_table, print_json, show
 @command
 def logs(
     run: Annotated[str, typer.Argument(help="A run's id or name, or `latest`.")] = "latest",
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow until the run has ended.")] = False,
     as_json: Json = False,
     *,
     home: Place,
     client: Client,
 ) -> None:
-    """Show what happened in a run, oldest first: its events, and the lines of the audit log that name it."""
+    """Show a run's history, oldest first: its events, and the lines of the audit log that name it."""
     rounds = client.show(run).info.rounds
     try:
         for line in run_log.run_lines(client, home, run, follow):

@@ -1,4 +1,4 @@
-"""`coordinator evaluate`: a model is measured at the hospitals, and nobody trains."""
+"""`coordinator evaluate`: measure a model at the hospitals, without training."""
 
 from __future__ import annotations
 
@@ -26,16 +26,19 @@ if TYPE_CHECKING:
 _FILES = (".safetensors", ".pt", ".pth", ".bin")
 ALL = "all"
 OWN = ("folder", "manifest", "table")
-"""Data that name their classes themselves; those of a published set are the set's."""
+"""Data sources that name their classes themselves; other data sets have the classes of the published set."""
 
 
 @command
 def evaluate(
     model: Annotated[str, typer.Argument(help="A run's id or name, `latest`, or a file of weights (./FILE).")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="For a file: what its metadata lack (data=folder model=resnet18 ...).")
+        list[str] | None,
+        typer.Argument(help="For a file: keys that its metadata lack (data=folder model=resnet18 ...)."),
     ] = None,
-    on: Annotated[str, typer.Option("--on", metavar="all|NAMES", help="Hospitals, by name and with commas.")] = ALL,
+    on: Annotated[
+        str, typer.Option("--on", metavar="all|NAMES", help="Names of hospitals, separated by commas, or all.")
+    ] = ALL,
     by_hospital: Annotated[
         bool,
         typer.Option(
@@ -48,7 +51,8 @@ def evaluate(
         typer.Option(
             "--beside",
             metavar="RUN",
-            help="Measure also the last model of this run on the same images: of method=local each hospital's own.",
+            help="Also measure the last model of this run on the same images; of method=local each hospital's local "
+            "model.",
         ),
     ] = None,
     detach: Annotated[bool, typer.Option(help="Submit and return; follow it later with `watch`.")] = False,
@@ -57,9 +61,9 @@ def evaluate(
     *,
     home: Place,
 ) -> CommandResult:
-    """Measure a stored or exported model at the hospitals. No update is sent: counts of right answers and scores are.
+    """Measure a stored or exported model at the hospitals. Only correct answers and scores are sent, no update.
 
-    It is a run of no rounds: hospitals decide about it by the same policy, and `show`, `compare` and the page have it.
+    It is a run without rounds: hospitals admit it by the same policy, and `show`, `compare` and the page show it.
     """
     from coordinator.config import weights
     from coordinator.config.run_spec import SecaggSpec
@@ -82,7 +86,7 @@ def evaluate(
         other = "" if beside is None else client.show(beside).info.run_id
         require_no_path(spec)
         spec = replace(spec, silos=silos, by_hospital=by_hospital, own=other)
-        if by_hospital and not _sets_group("secagg", overrides):  # else what was asked for is refused, with both
+        if by_hospital and not _sets_group("secagg", overrides):  # otherwise the request is refused, with both
             spec = replace(spec, secagg=SecaggSpec())
         if taken is not None:
             with weights.written(taken) as file:
@@ -96,7 +100,7 @@ def evaluate(
 
 
 def _named(on: str) -> tuple[str, ...] | None:
-    """Read --on; raises ConfigError (E-CFG-02) on no name, or one twice."""
+    """Read --on; raises ConfigError (E-CFG-02) on an empty or a repeated name."""
     if on == ALL:
         return None
     names = tuple(name.strip() for name in on.split(","))
@@ -106,7 +110,7 @@ def _named(on: str) -> tuple[str, ...] | None:
 
 
 def _is_file(model: str) -> bool:
-    """Tell whether a word names a file, by its ending or a slash; raises ConfigError (E-CFG-02) on one not there."""
+    """Tell whether a word names a file, by its ending or a slash; raises ConfigError (E-CFG-02) on a missing one."""
     named = model.endswith(_FILES) or "/" in model
     if named and not Path(model).is_file():
         raise ConfigError(
@@ -116,7 +120,7 @@ def _is_file(model: str) -> bool:
 
 
 def _measurable(client: LeadClient, run: str) -> pb.RunDetail:
-    """Return the run whose model is measured: of an evaluation the one that it measured.
+    """Return the run whose model is measured; for an evaluation, the run that it measured.
 
     Raises ConfigError (E-RUN-10; E-CFG-02 on an evaluation of a file).
     """
@@ -133,7 +137,7 @@ def _measurable(client: LeadClient, run: str) -> pb.RunDetail:
 
 
 def of_run(parent: pb.RunDetail, words: Sequence[str]) -> RunSpec:
-    """Return the configuration that measures the last model of a run: its own method and model, and no round.
+    """Return the configuration that measures a run's last model: its method and model, and no rounds.
 
     Raises ConfigError (E-CFG-08) on a run without a model of the federation's own.
     """
@@ -150,7 +154,7 @@ def of_run(parent: pb.RunDetail, words: Sequence[str]) -> RunSpec:
             f"{manifest.method.name}, whose hospitals keep their own: choose another run",
         )
     before = RunSpec.from_json(parent.spec_json)
-    # As it was run: a private run has the private form of its method.
+    # As it ran: a private run has the private form of its method.
     as_run = replace(
         before,
         method={"name": manifest.method.name, **manifest.method.options},
@@ -171,7 +175,7 @@ def _sets_group(group: str, words: Sequence[str] | None) -> bool:
 
 
 def of_file(file: Path, words: Sequence[str]) -> RunSpec:
-    """Return the configuration that measures a file of weights: as its metadata say, and words where they say nothing.
+    """Return the configuration that measures a file of weights: from its metadata, completed by `words`.
 
     Raises ConfigError: E-CFG-08 on a file of a method whose model is more than its tensors; as `compose_spec`.
     """
@@ -194,9 +198,9 @@ def of_file(file: Path, words: Sequence[str]) -> RunSpec:
 
 
 def _stated(facts: Mapping[str, object], keys: Collection[str]) -> dict[str, object]:
-    """Return the keys of a configuration that an exported file states of its model and data; none of what it does not.
+    """Return the configuration keys that an exported file states about its model and data.
 
-    keys: of words beside it: who names another model has its options as well.
+    keys: set by words beside it: naming another model also replaces its options.
     """
     stated: dict[str, object] = {key: name for key in ("data", "model") if isinstance(name := facts.get(key), str)}
     if isinstance(options := facts.get("model_options"), Mapping) and "model" not in keys:

@@ -29,11 +29,11 @@ COMMANDS = {
     "consilium.research.preview": ("privacy",),
     "coordinator.cli.diagnosis": ("logs", "explain"),
 }
-"""Which module holds which command, in the order of the help. All of them together take seconds and 800 MB."""
+"""The commands of each module, in the order of the help. Loading all modules takes seconds and 800 MB."""
 _WRITING = ("coordinator.cli.consortium", "coordinator.cli.operations", "coordinator.cli.authority")
 READING = {command for module, commands in COMMANDS.items() if module not in _WRITING for command in commands}
 READING = READING - {"export"} | {"serve", "leads list", "doctor", "health", "log"}
-"""Commands without a line in the audit log: they change nothing here, or the service writes it."""
+"""Commands without a line in the audit log: they change nothing here, or the service logs it."""
 
 
 def program() -> Program:

@@ -59,19 +59,19 @@ def _referenced(database: Path) -> set[str]:
 def backup(
     target: BackupFolder,
     authority_key: Annotated[
-        bool, typer.Option("--with-authority-key", help="Copy pki/ca.key as well: whoever has it admits anybody.")
+        bool, typer.Option("--with-authority-key", help="Copy pki/ca.key as well: its owner can admit anybody.")
     ] = False,
     *,
     home: Place,
 ) -> CommandResult:
-    """Copy the whole home as it is at one moment, also while the service runs and in the middle of a round.
+    """Copy the whole home at one moment, also while the service runs and in the middle of a round.
 
-    The copy holds the keys of the service and of the lead, all runs, models and updates; keep it as you keep the home.
+    The copy contains the keys of the service and of the lead, all runs, models and updates; protect it like the home.
     """
     if (home / FILE).exists():
-        CoordinatorStore(home).close()  # one that is behind is not worth a copy
+        CoordinatorStore(home).close()  # refuse a database that is out of date
     made = backups.back_up(home, _layout(authority_key), target, software(), time.time())
-    missing = f"{AUTHORITY_KEY} is not in it: keep it offline, nobody can be admitted without it"
+    missing = f"{AUTHORITY_KEY} is not in the backup: keep it offline; without it no hospital can be admitted"
     copied = AUTHORITY_KEY in made.files
     return CommandResult(
         {"folder": str(target), "files": len(made.files), "authority_key": copied},
@@ -82,18 +82,20 @@ def backup(
 
 @command
 def restore(
-    source: Annotated[Path | None, typer.Argument(help="What `coordinator backup` wrote.", metavar="FROM")] = None,
+    source: Annotated[
+        Path | None, typer.Argument(help="The folder that `coordinator backup` wrote.", metavar="FROM")
+    ] = None,
     accept_loss: AcceptLoss = False,
     *,
     home: AnyPlace,
 ) -> CommandResult:
-    """Bring a backup into an empty home; or let a home whose database lacks something go on with what is there.
+    """Restore a backup into an empty home, or continue with an incomplete database (--accept-loss).
 
-    Where it was interrupted, the same command goes on, and nothing else uses the home before.
+    After an interruption run the same command again; until then no other command uses the home.
 
-    Runs go on at the last round of the backup: hospitals that are ahead go back to it. Those with secure aggregation
-    end, and the command that goes on from their last model is shown. With --accept-loss, runs that the database does
-    not know are gone, and files that it does not name are deleted at the next start.
+    Runs continue after the backup's last round; hospitals that are ahead return to it. Runs with secure aggregation
+    end; the output shows the command that continues from their last model. With --accept-loss, runs that the database
+    does not know are lost, and files that it does not name are deleted at the next start.
     """
     from coordinator.runs.masked_rounds import end_masked_runs
 
@@ -113,33 +115,35 @@ def restore(
     if source is not None:
         when, line = f" of {local_time(contents.at)}", facts["log_restored"]
         notes = [
-            f"line {line} of the audit log says so; hospitals that hold a later one report it once, as they should. "
-            f"coordinator log verify --against FILE then wants --restored {line}"
+            f"line {line} of the audit log records the restoration; hospitals with a later line report it "
+            f"once, as expected. From now on use coordinator log verify --against FILE --restored {line}"
         ]
     notes += [f"{run.id}: {run.reason}" for run in ended]
     if not (home / AUTHORITY_KEY).exists():
         notes.append(f"restore {AUTHORITY_KEY} to admit hospitals and renew certificates")
-    return CommandResult(facts, [f"{home} goes on with its {facts['runs']} runs{when}; next: coordinator serve"], notes)
+    return CommandResult(
+        facts, [f"{home} continues with its {facts['runs']} runs{when}; next: coordinator serve"], notes
+    )
 
 
 # ---- what keeps the service from its work ----------------------------------------------------------------------------
 
-Bind = Annotated[str, typer.Option(help="The address that `coordinator serve` is to listen on.")]
+Bind = Annotated[str, typer.Option(help="The address that `coordinator serve` will use.")]
 
 
 @command
 def doctor(bind: Bind = "0.0.0.0:8443", *, home: AnyPlace) -> CommandResult:
-    """Look for what keeps the service from its work; changes nothing, and needs no running service. Status 1: found.
+    """Check what may keep the service from working; changes nothing. Exit status 1 if there is a problem.
 
-    Looks at versions, clock, disk, modes of files, database, certificates, the port, the proxy, and the way to the
-    service where it runs.
+    Checks versions, clock, disk, modes of files, database, certificates, the port, the proxy, and the way to the
+    service if it runs.
     """
     return checks.report(checks.run_checks(_Coordinator(home, bind).checks()))
 
 
 @command
 def health(client: Client) -> CommandResult:
-    """Ask the service on this machine whether it can do its work: status 0 if so, else 1."""
+    """Ask the service on this machine whether it can work: status 0 if so, otherwise 1."""
     answer = client.health()
     value = {"serving": answer.serving, "problems": list(answer.problems), "software": answer.software}
     state = "serving" if answer.serving else f"not ready: {', '.join(answer.problems)}"
@@ -148,7 +152,7 @@ def health(client: Client) -> CommandResult:
 
 @dataclass(frozen=True, slots=True)
 class _Coordinator:
-    """A coordinator's home under examination, before `coordinator init` too."""
+    """The checks of a coordinator's home, also before `coordinator init`."""
 
     home: Path
     bind: str
@@ -198,10 +202,10 @@ class _Coordinator:
         text = f"authority: {authority.consortium}, {validity.days} days left"
         yield make("certificate", text, remedy) if validity.days < 180 else checks.ok("certificate", text)
         for path in self._pems():
-            own = certificates.read_bundle(path, authority.ca_pem)
+            bundle = certificates.read_bundle(path, authority.ca_pem)
             by_itself = "a running service renews it: coordinator serve"
             renewed = by_itself if path.stem == "server" else "have it renewed before it expires"
-            yield from checks.certificate(path.stem, own, renewed)
+            yield from checks.certificate(path.stem, bundle, renewed)
 
     def _service(self) -> Iterator[Finding]:
         if not FolderLock.is_held(self.home, LOCK_FILE):
@@ -242,4 +246,4 @@ def _side(home: Path | None) -> LogOwner:
     )
 
 
-log = make_app(_side, help="The audit log: who called or ordered what, when, and with which outcome.")
+log = make_app(_side, help="The audit log: who did what, when, and with which result.")

@@ -51,18 +51,18 @@ CaPassphraseEnv = Annotated[
 
 
 def place_of(home: Home = None) -> Path:
-    """Return the coordinator's folder, whatever is in it."""
+    """Return the coordinator's folder, without checking it."""
     return home or Path(os.environ.get(HOME_ENV) or Path.home() / ".consilium" / "coordinator")
 
 
 def home_of(home: Home = None) -> Path:
-    """Return the coordinator's home; raises StateError (E-STATE-26) on one that a command did not finish."""
+    """Return the coordinator's home; raises StateError (E-STATE-26) if a command on it was interrupted."""
     require_finished(place := place_of(home))
     return place
 
 
 def use_passphrase(file: Path | None, variable: str | None) -> None:
-    """Say where this process finds the passphrase of the authority's key."""
+    """Set where this process finds the passphrase of the authority's key."""
     from coordinator.pki import passphrase
 
     passphrase.SOURCE.file, passphrase.SOURCE.variable = file, variable
@@ -72,12 +72,12 @@ def _signing_place(
     passphrase_file: CaPassphraseFile = None, passphrase_env: CaPassphraseEnv = None, home: Home = None
 ) -> Path:
     use_passphrase(passphrase_file, passphrase_env)
-    return place_of(home)  # the authority is not opened in one that a command did not finish
+    return place_of(home)  # the authority is not opened in a home with an interrupted command
 
 
 Place = Annotated[Path, Depends(home_of)]
 """The coordinator's home."""
 AnyPlace = Annotated[Path, Depends(place_of)]
-"""The same, also where a command did not finish it: for those that go on with it or look at it."""
+"""Also accepts a home with an interrupted command, for commands that finish or inspect it."""
 SigningPlace = Annotated[Path, Depends(_signing_place)]
-"""The same, for commands that use the authority's key, whose passphrase can be found from then on."""
+"""The home, for commands that use the authority's key; its passphrase is available from then on."""

@@ -1,6 +1,6 @@
-"""Commands over the wire, with the lead's own certificate: a run from its submission to its model, and the silos.
+"""Commands of a lead to the service: a run from its submission to its model, and the silos.
 
-Hydra and torch are imported by the commands that need them: `status` answers in a second.
+Hydra and torch are imported only by the commands that need them: `status` answers in a second.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _connected(home: Home = None) -> Iterator[LeadClient]:
 
 
 Client = Annotated[LeadClient, Depends(_connected)]
-"""Of the service that runs on the home."""
+"""Connected to the service that runs on the home."""
 
 
 @command
@@ -56,7 +56,7 @@ def run(
         typer.Option(
             "--from",
             metavar="RUN",
-            help="Start from the last model of this run, with its configuration and the hospitals that are here now.",
+            help="Start from the last model of this run, with its configuration and the present hospitals.",
         ),
     ] = None,
     detach: Annotated[bool, typer.Option(help="Submit and return; follow it later with `watch`.")] = False,
@@ -86,7 +86,7 @@ def run(
 
 
 def require_no_path(spec: RunSpec) -> None:
-    """Raise ConfigError (E-CFG-23) on a configuration that names where images lie: each hospital names its own."""
+    """Raise ConfigError (E-CFG-23) on a configuration with a path of images: each hospital names its own."""
     if spec.data.get("path") is not None:
         raise ConfigError(
             "E-CFG-23",
@@ -96,7 +96,7 @@ def require_no_path(spec: RunSpec) -> None:
 
 
 def follow_submitted(client: LeadClient, info: pb.RunInfo, parent: str, detach: bool, as_json: bool) -> CommandResult:
-    """Say what was submitted, and follow it. parent: the manifest (JSON) of the run that it begins with, if any."""
+    """Print the submitted run, and follow it. parent: manifest (JSON) of the run that it continues, if any."""
     if not as_json:
         manifest = client.show(info.run_id).manifest_json
         kind, digest = kind_of(info.method, info.rounds), info.manifest_digest[:16]
@@ -114,7 +114,7 @@ def follow_submitted(client: LeadClient, info: pb.RunInfo, parent: str, detach: 
 
 
 def _listed(manifest: str) -> str:
-    """Name the hospitals that take part: only those that were online do."""
+    """Name the hospitals of a run: only those that were online."""
     names = [member["name"] for member in json.loads(manifest)["members"]]
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{pluralize(len(names), 'hospital')}: {', '.join(names[:_NAMED])}{more}"
@@ -122,7 +122,7 @@ def _listed(manifest: str) -> str:
 
 @command
 def watch(run: Run = "latest", tracker: Trackers = None, as_json: Json = False, *, client: Client) -> CommandResult:
-    """Follow a run, also after `run` was interrupted; ends when the run does. Closed rounds are told again."""
+    """Follow a run, also after an interrupted `run`; ends with the run. Closed rounds are shown again."""
     if not tracker:
         return _follow(client, run, as_json)
     info = client.show(run).info
@@ -131,7 +131,7 @@ def watch(run: Run = "latest", tracker: Trackers = None, as_json: Json = False, 
 
 
 def follow(client: LeadClient, run: str, quiet: bool) -> None:
-    """Follow a run to its end, with a line for what happens unless `quiet`; Ctrl-C leaves it running, and exits."""
+    """Follow a run to its end, with a line per event unless `quiet`; Ctrl-C leaves it running, and exits."""
     try:
         with nullcontext() if quiet else Watcher() as watcher:
             for event in client.watch(run):
@@ -142,7 +142,7 @@ def follow(client: LeadClient, run: str, quiet: bool) -> None:
 
 
 def _interrupted(run: str) -> typer.Exit:
-    ERR.print(f"the run goes on; follow it again with: coordinator watch {run}")
+    ERR.print(f"the run continues; follow it again with: coordinator watch {run}")
     return typer.Exit(130)
 
 
@@ -179,7 +179,7 @@ def _run_lines(info: pb.RunInfo) -> list[str | Table]:
 
 @command
 def status(client: Client) -> CommandResult:
-    """Show the silos and the runs that are not over."""
+    """Show the silos and the unfinished runs."""
     silos, runs = client.silos(), [r for r in client.runs() if r.state in ("waiting", "running", "paused")]
     shown: list[str | Table] = [tables.silos_table(silos.silos), *tables.alarms(silos.silos)]
     shown += [tables.runs_table(runs) if runs else "no run is under way"]
@@ -197,7 +197,7 @@ def runs(client: Client) -> CommandResult:
 
 @command
 def show(run: Run = "latest", *, client: Client) -> CommandResult:
-    """Show one run round by round, with who took part."""
+    """Show one run round by round, with the hospitals that took part."""
     detail = client.show(run)
     return CommandResult(detail_json(detail), detail_lines(detail))
 
@@ -223,7 +223,7 @@ def detail_lines(detail: pb.RunDetail) -> Iterator[str | Table]:
 
 @command
 def abort(run: Run, client: Client) -> CommandResult:
-    """Stop a run in any state; what was trained so far stays."""
+    """Stop a run in any state; trained rounds are kept."""
     return _reply(client.abort(run))
 
 
@@ -238,16 +238,16 @@ def resume(
     *,
     home: Place,
 ) -> CommandResult:
-    """Let a paused or failed run go on at its last closed round, and follow it. Silos that refused are asked again.
+    """Resume a paused or failed run after its last closed round, and follow it. Silos that refused are asked again.
 
-    A run that a crash or a stop of the service cut short needs no command: it goes on when the service is started.
+    A run that was interrupted by a crash or a stop of the service continues by itself when the service starts.
     """
     if quorum < 0:
         raise ConfigError("E-CFG-02", f"expected --quorum of 0 or more, found {quorum}: correct it")
     with closing(LeadClient.open(home)) as client:
         info = client.resume(run, quorum)
         if not as_json:
-            ERR.print(f"{info.run_id} goes on after {info.closed} of {info.rounds} rounds")
+            ERR.print(f"{info.run_id} continues after {info.closed} of {info.rounds} rounds")
         return _reply(info) if detach else _follow(client, info.run_id, as_json)
 
 
@@ -255,25 +255,26 @@ def resume(
 def exclude(
     run: Run,
     silo: Annotated[str, typer.Argument(help="The hospital's name.")],
-    readmit: Annotated[bool, typer.Option("--readmit", help="Include it again from the next round on.")] = False,
+    readmit: Annotated[bool, typer.Option("--readmit", help="Ask the hospital again from the next round on.")] = False,
     *,
     client: Client,
 ) -> CommandResult:
-    """Go on without a hospital: it is awaited no longer and asked for no further round. The quorum stays."""
+    """Exclude a hospital: it is no longer awaited, nor asked in further rounds. The quorum stays."""
     return _reply(client.exclude(run, silo, readmit))
 
 
 @command
 def withdraw(
     silo: Annotated[str, typer.Argument(help="The hospital's name.")],
-    preview: Annotated[bool, typer.Option("--preview", help="Show what would be done without doing it.")] = False,
+    preview: Annotated[bool, typer.Option("--preview", help="Show the effect without doing anything.")] = False,
     *,
     client: Client,
 ) -> CommandResult:
-    """Take a hospital's data out of the models: exactly where sums allow it, else name the runs and how to train anew.
+    """Remove a hospital's data from the models: exactly if sums allow it; otherwise name the runs to train anew.
 
-    The sums of `analytic` are exact, so that what is left is the model of a run that never had the hospital. It sends
-    its sums once more for that, from the same records. Say it again to see how far that is.
+    The sums of `analytic` are exact: without the hospital's part, the model equals that of a run that never had the
+    hospital. For this the hospital sends its sums once more, from the same records. Run the command again to see
+    progress.
     """
     retrained = [(one, anew(one)) for one in client.withdraw(silo, preview)]
     replies = [{**withdrawal_json(one), "retrain": command or None} for one, command in retrained]
@@ -281,7 +282,7 @@ def withdraw(
 
 
 def anew(withdrawal: pb.Withdrawal) -> str:
-    """Return the command that trains a run anew without a hospital; empty where no words say its configuration."""
+    """Return the command that trains a run anew without a hospital; empty if no words compose its configuration."""
     from coordinator.config.hydra_config import words_of
     from coordinator.config.run_spec import RunSpec
 
@@ -294,13 +295,13 @@ def anew(withdrawal: pb.Withdrawal) -> str:
 
 @command
 def extend(run: Run, hours: Annotated[float, typer.Option(help="How much longer.")], client: Client) -> CommandResult:
-    """Wait longer in the open round, for everybody who has not delivered."""
+    """Wait longer in the open round, for all hospitals that have not delivered."""
     return _reply(client.extend(run, hours))
 
 
 @command
 def silos(client: Client) -> CommandResult:
-    """List the enrolled hospitals, who is here, and open invitations."""
+    """List the enrolled hospitals, their connections, and open invitations."""
     reply = client.silos()
     invited = [f"{i.name} is invited until {local_time(i.expires_unix)}" for i in reply.invitations]
     return CommandResult(silos_json(reply), [tables.silos_table(reply.silos), *tables.alarms(reply.silos), *invited])

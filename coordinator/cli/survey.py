@@ -46,10 +46,10 @@ def survey(
     *,
     home: Place,
 ) -> CommandResult:
-    """Ask hospitals for counts of their records: classes, patients, sizes, ages. Each decides question by question.
+    """Ask hospitals for counts of their records: classes, patients, sizes, ages. Each hospital decides per question.
 
-    Nothing is asked of a hospital whose policy.toml names no questions ([survey] allow). Numbers of fewer than 10
-    patients are suppressed; with privacy=dp_record numbers are noisy, and each hospital's ledger pays for them once.
+    A hospital whose policy.toml allows no questions ([survey] allow) is not asked. Numbers of fewer than 10 patients
+    are suppressed. With privacy=dp_record, numbers are noisy, and each hospital's ledger is charged for them once.
     """
     from coordinator.lead.surveys import fetched
 
@@ -74,7 +74,7 @@ def survey(
 
 
 def _asked(client: LeadClient, words: list[str], by_hospital: bool, as_json: bool) -> str:
-    """Submit a survey and wait for its end; return its run's id."""
+    """Submit a survey and wait for its end; return its run id."""
     from coordinator.cli.runs import follow
     from coordinator.config.hydra_config import compose_spec
 
@@ -88,7 +88,7 @@ def _asked(client: LeadClient, words: list[str], by_hospital: bool, as_json: boo
 def survey_words(words: list[str], by_hospital: bool = False) -> list[str]:
     """Turn questions and `key=value` words into the words of a run; raises ConfigError as `parse_questions`.
 
-    A run has a model, which a survey never trains or sends: of images a small one stands for it.
+    A run needs a model, which a survey never trains or sends: for images, a small one fills the place.
     """
     questions = parse_questions(",".join(word for word in words if "=" not in word))
     more = [word for word in words if "=" in word]

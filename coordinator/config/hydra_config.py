@@ -1,4 +1,4 @@
-"""Composition of a run's configuration with Hydra; misspelt groups, choices and keys get the nearest valid name."""
+"""Composition of a run's configuration with Hydra; a misspelt group, choice or key gets the nearest valid name."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ CONFIGS = next(folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "co
 GROUPS = ("method", "data", "model", "federation", "privacy", "aggregator", "secagg", "experiment", "scale")
 _NONE = "none"
 _LARGE_SIDE = 64
-"""Pixels of an image's side from which on a ResNet has ImageNet's stem unless the run says otherwise."""
+"""Image side in pixels from which a ResNet gets ImageNet's stem, unless the run chooses one."""
 _CONTINUED = ("method", "data", "model", "privacy", "aggregator", "secagg")
 _CLASSES = {5: (2,), 10: (2, 3, 5, 10, 20, 30, 50), 50: (2, 3, 10), 100: (3, 10)}
 _RUN, _SIMULATION = "run", "simulation"
 _AGGREGATORS = {_RUN: aggregators.DEFAULT, _SIMULATION: aggregators.Mean.name}
-"""What updates become one by where no word says it (docs/adr/0059-simulations-average-and-runs-bound-updates.md)."""
+"""Default aggregators (docs/adr/0059-simulations-average-and-runs-bound-updates.md)."""
 _MASKS = {_RUN: AUTO, _SIMULATION: OFF}
-"""Whether masks hide single updates where no word says it: a run's, of three hospitals or more."""
+"""Default of secure aggregation: runs use it with three hospitals or more."""
 PARTITIONS = ("hospitals6", *(f"p{silos}c{n}" for silos, classes in _CLASSES.items() for n in classes))
-"""Partitions whose name says all; `federation=p7c3` names another one."""
+"""Partitions whose name is complete; names such as `federation=p7c3` are expanded."""
 
 
 def _store_dataclasses() -> None:
-    """Give Hydra the choices that are dataclasses or names, and so need no file."""
+    """Register the choices that are dataclasses or names, and so need no file, with Hydra."""
     store = ConfigStore.instance().store
     store("run_spec", _defaults(RunSpec) | {"train": _defaults(TrainConfig)})
     for name, method in programs().items():
@@ -85,13 +85,13 @@ _EXTENSIBLE = {"method": "method", "model": "model", "data": "data", "federation
 
 
 def _load_choice(group: str, word: str) -> str | None:
-    """Load the extension that a word names, and give Hydra a choice of its name; None where the word names none."""
+    """Load the extension that a word names, and register a choice of its name with Hydra; None without one."""
     name = loading.load(_EXTENSIBLE[group], word)
     if name is None:
         return None
     store, kind = ConfigStore.instance().store, registry.loaded(_EXTENSIBLE[group], name)
     options = {"name": name, **(_defaults(kind) if isinstance(kind, type) and is_dataclass(kind) else {})}
-    if group == "model" and "weights" not in options:  # else they are an option of its own
+    if group == "model" and "weights" not in options:  # otherwise they are an option of the extension
         options |= {"weights": _NONE, "weights_source": ""}
     if group == "method":
         schedule = dict(getattr(kind, "schedule", {}))
@@ -108,10 +108,10 @@ def _load_choice(group: str, word: str) -> str | None:
 
 
 def choices(group: str, config_dir: Path | None = None) -> list[str]:
-    """List what a group can be set to; config_dir: a folder of the user's own with files for the same groups."""
+    """List the choices of a group; config_dir: a folder of the user with files for the same groups."""
     folders = [CONFIGS / group, *([config_dir / group] if config_dir else [])]
     files = {file.name for folder in folders if folder.is_dir() for file in folder.iterdir()}
-    stored = {name for name in ConfigStore.instance().repo.get(group, {}) if ":" not in name}  # no extension's
+    stored = {name for name in ConfigStore.instance().repo.get(group, {}) if ":" not in name}  # not an extension's
     return sorted(name.removesuffix(".yaml") for name in files | stored)
 
 
@@ -119,11 +119,11 @@ def compose_spec(overrides: Sequence[str], config_dir: Path | None = None) -> Ru
     """Compose and check a configuration from `group=choice`, `key=value` and `+key=value` words.
 
     `+key=value` adds a key that the composed files do not have; RunSpec must know it. config_dir: a folder with the
-    user's own files, laid out as `configs/` (DIR/experiment/mine.yaml: experiment=mine), under names of their own.
-    A method, a model, data or a federation may also be an extension (`fl_core.extensions.loading`), which is imported:
-    these are words of somebody who sits at this machine. Raises ConfigError: E-CFG-01 for a word that is no override, a
-    key or a choice that does not exist, E-CFG-02 for a value of the wrong type or range; each names the nearest valid
-    word; as `loading.load`.
+    user's own files, laid out as `configs/` (DIR/experiment/mine.yaml: experiment=mine), under names of their own. A
+    method, a model, data or a federation may also be an extension (`fl_core.extensions.loading`), which is imported:
+    the words come from the user of this machine. Raises ConfigError: E-CFG-01 for a word that is no override, a key or
+    a choice that does not exist, E-CFG-02 for a value of the wrong type or range; each names the nearest valid word; as
+    `loading.load`.
     """
     return _composed_spec(_RUN, overrides, config_dir, {})
 
@@ -131,9 +131,9 @@ def compose_spec(overrides: Sequence[str], config_dir: Path | None = None) -> Ru
 def compose_simulation(
     overrides: Sequence[str], config_dir: Path | None = None, values: Mapping[str, object] | None = None
 ) -> RunSpec:
-    """Compose as `compose_spec`, for a simulation: where no word names an aggregator, updates are averaged.
+    """Compose as `compose_spec`, for a simulation: updates are averaged unless a word names an aggregator.
 
-    values: put over what the words composed, plain values of Python in place of `key=value` words.
+    values: plain Python values that override the composed ones, instead of `key=value` words.
     """
     return _composed_spec(_SIMULATION, overrides, config_dir, values or {})
 
@@ -164,7 +164,7 @@ def _composed_spec(
 
 
 def _merged(below: Mapping[str, object], above: Mapping[str, object], where: str = "") -> dict[str, object]:
-    """Put values over others of the same keys, nests key by key; raises ConfigError (E-CFG-01) on another key."""
+    """Merge values over others with the same keys, nested by key; raises ConfigError (E-CFG-01) on another key."""
     merged = dict(below)
     for key, value in above.items():
         if key not in below:
@@ -176,10 +176,10 @@ def _merged(below: Mapping[str, object], above: Mapping[str, object], where: str
 
 
 def compose_from(parent: RunSpec, overrides: Sequence[str]) -> RunSpec:
-    """Change a run's configuration by `key=value` words, for a run that goes on from it.
+    """Change a run's configuration by `key=value` words, for a run that continues it.
 
-    A choice of a group (`method=fedmr`) takes the place of the whole group and of nothing else. The hospitals are those
-    of today, unless `silos` names them. Raises ConfigError as `compose_spec`, and on choices of several groups at once.
+    A choice of a group (`method=fedmr`) replaces the whole group and nothing else. The hospitals are the present
+    members, unless `silos` names them. Raises ConfigError as `compose_spec`, and on choices of several groups at once.
     """
     words = [checked for word in overrides for checked in _validate_override(word)]
     keys = [word.partition("=")[0] for word in words]
@@ -209,14 +209,14 @@ def compose_from(parent: RunSpec, overrides: Sequence[str]) -> RunSpec:
 
 
 def words_of(spec: RunSpec) -> list[str]:
-    """Return words that compose a configuration, as few as say it; empty where none do: it names a file's weights."""
+    """Return the shortest list of words that compose a configuration; empty if none do: it names a file's weights."""
     plain = _plain(asdict(spec))
     groups = [f"{group}={plain[group]['name']}" for group in (*_CONTINUED, "federation")]
     try:
         differ = _different(_plain(asdict(compose_spec(groups))), plain)
         words = [*groups, *(f"{key}={written(value)}" for key, value in differ.items())]
         return words if compose_spec(words) == spec else []
-    except ConfigError:  # an extension of another machine, or a federation that is none of ours
+    except ConfigError:  # an extension of another machine, or an unknown federation
         return []
 
 
@@ -237,7 +237,7 @@ def _different(defaults: Mapping[str, Any], wanted: Mapping[str, Any], where: st
 
 
 def written(value: object) -> str:
-    """Write a value as Hydra's grammar reads it."""
+    """Write a value in Hydra's grammar."""
     if isinstance(value, list):
         return f"[{','.join(map(written, value))}]"
     if isinstance(value, str) and not re.fullmatch(r"[A-Za-z_][\w.-]*", value):
@@ -246,7 +246,7 @@ def written(value: object) -> str:
 
 
 def _move_weights(chosen: dict[str, object]) -> None:
-    """Take the weights that a run begins with out of its model's options, which are what the model is."""
+    """Move the starting weights out of the model's options, which define the model itself."""
     model = dict(chosen["model"])  # type: ignore[call-overload]
     if "weights_source" not in model:
         return
@@ -265,7 +265,7 @@ def _move_weights(chosen: dict[str, object]) -> None:
 
 
 def _choose_stem(chosen: dict[str, object]) -> None:
-    """Replace `auto`: larger images get the stem of ImageNet, since that of CIFAR takes ten times the memory."""
+    """Resolve `auto`: larger images get ImageNet's stem, since CIFAR's needs ten times the memory."""
     model, data = chosen["model"], chosen["data"]
     if isinstance(model, Mapping) and model.get("stem") == AUTO:
         side = _side(data) if isinstance(data, Mapping) else 0
@@ -273,12 +273,12 @@ def _choose_stem(chosen: dict[str, object]) -> None:
 
 
 def _side(data: Mapping[str, object]) -> int:
-    """Return the pixels of an image's side; 0 where examples are none, or the data set has no fixed size."""
+    """Return the image side in pixels; 0 for other examples, or data sets without a fixed size."""
     if isinstance(size := data.get("image_size"), int):
         return size
     try:
         shape = datasets.schema_of(str(data.get("name"))).shape
-    except ConfigError:  # said where the run is made
+    except ConfigError:  # reported when the run is created
         return 0
     return shape[-1] if len(shape) == 3 else 0
 
@@ -299,7 +299,7 @@ def _search_path(config_dir: Path | None) -> list[str]:
 
 
 def _check_config_dir(folder: Path) -> None:
-    """Refuse a folder that is none, and files under names of ours, which would never be read."""
+    """Refuse a missing folder, and files under built-in names, which would never be read."""
     if not folder.is_dir():
         raise ConfigError("E-CFG-02", f"--config-dir: expected a folder of configurations, found none at {folder}")
     for group in GROUPS:
@@ -313,7 +313,7 @@ def _check_config_dir(folder: Path) -> None:
 
 
 def _validate_override(word: str, config_dir: Path | None = None) -> list[str]:
-    """Check that a word is `key=value`, that its first key exists, and that a choice of a group does."""
+    """Check that a word is `key=value`, that its first key exists, and that a group has this choice."""
     match = re.fullmatch(r"(\+{0,2}|~)([\w./@]+)=(.*)", word, re.DOTALL)
     if match is None:
         raise ConfigError("E-CFG-01", f"expected KEY=VALUE, found {word!r}")
@@ -322,9 +322,9 @@ def _validate_override(word: str, config_dir: Path | None = None) -> list[str]:
         raise ConfigError("E-CFG-01", f"keys can be changed or added, not removed: write {key}={value}")
     _check_first_key(key, key.split(".")[0])
     if key not in GROUPS:
-        return [f"++{key}={value}" if prefix else word]  # also where it is there already
+        return [f"++{key}={value}" if prefix else word]  # also if the key exists already
     if value in (valid := choices(key, config_dir)):
-        return [f"{key}={value}"]  # each group is chosen already: there is nothing that a + could add
+        return [f"{key}={value}"]  # every group has a choice already, so + cannot add one
     if key == "federation" and (short := _federation(value)):
         return short
     if key in _EXTENSIBLE and (loaded := _load_choice(key, value)):
@@ -342,17 +342,17 @@ def _check_first_key(key: str, first: str) -> None:
 
 
 def _federation(value: str) -> list[str]:
-    """Expand a partition that has no file of its own, such as `p7c3` or `centers-1-2`; empty: it is none."""
+    """Expand a partition without a file, such as `p7c3` or `centers-1-2`; return empty if it is none."""
     if match := re.fullmatch(r"centers((?:-\d)+)", value):
         return ["federation=centers", f"federation.centers=[{','.join(match[1].split('-')[1:])}]"]
     if re.fullmatch(r"(p\d+c\d+|clients\d+|(dirichlet|persilo|label|iid|map|users)-\d)[\w.+-]*(@\d+)?", value):
-        base = value.partition("@")[0]  # another draw of a partition with a file of its own keeps what suits that
+        base = value.partition("@")[0]  # another draw of a partition with a file keeps that file's settings
         return [f"federation={base if base in choices('federation') else 'hospitals6'}", f"federation.name={value}"]
     return []
 
 
 def unreadable_word(error: Exception) -> str:
-    """Say what Hydra's grammar did not take, and how such a value is written."""
+    """Describe what Hydra's grammar did not accept, and how to write the value."""
     message = " ".join(str(error.__cause__ or error).split("\n")[0].split())
     ambiguous = re.match(r"Ambiguous value for argument '(.*)'", message)
     if ambiguous is not None:
@@ -382,9 +382,9 @@ def _explain(error: Exception, root: str, words: Sequence[str], config_dir: Path
 
 
 def with_schema(data: Mapping[str, object]) -> Mapping[str, object]:
-    """Put the columns that data.schema=FILE declares in the file's place, and its classes where none are named.
+    """Replace data.schema=FILE by the columns that the file declares, and set its classes if none are named.
 
-    Raises DataError (E-DATA-02, E-DATA-07) on a file that is none.
+    Raises DataError (E-DATA-02, E-DATA-07) on an invalid file.
     """
     file = data.get("schema")
     if not isinstance(file, str):

@@ -1,4 +1,4 @@
-"""From what the lead asks for to the frozen manifest: what can be refused is refused here, before round 0."""
+"""From the lead's configuration to the frozen manifest; invalid combinations are refused here, before round 0."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ from protos.consilium.v1 import federation_pb2 as pb
 from service_core.version import version
 
 IMAGES = {"folder", "manifest"}
-"""Two ways to lay out a hospital's own images: silos of both kinds fit one run."""
+"""Two layouts of a hospital's own images: silos of both kinds fit one run."""
 OWN = IMAGES | {"table"}
-"""What hospitals bring themselves; a simulation needs its path."""
+"""Data that hospitals bring themselves; a simulation needs their path."""
 _MAX_INTEGER = 2**53
 _OF_SPEC = (
     "train",
@@ -69,7 +69,7 @@ def schema_of(spec: RunSpec) -> Schema:
 
 
 def request_of(spec: RunSpec) -> DataRequest:
-    """Read what a run wants of its data; raises ConfigError (E-CFG-02)."""
+    """Read a run's data options; raises ConfigError (E-CFG-02)."""
     size, classes = spec.data.get("image_size"), spec.data.get("classes")
     if size is not None and not isinstance(size, int):
         raise ConfigError("E-CFG-02", f"expected data.image_size in pixels, found {size!r}")
@@ -84,7 +84,7 @@ def request_of(spec: RunSpec) -> DataRequest:
 
 
 def declared_columns(spec: RunSpec) -> tuple[Column, ...]:
-    """Read data.schema, columns by now: `config.table_schema` has read the file."""
+    """Return the columns of data.schema: `config.table_schema` has read the file."""
     try:
         return structure(_Columns, {"schema": spec.data.get("schema") or []}, "data").schema
     except ConversionError as error:
@@ -106,15 +106,15 @@ def manifest_from(
 ) -> RunManifest:
     """Freeze a run over the silos `names`, in this order.
 
-    sizes: what they declare of their size, for private runs   basic_only: those whose version knows no clinical metrics
-    examples: what they declare of their examples, for masked runs, 0 where one says nothing
-    dictionaries: what they tell of their label dictionaries, by name.
+    sizes: their declared sizes, for private runs   basic_only: those whose version knows no clinical metrics examples:
+    their declared numbers of examples, for masked runs; 0 if not declared dictionaries: their declared label
+    dictionaries, by name.
 
-    A run with record-level privacy takes the private form of its method, and the manifest says so.
-    Raises ConfigError when the method, the model, the data and the privacy profile do not go together; RefusedError
-    (E-PRIV-01) for a profile that this version does not know, (E-PRIV-20) on a number outside its range, (E-RUN-38) on
-    a model that cannot be trained in the memory that is free here, which the check of the layout does once. A start is
-    named by its weights alone: who has them completes it.
+    A run with record-level privacy uses the private form of its method, and the manifest states it. Raises ConfigError
+    if the method, the model, the data and the privacy profile do not fit together; RefusedError (E-PRIV-01) for an
+    unknown privacy profile, (E-PRIV-20) on a number outside its range, (E-RUN-38) on a model that cannot be trained in
+    the free memory of this machine, which the check of the layout does once. A start is named by its weights only:
+    whoever has them completes it.
     """
     schema = schema_of(spec)
     privacy, method = _choice(spec.privacy), _method_choice(spec, names, schema)
@@ -168,7 +168,7 @@ def manifest_from(
 
 
 def _secagg(spec: RunSpec, silos: int) -> Secagg | None:
-    """Return the terms of masks, None without; raises ConfigError (E-CFG-02) on what does not go together."""
+    """Return the terms of masks, None without; raises ConfigError (E-CFG-02) on an invalid combination."""
     terms = spec.secagg
     if terms.name == OFF:
         if terms != SecaggSpec():
@@ -181,22 +181,22 @@ def _secagg(spec: RunSpec, silos: int) -> Secagg | None:
             return None
         raise ConfigError(
             "E-CFG-02",
-            f"expected {MIN_MASKED} hospitals or more with secagg=on, since of two each knows the other from the sum, "
-            f"found {silos}: ask more, or set secagg=off",
+            f"expected {MIN_MASKED} hospitals or more with secagg=on, since two members could each read the other's "
+            f"part of the sum, found {silos}: ask more, or set secagg=off",
         )
     private = profiles.is_private(_choice(spec.privacy))
     if private and terms.min_contributors > 1:
         raise ConfigError(
             "E-CFG-08",
             f"expected secagg.min_contributors=1 in a private run, whose counts no census reads, found "
-            f"{terms.min_contributors}: leave it out; noise covers what a class of one hospital shows",
+            f"{terms.min_contributors}: leave it out; the noise protects a class of a single hospital",
         )
     census = spec.kind.trains and not private
     return Secagg(max(1, terms.min_contributors), terms.class_sums, terms.collusion, terms.min_sum, census)
 
 
 def _with_grid(run: CompiledRun, terms: SecaggSpec, examples: Sequence[DeclaredSize]) -> RunManifest:
-    """Complete a masked run by what its guards send and by the grid of its sums.
+    """Complete a masked run with its guards' messages and the grid of its sums.
 
     Raises ConfigError (E-CFG-08) on a part without a bound.
     """
@@ -221,9 +221,9 @@ def _largest(declared: Sequence[int]) -> float:
 
 
 def _method_choice(spec: RunSpec, names: Sequence[str], schema: Schema) -> NamedOptions:
-    """Return the method with all of its options, with prototypes off where no silo submits them.
+    """Return the method with all its options; prototypes are off if no silo submits them.
 
-    A run of several labels at once takes the method's form for them.
+    A run with several labels at once uses the method's form for them.
 
     Raises ConfigError (E-CFG-08; E-CFG-01 and E-CFG-02 on options).
     """
@@ -250,7 +250,7 @@ def _method_choice(spec: RunSpec, names: Sequence[str], schema: Schema) -> Named
 
 
 def _metrics(spec: RunSpec, schema: Schema, method: Method, privacy: NamedOptions, basic_only: Sequence[str]) -> str:
-    """Choose what evaluations measure; raises ConfigError (E-RUN-05) where silos cannot what was asked for."""
+    """Choose the metrics of evaluations; raises ConfigError (E-RUN-05) if silos cannot provide those requested."""
     if spec.metrics == CLINICAL and basic_only:
         raise ConfigError(
             "E-RUN-05",
@@ -264,29 +264,29 @@ def _metrics(spec: RunSpec, schema: Schema, method: Method, privacy: NamedOption
 
 
 def _extensions(method: NamedOptions, model: NamedOptions) -> tuple[Extension, ...]:
-    """Say what of a run is no code of ours: each hospital decides about it."""
+    """List the run's code that is not part of this software: each hospital decides about it."""
     identities = (registry.identity("method", method.name), registry.identity("model", model.name))
     return tuple(extension for extension in identities if extension is not None)
 
 
 def _model_choice(spec: RunSpec) -> NamedOptions:
-    """Return the model; raises ConfigError (E-CFG-02) where weights are still a file, which is the lead's to read."""
+    """Return the model; raises ConfigError (E-CFG-02) if weights are still a file, which the lead must read."""
     choice = _choice(spec.model)
     if spec.weights_file:
         raise ConfigError(
             "E-CFG-02",
-            f"expected weights by their digest, found model.weights={spec.weights_file!r}: such a file is read by "
-            "`coordinator run` and `coordinator simulate` alone",
+            f"expected weights by their digest, found model.weights={spec.weights_file!r}: only `coordinator run` "
+            "and `coordinator simulate` read such a file",
         )
     return NamedOptions(choice.name, stated_options(choice.name, choice.options))
 
 
 def _aggregator(spec: RunSpec) -> NamedOptions:
-    """Name the aggregator with the numbers that a manifest does not mean without them."""
+    """Return the aggregator with those options that a manifest does not imply."""
     chosen = _choice(spec.aggregator)
     meant, unsaid = aggregators.read(chosen.name, chosen.options), aggregators.read_written(chosen.name, {})
-    said = {f.name: getattr(meant, f.name) for f in fields(meant)}
-    return NamedOptions(chosen.name, {key: value for key, value in said.items() if value != getattr(unsaid, key)})
+    options = {f.name: getattr(meant, f.name) for f in fields(meant)}
+    return NamedOptions(chosen.name, {key: value for key, value in options.items() if value != getattr(unsaid, key)})
 
 
 def _members(
@@ -296,7 +296,7 @@ def _members(
     examples: Sequence[DeclaredSize] = (),
     dictionaries: Mapping[str, Dictionary] | None = None,
 ) -> tuple[RunMember, ...]:
-    """Draw who submits prototypes. Only a private or masked run keeps the declared sizes; 0: no usable one."""
+    """Draw the silos that submit prototypes. Only private and masked runs store declared sizes; 0: not usable."""
     declared = None
     if sizes is not None and profiles.is_private(_choice(spec.privacy)):
         declared = [_units(n) for n in sizes]
@@ -311,10 +311,10 @@ def _units(declared: float) -> int:
 
 def _choice(group: Mapping[str, object]) -> NamedOptions:
     options: dict[str, Option] = {}
-    for key, given in group.items():
+    for key, option in group.items():
         if key == "name":
             continue
-        value = list(given) if isinstance(given, tuple) else given
+        value = list(option) if isinstance(option, tuple) else option
         if not isinstance(value, str | int | float | bool | list | None):
             raise ConfigError("E-CFG-02", f"expected a plain value for {group['name']}.{key}, found {value!r}")
         options[key] = value
@@ -322,7 +322,7 @@ def _choice(group: Mapping[str, object]) -> NamedOptions:
 
 
 def build_manifest(spec_json: str, silos: Sequence[pb.SiloInfo]) -> RunManifest:
-    """Freeze what a lead submitted over the silos that fit; what `Lead.Submit` calls."""
+    """Freeze a lead's configuration over the silos that fit; called by `Lead.Submit`."""
     spec = RunSpec.from_json(spec_json)
     names, data = select_silos(spec, silos), {s.name: s.data for s in silos}
     older = [name for name in names if CLINICAL not in data[name].metrics]
@@ -340,12 +340,11 @@ def build_manifest(spec_json: str, silos: Sequence[pb.SiloInfo]) -> RunManifest:
 
 
 def select_silos(spec: RunSpec, silos: Sequence[pb.SiloInfo]) -> list[str]:
-    """Return the silos that the spec names (online or not), or all that are online with fitting data, in natural order.
+    """Return the silos that the spec names (online or not), or all online ones with fitting data, in natural order.
 
-    Those that evaluate models and train none are among all of them where the run trains nothing: an evaluation or a
-    survey.
+    Validation-only silos are included if the run trains nothing: an evaluation or a survey.
 
-    Raises ConfigError (E-RUN-05) for a name that is not enrolled or serves other data, and when none is left.
+    Raises ConfigError (E-RUN-05) for a name that is not enrolled or serves other data, and if none is left.
     """
     kind = str(spec.data["name"])
     fitting = {s.name: s.state for s in silos if s.data.name == kind or {s.data.name, kind} == IMAGES}
@@ -368,5 +367,5 @@ def select_silos(spec: RunSpec, silos: Sequence[pb.SiloInfo]) -> list[str]:
 
 
 def natural_sort_key(name: str) -> list[tuple[int, str]]:
-    """Order names as people do: hospital2 before hospital10."""
+    """Order names naturally: hospital2 before hospital10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.findall(r"\d+|\D+", name)]

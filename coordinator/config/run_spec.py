@@ -1,4 +1,4 @@
-"""What the lead asks for: a run before anybody has agreed to it. Plain data, no Hydra."""
+"""A lead's configuration of a run, before it is frozen. Plain data, no Hydra."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fl_core.validate import Count, Positive, PositiveOrInfinite, between, bound
 
 AUTO = "auto"
 WEIGHTS = ("weights_file", "weights_source", "weights")
-"""Fields that are no keys of their own, and are left out of the JSON where they say nothing."""
+"""Fields that are no keys of their own, and are left out of the JSON if they are empty."""
 
 
 OFF, ON = "off", "on"
@@ -29,13 +29,13 @@ MASKING = (AUTO, ON, OFF)
 
 @dataclass(frozen=True, slots=True)
 class SecaggSpec:
-    """Whether masks hide single updates, and on which terms; a configuration without it is one without masks.
+    """Whether masks hide single updates, and their terms; a configuration without it has no masks.
 
     Attributes:
-        name: "on", "off", or "auto": on where three hospitals or more take part, and refused where it cannot be
-        ring: of the sum, "ring32" or "ring64", whose words are twice as long and hold what has no bound; "auto": ring32
-            unless the method needs the other
-        min_contributors: hospitals that rows of a class are sums over at least; 1: any number; 0, as 0.1.0 wrote: 1
+        name: "on", "off", or "auto": on with three hospitals or more, and an error if masks are impossible then
+        ring: of the sum, "ring32" or "ring64", whose words are twice as long and need no bounds; "auto": ring32 unless
+            the method needs the other
+        min_contributors: minimum of hospitals in the sums of a class's rows; 1: any number; 0, as 0.1.0 wrote: 1
         class_sums, collusion, min_sum: see `fl_core.types.secagg.Secagg`
     """
 
@@ -52,29 +52,29 @@ class SecaggSpec:
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """A composed configuration. The mappings of the groups hold `name` and the options of that choice.
+    """A composed configuration. The mappings of the groups have `name` and the options of that choice.
 
     Attributes:
         name: shown instead of a generated one
         cohort: silos per round, 0 for all
         quorum: silos that must deliver before a round closes, 0 for two thirds of the cohort
         deadline_s: seconds after which a round closes with the quorum, or the run pauses
-        patience_s: seconds for which every connected silo is awaited at least
+        patience_s: minimum seconds for which every connected silo is awaited
         prototype_share: share of the silos that submit prototypes, 0 for none
         threads: CPU threads of local training, 0 for the machine's own number
-        rounds: of training; 0 measures the model that the run starts from, and trains nothing
+        rounds: of training; 0 measures the start model, without training
         personal: also measure personal models (PA, PM, fairness), after every round's training
         by_hospital: ask hospitals to show their own part of the closing evaluation; as `EvaluationTerms.by_hospital`
-        own: the run whose models hospitals keep, measured beside; as `EvaluationTerms.beside`
+        own: the run whose local models are measured as well; as `EvaluationTerms.beside`
         lost_state: refuse or restart, see `RunManifest`
         silos: the roster, by name; None for every enrolled silo whose data fits
-        aggregator: how a round's updates become one
+        aggregator: how a round's updates are aggregated
         secagg: whether masks hide single updates
-        metrics: what evaluations measure, "basic" or "clinical"; "auto" is clinical where the run's classes, silos and
-            privacy allow it
-        weights_file, weights_source: `model.weights` and `model.weights_source`, a file of the lead's and where it came
-            from, until `coordinator.config.weights` has read it
-        weights: what it held, by digest
+        metrics: of evaluations, "basic" or "clinical"; "auto" is clinical if the run's classes, silos and privacy
+            allow it
+        weights_file, weights_source: `model.weights` and `model.weights_source`, a file of the lead and its origin,
+            until `coordinator.config.weights` has read it
+        weights: its contents, by digest
 
     Raises ConfigError (E-CFG-02, E-CFG-01) on a number out of range or a group without a name.
     """
@@ -115,17 +115,17 @@ class RunSpec:
         for name in WEIGHTS:
             if not raw[name]:
                 del raw[name]
-        if not self.by_hospital:  # nor an older one such results
+        if not self.by_hospital:  # an older coordinator knows no such results either
             del raw["by_hospital"]
         if not self.own:
             del raw["own"]
-        if self.secagg == SecaggSpec():  # an older coordinator knows no masks, and is asked for none
+        if self.secagg == SecaggSpec():  # an older coordinator knows no masks
             del raw["secagg"]
         return json.dumps(raw, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> RunSpec:
-        """Read what `to_json` wrote; raises ConfigError as `from_mapping`."""
+        """Read the output of `to_json`; raises ConfigError as `from_mapping`."""
         try:
             return cls.from_mapping(parse_json(text))
         except ConversionError as error:
@@ -133,7 +133,7 @@ class RunSpec:
 
     @classmethod
     def from_mapping(cls, raw: object) -> RunSpec:
-        """Check plain values; raises ConfigError: E-CFG-01 on an unknown key, E-CFG-02 on what is missing or wrong."""
+        """Check plain values; raises ConfigError: E-CFG-01 on an unknown key, E-CFG-02 on missing or invalid values."""
         try:
             return structure(cls, raw, "")
         except ConversionError as error:

@@ -1,7 +1,7 @@
-"""`model.weights=FILE`: weights from a file of the lead's become an object that a run names by its digest.
+"""`model.weights=FILE`: weights from a file of the lead become an object that a run names by its digest.
 
-The file is read once, by the lead's command or the simulation. What travels is the object alone: float tensors under
-the model's own names. Neither configuration nor manifest has the file's path.
+The file is read once, by the lead's command or the simulation. Only the object is sent: float tensors under the model's
+names. Neither configuration nor manifest contains the file's path.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from protos.wire import codec
 
 @dataclass(frozen=True, slots=True)
 class TakenWeights:
-    """Weights that a model takes from a file, and what a manifest says of them."""
+    """Weights that a model takes from a file, and their description in the manifest."""
 
     tensors: Tensors
     named: Weights
 
 
 def without_file(spec: RunSpec) -> RunSpec:
-    """Return a configuration that names no file of weights."""
+    """Return a configuration without a file of weights."""
     return replace(spec, weights_file="", weights_source="")
 
 
 def take(spec: RunSpec) -> tuple[RunSpec, TakenWeights | None]:
-    """Read the weights that a configuration names; return it with their digest in the place of their path.
+    """Read the weights file of a configuration; return the configuration with their digest instead of the path.
 
-    Raises ConfigError (E-CFG-02) on a file that is not what the model takes.
+    Raises ConfigError (E-CFG-02) on a file that does not fit the model.
     """
     if not spec.weights_file:
         return spec, None
@@ -56,7 +56,7 @@ def take(spec: RunSpec) -> tuple[RunSpec, TakenWeights | None]:
 
 @contextmanager
 def written(taken: TakenWeights) -> Iterator[Path]:
-    """Write the object that silos fetch to a file, which is gone after the block."""
+    """Write the object that silos fetch to a temporary file, deleted after the block."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "weights"
         codec.write_weights(taken.tensors, file)

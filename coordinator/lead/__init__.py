@@ -1,7 +1,7 @@
-"""What runs have brought, as a lead sees it. Only export needs torch; the page stands on it too.
+"""A lead's view of runs. Only export needs torch; the page uses this package too.
 
 client.py          commands to the running service
-accuracy.py        what was measured, in messages: estimates with their intervals, clinical metrics
+accuracy.py        measurements in messages: estimates with their intervals, clinical metrics
 as_json.py         runs, rounds and hospitals for machines
 tables.py          the same for people: tables and sentences
 watcher.py         live progress of a run, with its curve

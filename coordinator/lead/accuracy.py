@@ -1,4 +1,4 @@
-"""What was measured, in messages to a lead: accuracies with the intervals of their noise, and clinical metrics."""
+"""Measurements in messages to a lead: accuracies with the intervals of their noise, and clinical metrics."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def set_estimates(info: pb.RunInfo, rounds: Sequence[Sums]) -> None:
 
 
 def best_of(rounds: Sequence[Sums]) -> Estimate:
-    """Estimate the best accuracy of a run's models, without the one before round 1. rounds: of all of them."""
+    """Estimate the best accuracy of a run's models, without the model before round 1. rounds: all of them."""
     return uncertainty.best(rounds[1:] or rounds)
 
 
 def set_balanced(info: pb.RunInfo, newest: Sums, several_labels: bool = False) -> None:
-    """Set the balanced accuracy of a run's newest evaluation, and among how many answers guessing chooses.
+    """Set the balanced accuracy of a run's newest evaluation, and the number of answers that guessing chooses from.
 
     newest: as `balanced_sums`
     """
@@ -67,29 +67,29 @@ def newest_balanced(info: pb.RunInfo) -> Estimate:
 
 
 def coverage(info: pb.RunInfo) -> ClassCoverage:
-    """Return which classes a run teaches and tests, as far as that is known."""
+    """Return the classes that a run trains and tests, as far as known."""
     return ClassCoverage.of({name: getattr(info.coverage, name) for name in info.coverage.DESCRIPTOR.fields_by_name})
 
 
 def balanced_text(info: pb.RunInfo) -> str:
-    """Write the newest balanced accuracy of a run, with the classes that it is over."""
+    """Describe the newest balanced accuracy of a run, with its classes."""
     value = newest_balanced(info)
     return f"{value.text()}{'' if value.point is None else coverage(info).over()}"
 
 
 def chance(info: pb.RunInfo) -> float | None:
-    """Return the balanced accuracy of guessing; None where nothing was tested."""
+    """Return the balanced accuracy of guessing; None if nothing was tested."""
     return 1 / info.guessed_among if info.guessed_among else None
 
 
 def noise_of(info: pb.RoundInfo) -> EvaluationNoise | None:
-    """Return the noise on a round's sums; None where they are counts."""
+    """Return the noise on a round's sums; None if they are counts."""
     noise = info.noise
     return EvaluationNoise(noise.std, noise.draws, noise.suppressed) if info.HasField("noise") else None
 
 
 def result_of(info: pb.RoundInfo) -> EvaluationResult:
-    """Read what a round measured of the model before its training; raises as `clinical_of`."""
+    """Read a round's measurement of the model before its training; raises as `clinical_of`."""
     return EvaluationResult(
         tuple(info.correct),
         tuple(info.examples),
@@ -115,7 +115,7 @@ def clinical_message(clinical: ClinicalMetrics) -> pb.ClinicalMetrics:
 
 
 def clinical_of(info: pb.RoundInfo) -> ClinicalMetrics | None:
-    """Read a round's; None where none were measured. Raises ProtocolError (E-WIRE-06) on what no evaluation gives."""
+    """Read a round's clinical metrics, None without any; raises ProtocolError (E-WIRE-06) on impossible values."""
     return _clinical(info, info.several_labels)
 
 
@@ -149,13 +149,13 @@ def own_message(models: OwnModels) -> pb.OwnModels:
 
 
 def own_of(info: pb.RoundInfo | pb.HospitalResult) -> OwnModels | None:
-    """Read what is known of hospitals' own models; raises ProtocolError (E-WIRE-06) on what no evaluation gives."""
+    """Read the results of hospitals' local models; raises ProtocolError (E-WIRE-06) on impossible values."""
     if not info.HasField("own"):
         return None
     counts = info.own
-    own, measured, examples = (tuple(v) for v in (counts.own, counts.measured, counts.examples))
-    sound = len(own) == len(measured) == len(examples) == len(info.correct) and all(
-        0 <= right <= of < math.inf for rights in (own, measured) for right, of in zip(rights, examples, strict=True)
+    local, measured, examples = (tuple(v) for v in (counts.own, counts.measured, counts.examples))
+    sound = len(local) == len(measured) == len(examples) == len(info.correct) and all(
+        0 <= right <= of < math.inf for rights in (local, measured) for right, of in zip(rights, examples, strict=True)
     )
     areas = abs(counts.difference) <= counts.images < math.inf and 0 <= counts.square <= counts.images**2
     if not (sound and areas):
@@ -164,7 +164,7 @@ def own_of(info: pb.RoundInfo | pb.HospitalResult) -> OwnModels | None:
             f"expected two models' counts of {len(info.correct)} classes, found numbers that no evaluation gives: both "
             "sides must run one version",
         )
-    return OwnModels(own, measured, examples, counts.images, counts.difference, counts.square)
+    return OwnModels(local, measured, examples, counts.images, counts.difference, counts.square)
 
 
 def result_messages(results: Mapping[str, HospitalResult]) -> list[pb.HospitalResult]:
@@ -181,7 +181,7 @@ def result_messages(results: Mapping[str, HospitalResult]) -> list[pb.HospitalRe
 
 
 def results_of(info: pb.RoundInfo) -> dict[str, HospitalResult]:
-    """Read what hospitals let be shown of their own; raises ProtocolError (E-WIRE-06) on what no evaluation gives."""
+    """Read the results that hospitals show under their names; raises ProtocolError (E-WIRE-06) on impossible values."""
     results = {}
     for result in info.by_hospital:
         counts = list(zip(result.correct, result.examples, strict=False))
@@ -199,14 +199,14 @@ def results_of(info: pb.RoundInfo) -> dict[str, HospitalResult]:
 
 
 def no_clinical(info: pb.RoundInfo, metrics: str) -> str:
-    """Say why a round has accuracies alone; empty where its run asks for no more."""
+    """Explain why a round has only accuracies; empty if its run asks for no more."""
     if info.HasField("noise"):
         return clinical_report.NOT_MEASURED
     return clinical_report.NOT_SENT if metrics == CLINICAL else ""
 
 
 def sums_json(correct: Sequence[float], examples: Sequence[float], noise: EvaluationNoise | None) -> dict[str, object]:
-    """Return the sums as they were released, per class, with the standard deviation of their noise; null: no number."""
+    """Return the released sums per class, with the standard deviation of their noise; null: no number."""
     std = noise.std * math.sqrt(noise.draws) if noise else 0.0
     counts = {"correct": [_number(v) for v in correct], "examples": [_number(v) for v in examples]}
     return {**counts, "noise_std": _number(std)}

@@ -1,4 +1,4 @@
-"""Runs, rounds, events and hospitals as JSON objects: what `--json` prints of a message of the service."""
+"""Runs, rounds, events and hospitals as JSON objects: the output of `--json`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _RUN_FIELDS = (
 
 
 def run_json(info: pb.RunInfo) -> Mapping[str, object]:
-    """Convert a run; numbers that noise hides are null, others have the interval of their noise."""
+    """Convert a run; numbers hidden by noise are null, others have the interval of their noise."""
     return {
         "run": info.run_id,
         **{name: getattr(info, name) for name in _RUN_FIELDS},
@@ -48,7 +48,7 @@ def run_json(info: pb.RunInfo) -> Mapping[str, object]:
 
 
 def waiting_json(waiting: pb.Waiting) -> Mapping[str, object]:
-    """Turn an open round into a JSON object."""
+    """Convert an open round."""
     return {
         "round": waiting.round,
         "there": waiting.there,
@@ -62,11 +62,11 @@ def waiting_json(waiting: pb.Waiting) -> Mapping[str, object]:
 
 
 _OWN_FORM = {"kind", "correct", "examples", "personal", "medians", "clinical", "added", "by_hospital", "own"}
-"""Of a round's record; every other field is written as it is, and what withdrawals are checked by is not."""
+"""Fields of a round's record with another form in the JSON; all others are copied, except the data of withdrawals."""
 
 
 def round_json(info: pb.RoundInfo) -> Mapping[str, object]:
-    """Convert a round. correct, examples: sums as they were released, with noise of standard deviation noise_std."""
+    """Convert a round. correct, examples: the released sums, with noise of standard deviation noise_std."""
     clinical = accuracy.clinical_of(info)
     return {
         **{f.name: _plain(getattr(info, f.name)) for f in fields(RoundRecord) if f.name not in _OWN_FORM},
@@ -90,12 +90,12 @@ def _plain(value: Any) -> object:  # noqa: ANN401 - of a message
 
 
 def by_hospital_json(info: pb.RoundInfo) -> Mapping[str, object]:
-    """Convert what is known of single hospitals, and of their own models; empty in runs that ask for neither."""
+    """Convert results of single hospitals, and of their local models; empty in runs that ask for neither."""
     results = accuracy.results_of(info)
-    own = accuracy.own_of(info)
+    local = accuracy.own_of(info)
     return {
         **({"by_hospital": hospital_results.facts(results, several_labels=info.several_labels)} if results else {}),
-        **({"own_models": hospital_results.own_facts(own)} if own is not None else {}),
+        **({"own_models": hospital_results.own_facts(local)} if local is not None else {}),
     }
 
 
@@ -116,13 +116,13 @@ def silo_json(info: pb.SiloInfo) -> Mapping[str, object]:
 
 
 def activity(silo: pb.SiloInfo) -> str:
-    """Return the word for what a silo does; one that a later version knows counts as not said."""
+    """Return the word for a silo's activity; unknown ones, of a later version, count as none."""
     activity = silo.activity if silo.activity in pb.Activity.values() else pb.ACTIVITY_UNSPECIFIED
     return pb.Activity.Name(activity).lower()
 
 
 def software_json(builds: Mapping[str, str]) -> Mapping[str, object]:
-    """Convert what sides a run had, by software. builds: as in `RunDetail`."""
+    """Convert the software of a run's sides. builds: as in `RunDetail`."""
     return {"coordinator": builds.get(""), "silos": {name: text for name, text in sorted(builds.items()) if name}}
 
 
@@ -155,7 +155,7 @@ def event_json(event: pb.Event) -> dict[str, object]:
 
 
 def start_json(manifest: str) -> Mapping[str, object] | None:
-    """Say from which run or weights a run started; None where it began with fresh weights. manifest: JSON."""
+    """Return the run or weights that a run started from; None for fresh weights. manifest: JSON."""
     start = json.loads(manifest).get("start")
     names = ("run", "rounds", "model", "private", "weights")
     return start and {name: start[name] for name in names if name in start}

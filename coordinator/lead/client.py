@@ -29,20 +29,20 @@ from service_core.storage.private_files import Credentials
 from service_core.tls import connect
 
 ADDRESS_FILE = "service.json"
-"""Where the service listens, in its home; written once it does."""
+"""The service's address, in its home; written when it listens."""
 Response = TypeVar("Response")
 MAIN_LEAD, LEAD_ENV = "lead", "CONSILIUM_LEAD"
 _DEADLINE_S = 20.0
-_SUBMIT_DEADLINE_S = 120.0  # the service builds the model and runs it dry once
+_SUBMIT_DEADLINE_S = 120.0  # the service builds the model and does a dry run
 _WATCH_RETRY_S = 1.0
 _WATCH_PATIENCE_S = 120.0
 _DAMAGED = 2
-"""Uploads that are begun anew because other bytes arrived."""
+"""Restarts of an upload after damaged bytes."""
 _LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - where a service on all addresses is reached from here
 
 
 def is_live(event: pb.Event) -> bool:
-    """Tell whether an event says what silos do now: it is not stored, and comes after all that are."""
+    """Tell whether an event is live: it is not stored, and comes after all stored ones."""
     return event.kind == "silo" and not event.silo
 
 
@@ -59,11 +59,11 @@ def credentials_of(home: Path, lead: str | None = None) -> Credentials:
 
 
 _PAGE = 50
-"""Runs that are asked for at once."""
+"""Runs requested per page."""
 
 
 class LeadClient:
-    """Commands to a running coordinator. Every error is a FederationError, also that of a failed connection."""
+    """Commands to a running coordinator. Every error is a FederationError, also of a failed connection."""
 
     def __init__(self, address: Address, credentials: Credentials) -> None:
         self.address = address
@@ -76,10 +76,10 @@ class LeadClient:
 
     @classmethod
     def open(cls, home: Path, lead: str | None = None) -> LeadClient:
-        """Connect to the service that runs on a home, as a lead whose certificate is there.
+        """Connect to a home's service as a lead whose certificate is in it.
 
-        lead: whose; else the one that CONSILIUM_LEAD names, else the one that `coordinator init` made.
-        Raises UnavailableError (E-NET-01) when no service runs there; ConfigError (E-ID-11) without a certificate.
+        lead: whose; otherwise the one in CONSILIUM_LEAD, otherwise the one that `coordinator init` made. Raises
+        UnavailableError (E-NET-01) if no service runs there; ConfigError (E-ID-11) without a certificate.
         """
         credentials = credentials_of(home, lead)
         try:
@@ -95,10 +95,10 @@ class LeadClient:
         self._channel.close()
 
     def send_weights(self, digest: str, file: Path) -> None:
-        """Send weights until the service has them all; after a cut only what is missing.
+        """Send weights until the service has them all; after an interruption only missing bytes.
 
-        Raises UnavailableError when no byte gets through for two minutes; ProtocolError (E-WIRE-01) where the service
-        is of a version that takes none.
+        Raises UnavailableError if no byte gets through for two minutes; ProtocolError (E-WIRE-01) if the service's
+        version accepts none.
         """
         size, best, since, damaged = file.stat().st_size, -1, time.monotonic(), 0
         while True:
@@ -111,9 +111,7 @@ class LeadClient:
                 with self._errors():
                     self._put_weights(read_chunks(file, digest, have))
             except ProtocolError as error:
-                damaged += (
-                    1  # or, with E-WIRE-06, open no longer: another console of this lead may have brought the rest
-                )
+                damaged += 1  # or, with E-WIRE-06, no longer open: another console of this lead may have sent the rest
                 if error.code not in ("E-WIRE-04", "E-WIRE-06") or damaged > _DAMAGED:
                     raise
             except UnavailableError:
@@ -144,19 +142,19 @@ class LeadClient:
         return self._call(self._lead.Abort, pb.RunQuery(run_id=run))
 
     def resume(self, run: str, quorum: int = 0) -> pb.RunInfo:
-        """Let a paused or failed run go on; raises StateError (E-RUN-11) when it is neither. quorum: 0: as before."""
+        """Resume a paused or failed run; raises StateError (E-RUN-11) if it is neither. quorum: 0: as before."""
         return self._call(self._lead.Resume, pb.ResumeRequest(run_id=run, quorum=quorum))
 
     def exclude(self, run: str, silo: str, readmit: bool = False) -> pb.RunInfo:
-        """Go on without a silo, or ask it again."""
+        """Exclude a silo from a run, or readmit it."""
         return self._call(self._lead.Exclude, pb.ExcludeRequest(run_id=run, silo=silo, readmit=readmit))
 
     def extend(self, run: str, hours: float) -> pb.RunInfo:
-        """Give the open round more time; raises StateError (E-RUN-11) when none is open."""
+        """Extend the open round; raises StateError (E-RUN-11) if none is open."""
         return self._call(self._lead.Extend, pb.ExtendRequest(run_id=run, hours=hours))
 
     def withdraw(self, silo: str, preview: bool = False) -> Sequence[pb.Withdrawal]:
-        """Take a hospital's sums out of the models that can be without them. preview: say what would be done."""
+        """Remove a hospital's sums from the models that allow it. preview: only describe it."""
         request = pb.WithdrawRequest(silo=silo, preview=preview)
         return self._call(self._lead.Withdraw, request, _SUBMIT_DEADLINE_S).withdrawals
 
@@ -164,7 +162,7 @@ class LeadClient:
         return self._call(self._lead.Silos, pb.SilosRequest())
 
     def health(self) -> HealthAnswer:
-        """Ask whether the service can do its work, what time it has and of which version it is."""
+        """Ask for the service's health, time and version."""
         with self._errors():
             return ask(self._channel)
 
@@ -191,16 +189,16 @@ class LeadClient:
             threading.Event().wait(_WATCH_RETRY_S)
 
     def events(self, run: str, after: int = 0) -> list[pb.Event]:
-        """Return what has happened in a run so far, from an event number on."""
+        """Return a run's events so far, from an event number on."""
         with self._errors():
             call = self._lead.Watch(pb.WatchRequest(run_id=run, after=after), timeout=_DEADLINE_S)
             try:
-                return list(takewhile(lambda event: not is_live(event), call))  # then all that is stored has come
+                return list(takewhile(lambda event: not is_live(event), call))  # then all stored events have arrived
             finally:
                 call.cancel()
 
     def fetch(self, digest: str, path: Path, limit: int) -> None:
-        """Write an object to a file; raises ProtocolError (E-WIRE-04) when other bytes arrive, or more than `limit`."""
+        """Write an object to a file; raises ProtocolError (E-WIRE-04) if other bytes arrive, or more than `limit`."""
         have = 0
         try:
             with path.open("wb") as file, self._errors():
@@ -233,7 +231,7 @@ class LeadClient:
             return UnavailableError("E-NET-01", f"the call failed: {error}")
         answer = status.from_status(error.code().name, error.details())
         if isinstance(answer, ProtocolError) and not answer.code.startswith("E-WIRE"):
-            answer = ConfigError(answer.code, answer.message)  # the same status on the wire; what the caller asked for
+            answer = ConfigError(answer.code, answer.message)  # has the same status, but the caller asked for it
         if answer.code != "E-NET-01" or error.code() is not grpc.StatusCode.UNAVAILABLE:
             return answer
         mine, address = self._credentials, self.address

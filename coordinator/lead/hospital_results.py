@@ -28,12 +28,12 @@ _Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 @dataclass(frozen=True, slots=True)
 class ComparableHospitals:
-    """The hospitals that can be held against each other.
+    """The hospitals that can be compared.
 
-    compared: their balanced accuracies over `classes`, the positions of those that all of them have
-    lowest, gap: the hospital with the lowest, and by how much the highest is ahead; None of fewer than two
-    interval: of the gap   cannot_rank: why the order may be chance; empty where it is told apart.
-    Guarantees: of hospitals at which a model does equally well, at most one evaluation in 20 ranks any.
+    compared: their balanced accuracies over `classes`, the positions of the classes that all of them have lowest, gap:
+    the hospital with the lowest, and the distance to the highest; None with fewer than two interval: of the gap
+    cannot_rank: why the order may be chance; empty if it is not. Guarantees: if a model does equally well everywhere,
+    at most one evaluation in 20 ranks hospitals.
     """
 
     compared: Mapping[str, float]
@@ -52,7 +52,7 @@ class ComparableHospitals:
         return f"cannot rank: {low}; {self.cannot_rank}" if self.cannot_rank else low
 
     def facts(self) -> dict[str, object]:
-        """Write it for machines."""
+        """Return it for machines."""
         return {
             "compared_classes": list(self.classes),
             "balanced_accuracy": dict(self.compared),
@@ -64,9 +64,9 @@ class ComparableHospitals:
 
 
 def standing(results: Mapping[str, HospitalResult], *, several_labels: bool = False) -> ComparableHospitals:
-    """Hold hospitals against each other; see the module for when they are ranked."""
+    """Compare hospitals; see the module for when they are ranked."""
     enough = {name: result for name, result in results.items() if sum(result.examples) >= FEW}
-    if several_labels:  # of which right answers say little: most are right where nothing is
+    if several_labels:  # raw accuracy says little here: most labels are absent, and absent ones are easy
         enough = {name: result for name, result in enough.items() if result.clinical is not None}
     if len(enough) < 2:
         few = f" ({len(results) - len(enough)} with fewer)" if len(enough) < len(results) else ""
@@ -89,7 +89,7 @@ def standing(results: Mapping[str, HospitalResult], *, several_labels: bool = Fa
 
 
 def _counts(result: HospitalResult, c: int) -> list[tuple[float, float]]:
-    """Return right answers, and of how many, of a class, or of a label where it was found and where not."""
+    """Return correct answers and examples of a class, or of a label where it is present and where it is absent."""
     if result.clinical is not None and (labels := result.clinical.labels):
         return [(labels[c].tp, labels[c].there), (labels[c].tn, labels[c].absent)]
     return [(result.correct[c], result.examples[c])]
@@ -112,11 +112,11 @@ def head() -> tuple[str, ...]:
 
 
 def rows(results: Mapping[str, HospitalResult], *, several_labels: bool = False) -> Iterator[tuple[str, ...]]:
-    """Yield a row per hospital under `head`, by name."""
-    for name, found in sorted(results.items()):
-        tested, present = sum(found.examples), sum(n > 0 for n in found.examples)
+    """Yield a row per hospital, in the columns of `head`, by name."""
+    for name, shown in sorted(results.items()):
+        tested, present = sum(shown.examples), sum(n > 0 for n in shown.examples)
         guessed_among = 2 if several_labels else present
-        result = _result(found, several_labels)
+        result = _result(shown, several_labels)
         first, *others = [measure.with_interval(result) for measure in measures.of_model()]
         yield (
             name,
@@ -125,7 +125,7 @@ def rows(results: Mapping[str, HospitalResult], *, several_labels: bool = False)
             first,
             clinical_report.percent(1 / guessed_among if present else None),
             *others,
-            "-" if found.own is None else _shares(found.own.own, found.own.examples),
+            "-" if shown.own is None else _shares(shown.own.own, shown.own.examples),
         )
 
 
@@ -139,10 +139,10 @@ def _shares(right: Sequence[float], of: Sequence[float]) -> str:
 
 
 def own_sentence(models: OwnModels, tested: float, other: str = "", *, several_labels: bool = False) -> str:
-    """Say how hospitals' own models do, each at home, and the measured one on the same images.
+    """Compare the hospitals' local models, each at home, with the measured model on the same images.
 
-    tested: the test images of the evaluation, of which some hospitals may have no model of their own   other: the run
-    whose model was measured beside, in place of own ones   several_labels: whether they are answers about labels
+    tested: the test images of the evaluation; some hospitals may have no local model   other: the run whose model was
+    measured as well, instead of local ones   several_labels: whether the answers are about labels
     """
     on = f"{sum(models.examples):.0f} of {tested:.0f} {'answers about labels' if several_labels else 'test images'}"
     measure = "right answers, label by label," if several_labels else "balanced accuracy"
@@ -160,7 +160,7 @@ def own_sentence(models: OwnModels, tested: float, other: str = "", *, several_l
 
 
 def own_facts(models: OwnModels) -> dict[str, object]:
-    """Write it for machines."""
+    """Return it for machines."""
     ahead = models.auc_ahead
     return {
         **asdict(models),
@@ -170,17 +170,17 @@ def own_facts(models: OwnModels) -> dict[str, object]:
 
 
 def facts(results: Mapping[str, HospitalResult], *, several_labels: bool = False) -> dict[str, object]:
-    """Write what each hospital lets be shown, and how they stand, for machines."""
+    """Return the results that hospitals show, and their comparison, for machines."""
     return {
         "hospitals": {
             name: {
-                "correct": list(found.correct),
-                "examples": list(found.examples),
-                "balanced_accuracy": BALANCED.estimate(_result(found, several_labels)).point,
-                "balanced_accuracy_interval": BALANCED.interval(_result(found, several_labels)),
-                "clinical": found.clinical and intervals.facts(found.clinical),
+                "correct": list(result.correct),
+                "examples": list(result.examples),
+                "balanced_accuracy": BALANCED.estimate(_result(result, several_labels)).point,
+                "balanced_accuracy_interval": BALANCED.interval(_result(result, several_labels)),
+                "clinical": result.clinical and intervals.facts(result.clinical),
             }
-            for name, found in sorted(results.items())
+            for name, result in sorted(results.items())
         },
         "standing": standing(results, several_labels=several_labels).facts(),
     }

@@ -1,4 +1,4 @@
-"""The detail of a run, as the service answers it, checked before anything is made of it."""
+"""Validates the detail of a run that the service sent, before it is used."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MAX_ROUNDS = 200_000
 
 
 def check_detail(detail: pb.RunDetail) -> RunManifest:
-    """Return the run's manifest; raises ProtocolError (E-WIRE-06) on a detail that no sound service sends.
+    """Return the run's manifest; raises ProtocolError (E-WIRE-06) on an invalid detail.
 
-    Its id becomes the name of a file, and its digests what is fetched and what the card claims.
+    Its id becomes the name of a file; its digests are fetched and go into the card.
     """
     info = detail.info
     if not _RUN_ID.fullmatch(info.run_id):
@@ -33,4 +33,4 @@ def check_detail(detail: pb.RunDetail) -> RunManifest:
 
 
 def _unsound(expected: str, found: str) -> ProtocolError:
-    return ProtocolError("E-WIRE-06", f"expected {expected}, found {found}: this is no answer of our service")
+    return ProtocolError("E-WIRE-06", f"expected {expected}, found {found}: this is no answer of the coordinator")

@@ -21,13 +21,13 @@ from service_core.console import local_time, printable
 
 _LOOK_S = 0.5
 _LOOKS = ("Lead/Show", "Lead/Watch")
-"""Calls of leads that only look, this one's among them: `coordinator log show` has them."""
+"""Read-only calls of leads, including this command's; `coordinator log show` has them."""
 _ABOUT = re.compile(r"(?:^|\s)run(?:_id)?=(\S+)")
 
 
 @dataclass(frozen=True, slots=True)
 class RunLine:
-    """One of both."""
+    """An event or an audit line."""
 
     at: float
     event: pb.Event | None = None
@@ -36,10 +36,9 @@ class RunLine:
 
 @dataclass(slots=True)
 class AuditTail:
-    """Reads the lines of the audit log of a home that name a run, each once. names: the run's id, and its name.
+    """Reads the lines of a home's audit log that name a run, each once. names: the run's id, and its name.
 
-    Left out is when a lead only looked at it, unless that was refused.
-    What is no line is passed over: `log verify` tells.
+    Successful read-only calls of leads are left out. Invalid lines are skipped: `log verify` reports them.
     """
 
     home: Path
@@ -60,9 +59,9 @@ class AuditTail:
 
 
 def run_lines(client: LeadClient, home: Path, run: str, follow: bool) -> Iterator[RunLine]:
-    """Yield what is known of a run, oldest first, and with `follow` what is added until the run has ended.
+    """Yield a run's history, oldest first; with `follow` also new entries until the run has ended.
 
-    Raises ConfigError (E-RUN-10) on a run that is not there, UnavailableError when the service stays away.
+    Raises ConfigError (E-RUN-10) on an unknown run, UnavailableError if the service stays away.
     """
     info = client.show(run).info
     tail = AuditTail(home, frozenset((info.run_id, info.name)), int(info.created_unix))
@@ -102,7 +101,7 @@ def _followed(client: LeadClient, run_id: str, last: int, tail: AuditTail) -> It
 
 
 def line_json(line: RunLine) -> dict[str, object]:
-    """Write an event or a line of the audit log for machines; `source` says which."""
+    """Convert an event or a line of the audit log for machines; `source` says which it is."""
     if line.event is not None:
         return {"source": "event", **event_json(line.event)}
     assert line.audit is not None
@@ -112,7 +111,7 @@ def line_json(line: RunLine) -> dict[str, object]:
 
 
 def line_text(line: RunLine, rounds: int) -> str:
-    """Write one for people. rounds: of the run."""
+    """Convert one for people. rounds: of the run."""
     if line.event is not None:
         event = line.event
         words = [event.kind, place(event, rounds), event.silo, event.text]

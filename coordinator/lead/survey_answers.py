@@ -1,8 +1,8 @@
 """Answers to a survey, for tables, JSON, pictures and the lead's page. Imports no torch.
 
-A number is that of the hospitals that told theirs, beside how many suppressed it: a suppressed number is missing,
-not 0. With noise each number of patients has an interval, which may reach below 0. Quantiles are bins, read off the
-numbers that were told, without records that do not state the value.
+A number is the sum over the hospitals that released theirs, shown with how many suppressed it: a suppressed number is
+missing, not 0. With noise each number of patients has an interval, which may reach below 0. Quantiles are bins,
+computed from the released numbers, without records that do not state the value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROUNDING = 0.01
 
 
 class AnswerTable(NamedTuple):
-    """A table of texts; "-": a number that nobody told."""
+    """A table of texts; "-": no hospital released the number."""
 
     title: str
     head: Sequence[str]
@@ -34,9 +34,9 @@ class SurveyAnswers:
     Attributes:
         document: the digest of the question document
         hospitals: how many answered
-        epsilon, delta: promised to each patient, or record where the data name no patients; None without noise
-        answers: of all together   by_hospital: of each by itself, in a run that asked so
-        implausible: cells whose numbers no records give: a hospital sent others
+        epsilon, delta: guaranteed to each patient, or record if the data name no patients; None without noise
+        answers: of all together   by_hospital: of each separately, in a run that asked for it
+        implausible: cells with impossible numbers: a hospital sent wrong ones
         records: what they are called, "images" or "rows"
     """
 
@@ -50,33 +50,33 @@ class SurveyAnswers:
     records: str = "images"
 
     def as_json(self) -> dict[str, object]:
-        """Return plain values: a number that nobody told is null, and never 0."""
+        """Return plain values; a number that no hospital released is null, never 0."""
         return asdict(self)
 
     def lines(self) -> Iterator[str | Table]:
-        """Yield what people read in a terminal."""
+        """Yield the text for a terminal."""
         for part in self.parts():
             yield part if isinstance(part, str) else make_table(*part)
 
     def parts(self) -> Iterator[str | AnswerTable]:
-        """Yield what people read, in order: sentences and tables."""
+        """Yield sentences and tables in order."""
         yield (
             f"{pluralize(self.hospitals, 'hospital')} answered; questions {self.document[:16]}. Suppressed counts are "
             "missing, not zero."
         )
         if self.epsilon is not None:
             yield (
-                f"with noise: epsilon {self.epsilon:g} at delta {self.delta:g} for each patient, or each record where "
-                "patients are not named, spent once by each hospital; numbers with their 95 % interval"
+                f"with noise: epsilon {self.epsilon:g} at delta {self.delta:g} for each patient (or each record, if "
+                "the data name no patients), spent once by each hospital; numbers with their 95 % interval"
             )
         if unnamed := max((cell.unnamed for answer in self.answers for cell in answer.cells), default=0):
             whose = "No hospital names" if unnamed == self.hospitals else f"{unnamed} of {self.hospitals} do not name"
-            yield f"{whose} patients: there each record counts as one, also for the smallest number that is shown."
+            yield f"{whose} patients: there each record counts as a patient, also for the smallest number shown."
         yield from self._tables(self.answers, self.hospitals, "")
         for name, answers in sorted(self.by_hospital.items()):
             yield from self._tables(answers, 1, f", {name}")
         for where in self.implausible:
-            yield f"no records give the numbers of {where}: a hospital sent others"
+            yield f"the numbers of {where} are impossible: a hospital sent wrong ones"
 
     def _tables(self, answers: Sequence[SurveyAnswer], hospitals: int, whose: str) -> Iterator[str | AnswerTable]:
         for answer in answers:

@@ -1,4 +1,4 @@
-"""Reads what hospitals answered to a survey off the state of its run."""
+"""Reads the answers to a survey from the state of its run."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from protos.consilium.v1 import federation_pb2 as pb
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
-"""From the 5th to the 95th percentile: the least and the greatest value are somebody's."""
+"""From the 5th to the 95th percentile: the smallest and the largest value belong to a single person."""
 _MAX_STATE = 64 << 20
-"""Bytes of a survey's state: far more than answers take."""
+"""Size limit of a survey's state in bytes, far above any answers."""
 _NORMAL_95 = 1.959963984540054
 
 
 def fetched(client: LeadClient, detail: pb.RunDetail) -> SurveyAnswers:
-    """Fetch and read the answers to a survey; raises ConfigError (E-RUN-11) before there are any."""
+    """Fetch and read the answers to a survey; raises ConfigError (E-RUN-11) if there are none yet."""
     from coordinator.lead.run_detail import check_detail
     from protos.wire.codec import read_state
 
@@ -54,7 +54,7 @@ def fetched(client: LeadClient, detail: pb.RunDetail) -> SurveyAnswers:
 
 
 def answers_of(manifest: RunManifest, state: State, included: Sequence[str] = ()) -> SurveyAnswers:
-    """Read the answers of a run. included: who answered, for answers that were kept apart.
+    """Read the answers of a run. included: who answered, for answers kept per hospital.
 
     Raises ConfigError (E-CFG-08) on a run that is no survey; ProtocolError (E-WIRE-06) on a state of another form.
     """
@@ -83,14 +83,14 @@ def answers_of(manifest: RunManifest, state: State, included: Sequence[str] = ()
         None if terms is None else terms.epsilon,
         None if terms is None else terms.delta,
         answers,
-        {name: tuple(_answers(method, classes, own, records)) for name, own in each.items()},
+        {name: tuple(_answers(method, classes, of_hospital, records)) for name, of_hospital in each.items()},
         tuple(_implausible(answers)),
         records,
     )
 
 
 def answer_lines(manifest: RunManifest, state: State) -> Iterator[str | Table]:
-    """Yield for people what hospitals answered in a run without a model; raises as `answers_of`."""
+    """Yield the answers of a run without a model as text; raises as `answers_of`."""
     if manifest.kind.name == SurveyProgram.name:
         yield from answers_of(manifest, state).lines()
         return
@@ -102,7 +102,7 @@ def _checked(state: State, method: SurveyProgram, n_classes: int) -> Mapping[str
     blank, answers = blank_answers(method.query(n_classes)), state.get(method.name, {})
     lead = (len(answers.get(HOSPITALS, ())),) if method.by_hospital and answers else ()
     shapes = {name: (*lead, *value.shape) for name, value in blank.items()} | {HOSPITALS: lead}
-    if UNNAMED not in answers:  # 0.1.0 did not say what its numbers are of
+    if UNNAMED not in answers:  # 0.1.0 did not record what its numbers count
         del shapes[UNNAMED]
     if {name: tuple(value.shape) for name, value in answers.items()} != shapes or not tensor_maps.all_finite(answers):
         raise ProtocolError("E-WIRE-06", "expected the answers to a survey, found a state of another form: update")
@@ -137,7 +137,7 @@ def _answers(
 
 
 def _quantiles(question: SurveyQuestion, cells: Sequence[Cell]) -> Mapping[str, str]:
-    """Find the bin of each quantile by the numbers that were told; those of noise that are below 0 count as 0."""
+    """Return the bin of each quantile of the released numbers; noisy numbers below 0 count as 0."""
     if question.kind.bins is None:
         return {}
     numbers = [
@@ -157,12 +157,12 @@ def _quantiles(question: SurveyQuestion, cells: Sequence[Cell]) -> Mapping[str, 
 
 
 def _implausible(answers: Sequence[SurveyAnswer]) -> Iterator[str]:
-    """Name cells with fewer records than patients, or fewer of either than none; noise is allowed six deviations."""
+    """Name cells with fewer records than patients, or negative numbers; noise is allowed six deviations."""
     for answer in answers:
         for cell in answer.cells:
             slack = ROUNDING + 6 / _NORMAL_95 * cell.half_width
             few = cell.patients is not None and cell.patients < -slack
-            divided = answer.question.startswith("intensity")  # a record's pixels are in many cells
+            divided = answer.question.startswith("intensity")  # a record's pixels count in many cells
             odd = cell.images is not None and cell.patients is not None and cell.images < cell.patients - slack
             if few or cell.held < 0 or (odd and not divided) or (cell.images is not None and cell.images < -ROUNDING):
                 yield f"{answer.question}, {cell.name}"

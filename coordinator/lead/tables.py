@@ -40,7 +40,7 @@ def size(count: float) -> str:
 
 
 def private_form(manifest: str) -> str:
-    """List the options of the method that its private form replaced; empty where none. manifest: JSON."""
+    """List the options of the method that its private form replaced; empty if none. manifest: JSON."""
     raw = json.loads(manifest)
     was, options = raw.get("private_form") or {}, raw["method"]["options"]
     changes = ", ".join(f"method.{name}={options[name]} (was {was[name]})" for name in sorted(was) if name in options)
@@ -48,14 +48,14 @@ def private_form(manifest: str) -> str:
 
 
 def unmasked(manifest: str) -> str:
-    """Say who reads the updates of a run without masks; empty for one with. manifest: JSON."""
+    """Describe who reads the updates of a run without masks; empty for one with masks. manifest: JSON."""
     raw = json.loads(manifest)
     members = raw.get("members", ())
     return "" if raw.get("secagg") or not members else secagg.read_alone(len(members))
 
 
 def aggregator_warning(manifest: str, holds: Mapping[str, Collection[str]]) -> str:
-    """Say what the aggregator of a run costs, if anything. manifest: JSON; holds: classes that silos declare."""
+    """Describe a disadvantage of the run's aggregator, if any. manifest: JSON; holds: declared classes of silos."""
     raw = json.loads(manifest)
     chosen = raw.get("aggregator") or {"name": options.DEFAULT, "options": {}}
     declared = [holds.get(member["name"], ()) for member in raw["members"]]
@@ -63,7 +63,7 @@ def aggregator_warning(manifest: str, holds: Mapping[str, Collection[str]]) -> s
 
 
 def waiting_lines(info: pb.RunInfo) -> list[str]:
-    """Say whom a run waits for, for how long and why, and who is excluded."""
+    """Describe whom a run waits for, how long and why, and who is excluded."""
     lines = [f"excluded by the lead: {', '.join(info.excluded)}"] if info.excluded else []
     if info.waiting.silos:
         now = info.waiting
@@ -73,7 +73,7 @@ def waiting_lines(info: pb.RunInfo) -> list[str]:
 
 
 def received_text(now: pb.Waiting) -> str:
-    """Say how many updates an open round has and needs or, where its set is fixed, answers."""
+    """Describe how many updates an open round has and needs or, if its set is fixed, answers."""
     if now.sealed:
         return f"all updates received; {now.there} of {now.needed} confirmations"
     if now.there > now.needed:
@@ -82,14 +82,14 @@ def received_text(now: pb.Waiting) -> str:
 
 
 def awaited(silo: pb.AwaitedSilo) -> str:
-    """Say where an awaited silo is, how much longer it is awaited, and which classes depend on it."""
+    """Describe an awaited silo: its connection, the remaining time, and the classes that depend on it."""
     where = "connected" if silo.online else f"offline {format_duration(silo.offline_s)}"
     alone = f"; no other hospital has {', '.join(silo.classes)}" if silo.classes else ""
     return f"{where}, for at most {format_duration(silo.left_s)} more{alone}"
 
 
 def outcomes_text(counts: Mapping[str, int]) -> str:
-    """Say what became of the updates of some rounds, as `update_outcomes` counts it; empty where nothing did."""
+    """Describe refused and clipped updates, counted by `update_outcomes`; empty if there are none."""
     parts = [
         (counts["updates_refused"], "update", " refused"),
         (counts["updates_cut"], "update", " clipped"),
@@ -100,19 +100,19 @@ def outcomes_text(counts: Mapping[str, int]) -> str:
 
 
 def aggregator_text(aggregator: str, counts: Mapping[str, int]) -> str:
-    """Say what the rule that combines a run's updates did to them; empty where it did nothing."""
-    said = outcomes_text(counts)
-    return said and f"aggregator={aggregator or 'unknown to this service'}: {said}"
+    """Describe what the aggregator did to a run's updates; empty if nothing."""
+    outcomes = outcomes_text(counts)
+    return outcomes and f"aggregator={aggregator or 'unknown to this service'}: {outcomes}"
 
 
 def outcome_rows(info: pb.RoundInfo) -> list[tuple[str, str]]:
-    """List what there is to say of a round's updates: (hospital, why) of those missing and cut; "all" is of all."""
+    """List missing and clipped updates of a round as (hospital, why); "all" concerns every hospital."""
     of_all = [("all", NO_BOUND)] if info.unbounded else []
     return [*of_all, *sorted(info.missing.items()), *sorted(info.cut.items())]
 
 
 def measured_parts(result: EvaluationResult) -> list[str]:
-    """Say what an evaluation measured: each measure by its label."""
+    """Describe an evaluation: each measure by its label."""
     parts = []
     for measure, value in measured(result):
         text = measure.text(value) if measure.percent else measure.with_interval(result)
@@ -122,7 +122,7 @@ def measured_parts(result: EvaluationResult) -> list[str]:
 
 
 def _over(measure: Measure, result: EvaluationResult) -> str:
-    """Say over how many classes a mean is, and over how many test images, where these are not all."""
+    """Describe the classes and test images of a mean, if these are not all."""
     if measure is BALANCED and result.noise is None and not result.several_labels:
         present = sum(of > 0 for of in result.examples)
         return f" over {present} of {len(result.examples)} classes" if present < len(result.examples) else ""
@@ -133,7 +133,7 @@ def _over(measure: Measure, result: EvaluationResult) -> str:
 
 
 def software_text(builds: Mapping[str, str]) -> str:
-    """Say with which software a run was done: the coordinator's, and who had another; empty where nobody knows."""
+    """Describe the software of a run: the coordinator's, and who had another; empty if unknown."""
     if "" not in builds:
         return ""
     ours, silos = builds[""], sorted(name for name in builds if name)
@@ -178,12 +178,12 @@ def runs_table(runs: Iterable[pb.RunInfo]) -> Table:
 
 
 def _minute(unix: float) -> str:
-    """Format a time to the minute, as columns of a table have it."""
+    """Format a time to the minute, for columns."""
     return local_time(unix)[:16]
 
 
 def alarms(silos: Iterable[pb.SiloInfo]) -> list[str]:
-    """Say what the lead must look into."""
+    """List what the lead must investigate."""
     return [f"{silo.name}: {silo.alarm}" for silo in silos if silo.alarm]
 
 
@@ -238,59 +238,59 @@ def round_text(number: int, kind: int) -> str:
 
 
 def place(event: pb.Event, rounds: int) -> str:
-    """Name the round of an event, from 1; empty where it is of the whole run."""
+    """Return the round of an event, from 1; empty if it concerns the whole run."""
     if event.kind not in ("cut", "opened", "accepted", "refused", "arrived", "sealed", "closed"):
         return ""
     return f"round {event.round + 1}/{rounds}" if event.round < rounds else "evaluation"
 
 
 def clinical_tables(info: pb.RoundInfo, classes: Sequence[str], metrics: str = BASIC) -> list[Table | str]:
-    """Say what a round's evaluation measured, by class and over all, or why it did not; empty in a run of accuracies.
+    """Show a round's evaluation by class and in total, or why it is missing; empty in a run with accuracies only.
 
     metrics: of the run's manifest.
     """
     clinical = accuracy.clinical_of(info)
     if clinical is None:
-        return [said] if (said := accuracy.no_clinical(info, metrics)) else []
+        return [reason] if (reason := accuracy.no_clinical(info, metrics)) else []
     head, rows = clinical_report.class_head(clinical), clinical_report.class_rows(clinical, classes)
     by_class = make_table("By class", head, rows)
     return [by_class, clinical_report.sentence(clinical, sum(info.examples))]
 
 
 def other_run(manifest: str) -> str:
-    """Name the run whose model is measured beside; empty where it is none, or hospitals' own. manifest: JSON."""
+    """Return the run whose model is measured as well; empty without one, or for local models. manifest: JSON."""
     raw = json.loads(manifest)
     return str(raw["own"]) if raw.get("other") else ""
 
 
 def hospital_facts(detail: pb.RunDetail) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Say how the model does at the hospitals that let it be shown: a table with its head, and sentences.
+    """Return the results at the hospitals that show them: a table with its head, and sentences.
 
-    The sentences say how these hospitals stand, and how the models do that were measured beside, where that was asked.
+    The sentences compare the hospitals, and the models that were measured as well, if any.
     """
     if not detail.rounds:
         return [], []
     info = detail.rounds[-1]
-    results, own = accuracy.results_of(info), accuracy.own_of(info)
-    said = []
+    results, local = accuracy.results_of(info), accuracy.own_of(info)
+    sentences = []
     if results:
         hidden = len(info.included) - len(results)
         rest = f"; {pluralize(hidden, 'hospital')} in the sums alone" if hidden else ""
-        said.append(f"{hospital_results.standing(results, several_labels=info.several_labels).sentence()}{rest}")
-    if own is not None:
+        sentences.append(f"{hospital_results.standing(results, several_labels=info.several_labels).sentence()}{rest}")
+    if local is not None:
         other, tested = other_run(detail.manifest_json), sum(info.examples)
-        said.append(hospital_results.own_sentence(own, tested, other, several_labels=info.several_labels))
-    return list(hospital_results.rows(results, several_labels=info.several_labels)), said
+        sentences.append(hospital_results.own_sentence(local, tested, other, several_labels=info.several_labels))
+    return list(hospital_results.rows(results, several_labels=info.several_labels)), sentences
 
 
 def hospital_tables(detail: pb.RunDetail) -> list[Table | str]:
-    rows, said = hospital_facts(detail)
+    rows, sentences = hospital_facts(detail)
     title = "By hospital, of those that let it be shown"
-    return [*([make_table(title, hospital_results.head(), rows)] if rows else []), *said]
+    return [*([make_table(title, hospital_results.head(), rows)] if rows else []), *sentences]
 
 
 def rounds_table(rounds: Iterable[pb.RoundInfo], *, measures: bool = True) -> Table:
-    """List rounds; measures: of a run that measures a model."""
+    """List rounds; measures: the run measures a model."""
     listed = list(rounds)
     results = list(map(accuracy.result_of, listed)) if measures else []
     columns = [(m, [m.estimate(result) for result in results]) for m in (of_model() if measures else ())]
@@ -312,19 +312,19 @@ def rounds_table(rounds: Iterable[pb.RoundInfo], *, measures: bool = True) -> Ta
 
 
 def changed_parts(rounds: Iterable[HasUpdateOutcomes]) -> list[str]:
-    """Say what became of the updates of rounds, where any was refused or cut, or nothing bounded them."""
-    said = outcomes_text(update_outcomes(rounds))
-    return [f"({said})"] if said else []
+    """Describe refused, clipped or unbounded updates of rounds, if there are any."""
+    outcomes = outcomes_text(update_outcomes(rounds))
+    return [f"({outcomes})"] if outcomes else []
 
 
 # ---- where a run began -----------------------------------------------------------------------------------------------
 
 _FRESH = 5
-"""Modules without pretrained weights that a line names."""
+"""Modules without pretrained weights that a line names at most."""
 
 
 def started_from(manifest: str, parent: str = "") -> str:
-    """Say the same in words; empty where it is None. parent: that run's manifest, to name who is new or gone."""
+    """Describe `start_json` in words; empty for None. parent: that run's manifest, for added and removed hospitals."""
     start: Any = start_json(manifest)
     if start is None:
         return ""
@@ -347,7 +347,7 @@ def started_from(manifest: str, parent: str = "") -> str:
 
 def _weights_text(weights: Mapping[str, Any], begins: bool) -> str:
     source = f", by the lead from {weights['source']!r}" if weights["source"] else ""
-    text = "starts from" if begins else "the first run of the chain began with"
+    text = "starts from" if begins else "the first run of the lineage began with"
     text += f" pretrained weights {weights['object']} (SHA-256 of the file: {weights['file']}{source})"
     fresh = [str(name) for name in weights["fresh"]]
     if fresh:

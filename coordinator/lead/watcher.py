@@ -35,23 +35,23 @@ _CHART_WIDTH, _CHART_MARGIN = 60, 8
 
 
 _SAID_ABOVE = ("warning", "refused", "classes", "clear")
-"""Kinds of events that stay above the repainted view: nothing in it says the same later."""
+"""Kinds of events that stay above the repainted view, which does not repeat them."""
 
 
 class RunReader(Protocol):
-    """What reads a run beside people, such as a tracker."""
+    """Receives a run's progress besides people, such as a tracker."""
 
     def note(self, info: pb.RoundInfo) -> None:
-        """Take a closed round."""
+        """Receive a closed round."""
         ...
 
     def end(self, state: str) -> None:
-        """Take the state in which the run has ended."""
+        """Receive the run's final state."""
         ...
 
 
 class Watcher:
-    """Live progress of one run: a table and a chart on a terminal, repainted; when piped what changes, in lines."""
+    """Live progress of one run: a repainted table and chart on a terminal; changes as lines if piped."""
 
     def __init__(self, console: Console = OUT) -> None:
         self._console = console
@@ -158,13 +158,13 @@ class Watcher:
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _ASCII = " ....####"
 _STEP = 10
-"""The axis ends at multiples of so many percent."""
+"""The axis ends at multiples of this percentage."""
 
 
 def chart(values: Sequence[float | None], width: int = 60, height: int = 6, ascii_only: bool = False) -> list[str]:
-    """Draw shares of [0, 1] as columns over an axis in percent, oldest left; empty without two of them.
+    """Draw shares of [0, 1] as columns over an axis in percent, oldest left; empty for fewer than two.
 
-    values: None leaves a gap. Where there are more values than columns, a column is the mean of its values.
+    values: None leaves a gap. With more values than columns, a column is the mean of its values.
     """
     shares = [v if v is not None and math.isfinite(v) and 0 <= v <= 1 else None for v in values]
     measured = [v for v in shares if v is not None]
@@ -183,7 +183,7 @@ def chart(values: Sequence[float | None], width: int = 60, height: int = 6, asci
 
 
 def _cell(share: float | None, bottom: float, top: float, height: int) -> int:
-    """Return how many eighths of a line a column is high; a known share has one at least."""
+    """Return the height of a column in eighths of a line; a known share has at least one."""
     if share is None:
         return 0
     return max(1, round(8 * height * (100 * share - bottom) / (top - bottom)))

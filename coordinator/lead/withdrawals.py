@@ -1,4 +1,4 @@
-"""What a lead reads of withdrawals, as text and as JSON."""
+"""Withdrawals for a lead, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 
 from protos.consilium.v1 import federation_pb2 as pb
 
-COPIES = "The coordinator cannot delete exported or copied models: ask whoever has them."
+COPIES = "The coordinator cannot delete exported or copied models: ask their owners."
 
 
 def withdrawal_json(withdrawal: pb.Withdrawal) -> Mapping[str, object]:
-    """Write what became of a hospital's updates in one run."""
+    """Convert the withdrawal of a hospital's updates from one run."""
     return {
         "silo": withdrawal.silo,
         "run": withdrawal.run_id,
@@ -31,10 +31,10 @@ def withdrawal_json(withdrawal: pb.Withdrawal) -> Mapping[str, object]:
 
 
 def withdrawal_lines(withdrawal: pb.Withdrawal, anew: str) -> Iterable[str]:
-    """Say it for people. anew: the command that trains the run anew without the hospital, if there is one."""
+    """Describe it for people. anew: the command that trains the run without the hospital, if there is one."""
     rounds: dict[str, list[str]] = {}
-    for given in withdrawal.given:
-        rounds.setdefault(given.run_id, []).append(str(given.round + 1))
+    for update in withdrawal.given:
+        rounds.setdefault(update.run_id, []).append(str(update.round + 1))
     listed = "; ".join(f"{run} in round {', '.join(of)}" for run, of in rounds.items()) or "none yet"
     yield f"{withdrawal.run_id} ({withdrawal.run_state}): updates of {withdrawal.silo}: {listed}"
     yield f"  {outcome(withdrawal)}"
@@ -45,19 +45,19 @@ def withdrawal_lines(withdrawal: pb.Withdrawal, anew: str) -> Iterable[str]:
 
 
 def outcome(withdrawal: pb.Withdrawal) -> str:
-    """Say whether a hospital's updates are out of a model."""
+    """Describe whether a hospital's updates are out of a model."""
     if withdrawal.reason:
         gone = (
             ""
             if withdrawal.run_state in ("finished", "aborted")
             else f"; abort it, or exclude {withdrawal.silo} from it"
         )
-        return f"cannot be taken out: {withdrawal.reason}. Nobody goes on from this model{gone}"
+        return f"cannot be taken out: {withdrawal.reason}. No run may continue from this model{gone}"
     if not withdrawal.by:
         return "can be taken out exactly: the hospital will be asked for its sums again"
     if withdrawal.by_state == "finished":
         return f"taken out exactly by {withdrawal.by}, whose model is that of a run which never had {withdrawal.silo}"
     halted = withdrawal.by_state in ("paused", "failed")
-    again = f"; resume it, or abort it and say coordinator withdraw {withdrawal.silo} again" if halted else ""
+    again = f"; resume it, or abort it and run coordinator withdraw {withdrawal.silo} again" if halted else ""
     by = f"{withdrawal.by} ({withdrawal.by_state})"
     return f"being taken out by {by}: this model contains them until it finishes{again}"

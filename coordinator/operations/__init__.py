@@ -1,1 +1,1 @@
-"""The running service seen from outside: whether it can do its work."""
+"""Operating the running service: its audit log, health and metrics."""

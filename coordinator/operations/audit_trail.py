@@ -1,4 +1,4 @@
-"""The coordinator's audit log: each call, allowed or refused, and the ends of both logs that cross with an update."""
+"""The coordinator's audit log: each call, allowed or refused, and the exchange of log ends with an update."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from service_core.pki.identity import CertificateRole, Identity, peer_of
 log = logging.getLogger(__name__)
 _SHOWN = ("run_id", "round", "silo", "contribution_id", "object_digest", "digest", "request_id", "preview")
 _STANDARD = "/grpc."
-"""Health and reflection: they read nothing of ours, so that only refusals of them are lines."""
+"""Health and reflection read no data of ours, so that only their refusals are logged."""
 Count = Callable[[int], None]
 
 
@@ -31,7 +31,7 @@ def _ignore(_: int) -> None:
 
 
 class CountingContext:
-    """A call's context that counts the bytes of the chunks which left. Anything else is the context's own.
+    """A call's context that counts the bytes of sent chunks; otherwise unchanged.
 
     on_sent, on_received: called with the bytes of each chunk.
     """
@@ -59,7 +59,7 @@ class CountingContext:
 
 @dataclass(frozen=True, slots=True)
 class CallAuditTrail:
-    """Records the calls of one service. Never refuses one: where the disk takes no line, the log says so."""
+    """Records the calls of one service. It never refuses one: if the disk fails, the log records the gap."""
 
     recorder: Recorder
     certificate: ServerCertificate
@@ -71,7 +71,7 @@ class CallAuditTrail:
 
     @contextmanager
     def call(self, method: str, context: Any, request: object) -> Iterator[None]:  # noqa: ANN401
-        """Record a call at its end, with what it was refused with inside the block."""
+        """Record a call at its end, with the refusal raised inside the block."""
         outcome, code = ALLOWED, ""
         try:
             yield
@@ -87,7 +87,7 @@ class CallAuditTrail:
                 self.recorder.record(replace(entry, outcome=outcome, code=code, bytes=getattr(context, "sent", 0)))
 
     def cross(self, context: Any, request: object, reply: object) -> None:  # noqa: ANN401
-        """Keep the end of a silo's log that came with an announcement; send the end of this one with a receipt."""
+        """Keep the end of a silo's log that came with an announcement; send the end of this log with a receipt."""
         if isinstance(request, pb.OpenRequest) and request.HasField("log_head"):
             who = peer_of(context.auth_context()).identity.uri
             try:

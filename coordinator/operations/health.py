@@ -1,4 +1,4 @@
-"""Whether the service can do its work, as its health answers say it."""
+"""Whether the service can work, as its health answers report it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from service_core.operations.health import HealthAnswer, health_metadata
 from service_core.storage import disk
 
 PROBLEMS = ("database", "disk", "scheduler", "maintenance", "stopping")
-"""The words for what keeps the service from its work."""
+"""Names of problems that keep the service from working."""
 _BUSY_S = 2.0
 _MIN_PATIENCE_S = 15.0
 _ASK_S = 10.0
@@ -26,9 +26,9 @@ _LOOK_S = 0.25
 
 
 class Readiness:
-    """What keeps the service from its work; one thread looks, and any thread asks.
+    """Problems that keep the service from working; one thread checks, any thread asks.
 
-    Guarantees: there is a problem too when nobody has looked for a while: a service that hangs is not ready.
+    Guarantees: a missing check counts as a problem: a service that hangs is not ready.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Readiness:
         self._stopping = threading.Event()
 
     def look(self) -> tuple[str, ...]:
-        """Look now; blocks for seconds at most. Returns the problems, each a word."""
+        """Check now; blocks for a few seconds at most. Returns the problems by name."""
         checks: dict[str, Callable[[], bool]] = {
             "database": lambda: _is_writable(self._database),
             "disk": lambda: disk.available(self._database.parent) > 0,
@@ -58,11 +58,11 @@ class Readiness:
         return self.problems()
 
     def stop(self) -> None:
-        """Be not ready from now on."""
+        """Report not ready from now on."""
         self._stopping.set()
 
     def lives(self) -> bool:
-        """Tell whether somebody still looks, whatever is found."""
+        """Tell whether checks still run, whatever they find."""
         return not self._stopping.is_set() and "maintenance" not in self.problems()
 
     def problems(self) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ class Readiness:
 
 
 class HealthService(health_pb2_grpc.HealthServicer):
-    """The standard health service, whose answers are true at the moment of the question."""
+    """The standard health service; its answers are current."""
 
     def __init__(self, names: Collection[str], readiness: Readiness, software: str) -> None:
         self._names = ("", *names)
@@ -93,7 +93,7 @@ class HealthService(health_pb2_grpc.HealthServicer):
     async def Watch(  # noqa: N802 - gRPC names the method
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> None:
-        """Tell each change within a second."""
+        """Report each change within a second."""
         last = None
         while True:
             if (status := self._status(request.service)) != last:
@@ -109,7 +109,7 @@ class HealthService(health_pb2_grpc.HealthServicer):
 
 
 def ask(channel: grpc.Channel) -> HealthAnswer:
-    """Ask a coordinator how it is; raises grpc.RpcError where it does not answer."""
+    """Query a coordinator's health; raises grpc.RpcError if it does not answer."""
     stub, begun = health_pb2_grpc.HealthStub(channel), time.time()
     check = stub.Check  # type: ignore[attr-defined]  # set in __init__, which the stub does not show
     answer, call = check.with_call(health_pb2.HealthCheckRequest(), timeout=_ASK_S)
@@ -125,11 +125,11 @@ def _holds(check: Callable[[], bool]) -> bool:
 
 
 def _is_writable(database: Path) -> bool:
-    """Write what is there already; raises sqlite3.Error where that cannot be."""
+    """Rewrite existing data; raises sqlite3.Error if that fails."""
     # A connection of its own: one of the service's would wait half a minute for a lock.
     uri = f"{database.absolute().as_uri()}?mode=rw"
     with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None)) as db:
-        db.execute("PRAGMA wal_autocheckpoint = 0")  # `Database.shorten_log` notes what it does
+        db.execute("PRAGMA wal_autocheckpoint = 0")  # `Database.shorten_log` logs its actions
         db.execute("BEGIN IMMEDIATE")
         (version,) = db.execute("PRAGMA user_version").fetchone()
         db.execute(f"PRAGMA user_version = {int(version)}")

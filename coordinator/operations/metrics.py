@@ -1,4 +1,4 @@
-"""What an operator's monitoring sees of the coordinator; docs/operations/metrics.md lists it."""
+"""Metrics of the coordinator for an operator's monitoring; docs/operations/metrics.md lists them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 _P = "consilium_coordinator"
 _COMMON = metrics.common_families(_P)
-PROBLEM = MetricFamily(f"{_P}_problem", "gauge", "Whether this keeps the service from its work: 1 or 0", ("problem",))
+PROBLEM = MetricFamily(
+    f"{_P}_problem", "gauge", "Whether this problem keeps the service from working: 1 or 0", ("problem",)
+)
 MEMBERS = MetricFamily(f"{_P}_members", "gauge", "Hospitals that are enrolled and not revoked")
 CONNECTED = MetricFamily(f"{_P}_silos_connected", "gauge", "Hospitals that have a session now")
 SILO_CONNECTED = MetricFamily(
@@ -56,13 +58,11 @@ ROUND_SECONDS = MetricFamily(
     "Seconds from the opening of a round to its close, of rounds closed since the service began",
     ("kind",),
 )
-CALLS = MetricFamily(f"{_P}_calls", "counter", "Calls that came, also those that were refused", ("call",))
-UNDER_WAY = MetricFamily(f"{_P}_calls_under_way", "gauge", "Calls under way; of streams, how many are open", ("call",))
+CALLS = MetricFamily(f"{_P}_calls", "counter", "Calls received, including refused ones", ("call",))
+UNDER_WAY = MetricFamily(f"{_P}_calls_under_way", "gauge", "Calls in progress, including open streams", ("call",))
 REFUSALS = MetricFamily(f"{_P}_refusals", "counter", "Calls that ended with an error, by its code", ("code",))
 RECEIVED = MetricFamily(f"{_P}_received_bytes", "counter", "Bytes of updates that hospitals sent")
-SENT = MetricFamily(
-    f"{_P}_sent_bytes", "counter", "Bytes of models and manifests that were sent, by who asked", ("role",)
-)
+SENT = MetricFamily(f"{_P}_sent_bytes", "counter", "Bytes of models and manifests sent, by receiver", ("role",))
 FAMILIES = (
     *(_COMMON[name] for name in ("build_info", "ready")),
     PROBLEM,
@@ -86,7 +86,7 @@ FAMILIES = (
 
 
 class CoordinatorMetrics:
-    """Counts what happens from the beginning on; the rest is looked up once `watch` was called. Thread-safe."""
+    """Counts events from the start; after `watch`, other values are read when scraped. Thread-safe."""
 
     def __init__(self) -> None:
         self.registry = metrics.new_registry()
@@ -103,7 +103,7 @@ class CoordinatorMetrics:
 
     @contextmanager
     def call(self, method: str) -> Iterator[None]:
-        """Count a call while the block lasts. method: one that the service has."""
+        """Count a call inside the block. method: one that the service has."""
         name = method.removeprefix("/consilium.v1.").removeprefix("/")
         self._calls.labels(name).inc()
         with self._under_way.labels(name).track_inprogress():
@@ -119,7 +119,7 @@ class CoordinatorMetrics:
         return self._sent.labels(role.value).inc
 
     def round_closed(self, row: RoundRow) -> None:
-        """Take note of a round, whose opening may have been before a restart."""
+        """Count a round, which may have been opened before a restart."""
         self._rounds.labels(row.record.kind.value).observe(max(0.0, row.closed - row.opened))
 
     def watch(
@@ -131,7 +131,7 @@ class CoordinatorMetrics:
         certificate: Callable[[], Credentials],
         software: str,
     ) -> None:
-        """Show from now on how this service is."""
+        """Report this service's state from now on."""
         looks = _Looks(store, dispatcher, readiness)
         build, room, ends = (
             _COMMON[name] for name in ("build_info", "disk_available_bytes", "certificate_expiry_timestamp_seconds")
@@ -148,7 +148,7 @@ class CoordinatorMetrics:
 
 
 class _Looks:
-    """What is looked up when the metrics are asked for."""
+    """The values that are read when the metrics are scraped."""
 
     def __init__(self, store: CoordinatorStore, dispatcher: Dispatcher, readiness: Readiness) -> None:
         self._store, self._dispatcher, self._readiness = store, dispatcher, readiness

@@ -41,7 +41,7 @@ FOLDER = "pki"
 
 @dataclass(frozen=True, slots=True)
 class Lifetimes:
-    """How long what is issued stays in force; days, and hours for an invitation."""
+    """Validity of issued certificates in days, and of an invitation in hours."""
 
     ca_days: float = 3650
     server_days: float = 90
@@ -52,7 +52,7 @@ class Lifetimes:
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """An invitation; the store sees to it that only one silo enrols with it."""
+    """An invitation; the store ensures that only one silo enrols with it."""
 
     name: str
     serial: str
@@ -80,18 +80,18 @@ class Authority:
         clock: Clock = utc_now,
         secret: bytes | None = None,
     ) -> Authority:
-        """Create the CA and the service's first certificate; raises StateError (E-STATE-44) where there is a CA.
+        """Create the CA and the service's first certificate; raises StateError (E-STATE-44) if there is a CA.
 
-        addresses: `host:port`, as silos dial them; the hosts become names of the service's certificate   secret: the
-        passphrase under which the key is kept; raises ConfigError (E-CFG-02) on one that is too short.
-        Guarantees: after a crash there is no authority (create it again) or a whole one.
+        addresses: `host:port`, as silos dial them; the hosts become names in the service's certificate   secret:
+        passphrase that encrypts the key; raises ConfigError (E-CFG-02) if it is too short. Guarantees: after a crash
+        there is either no authority (create it again) or a complete one.
         """
         final, aside = home / FOLDER, home / f".{FOLDER}.new"
         cls.require_none(home)
         limits = lifetimes or Lifetimes()
         check_name(consortium, "consortium")
         where = tuple(Address.parse(a) for a in addresses)
-        shutil.rmtree(aside, ignore_errors=True)  # a creation that was interrupted: nothing was ever signed with it
+        shutil.rmtree(aside, ignore_errors=True)  # an interrupted creation: nothing was signed with it
         private_files.private_folder(aside)
         key = certificates.load_key(key_pem := certificates.new_key(), "the new authority")
         ca = build_ca_certificate(key, consortium, clock(), timedelta(days=limits.ca_days))
@@ -105,19 +105,19 @@ class Authority:
 
     @staticmethod
     def require_none(home: Path) -> None:
-        """Raise StateError (E-STATE-44) where there is an authority, but for one that `init` did not finish."""
+        """Raise StateError (E-STATE-44) if there is an authority, except one of an interrupted `init`."""
         if (home / FOLDER).exists() and marker_of(home) is None:
             raise StateError(
                 "E-STATE-44",
-                f"expected no authority in {home} yet, found {home / FOLDER}: a new one would lock every hospital out. "
-                "Use the one that is there, or choose another home",
+                f"expected no authority in {home} yet, found {home / FOLDER}: a new one would lock every hospital "
+                "out. Use the existing one, or choose another home",
             )
 
     @classmethod
     def open(cls, home: Path, clock: Clock = utc_now) -> Authority:
-        """Open what `create` made; raises StateError: E-STATE-43 where there is none, E-STATE-42 on loose modes.
+        """Open an existing authority; raises StateError: E-STATE-43 if there is none, E-STATE-42 on loose modes.
 
-        E-STATE-26 in a home that a command did not finish.
+        E-STATE-26 in a home with an interrupted command.
         """
         require_finished(home)
         about = home / FOLDER / "authority.json"
@@ -169,18 +169,18 @@ class Authority:
         return Credentials(key, cert, self.ca_pem)
 
     def keep_lead(self, name: str, made: Credentials) -> None:
-        """Write a lead's key and certificate to `lead-<name>.pem`, for the command line on this machine."""
+        """Write a lead's key and certificate to `lead-<name>.pem`, for commands on this machine."""
         private_files.write_private(self.lead_file(name), made.key_pem + made.cert_pem)
 
     def lead_file(self, name: str) -> Path:
         return self.folder / f"lead-{check_name(name)}.pem"
 
     def lead_credentials(self, name: str) -> Credentials:
-        """Read what `keep_lead` wrote."""
+        """Read a lead's key and certificate."""
         return certificates.read_bundle(self.lead_file(name), self.ca_pem)
 
     def invite(self, name: str, lifetime: timedelta | None = None) -> Invitation:
-        """Issue an invitation: a certificate with a key of its own that can enrol as `name` until it expires."""
+        """Issue an invitation: a certificate with its own key that can enrol as `name` until it expires."""
         identity = Identity(CertificateRole.INVITE, self.consortium, name)
         key = certificates.new_key()
         days = (lifetime or timedelta(hours=self.lifetimes.invitation_hours)) / timedelta(days=1)
@@ -190,7 +190,7 @@ class Authority:
         return Invitation(name, peer.serial, peer.not_after, token.encode())
 
     def sign_silo(self, csr_pem: bytes, name: str) -> bytes:
-        """Certify the key of a request, and nothing else in it, as silo `name`; raises RefusedError (E-ID-31)."""
+        """Certify only the key of a request, as silo `name`; raises RefusedError (E-ID-31)."""
         public = certificates.public_key(certificates.load_request(csr_pem))
         return self._issue(Identity(CertificateRole.SILO, self.consortium, name), public, self.lifetimes.silo_days)
 
@@ -215,7 +215,7 @@ class Authority:
         return self._issue(peer.identity, new, self.lifetimes.silo_days)
 
     def roster(self, members: Sequence[RosterMember], revoked: Sequence[Revocation], version: int) -> SignedRoster:
-        """Sign the list of who is in force. version: higher than any given out before (silos refuse a lower one)."""
+        """Sign the list of members in force. version: higher than any before (silos refuse a lower one)."""
         _, key = self._ca()
         issued = self.clock().isoformat(timespec="seconds")
         return SignedRoster.issue(Roster(self.consortium, version, issued, tuple(members), tuple(revoked)), key)
@@ -248,7 +248,7 @@ class Authority:
         return certificates.load_certificate(self.ca_pem, str(self.folder / "ca.crt")), key
 
     def unlock(self) -> None:
-        """Try the authority's key, where it is on this machine: its passphrase is asked for now, and not later.
+        """Try the authority's key if it is on this machine, so that its passphrase is asked for now and not later.
 
         Raises StateError (E-STATE-47) without the passphrase.
         """
@@ -256,7 +256,7 @@ class Authority:
             self._ca()
 
     def change_passphrase(self, new: bytes | None) -> None:
-        """Encrypt the authority's key with another passphrase, at once; None: with none.
+        """Encrypt the authority's key with another passphrase, in one step; None: without one.
 
         Raises StateError (E-STATE-47) without the present passphrase, ConfigError (E-CFG-02) on one that is too short.
         """
@@ -338,7 +338,7 @@ def build_leaf_certificate(
             "a new consortium must be created and every hospital invited anew",
         )
     serves = identity.kind is CertificateRole.COORDINATOR
-    # A common name with a blank in it can never be taken for a host name by a library that still looks there.
+    # The blank keeps libraries that still read common names from taking it for a host name.
     subject = _name(identity.consortium, f"{identity.kind.value} {identity.name}".strip() + (" service" * serves))
     names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(identity.uri)]
     if serves:
@@ -372,7 +372,7 @@ def _builder(
 
 
 def _name(consortium: str, common: str) -> x509.Name:
-    # An X.520 common name holds 64 characters; the whole name is in the SAN, which is what anybody decides by.
+    # An X.520 common name holds 64 characters; the full name is in the SAN, which all checks use.
     return x509.Name(
         [
             x509.NameAttribute(NameOID.ORGANIZATION_NAME, consortium),

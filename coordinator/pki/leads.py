@@ -1,4 +1,4 @@
-"""The leads: who may start and end runs. Their certificates are made and kept on the authority's machine."""
+"""The leads, who may start and end runs. Their certificates are made and kept on the authority's machine."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Leads:
             try:
                 peer = identity_of(private_files.read_private(path))
             except FederationError:
-                continue  # it opens nothing, and the command that uses it says so
+                continue  # it is not usable, and the command that uses it reports it
             if peer.identity.kind is CertificateRole.LEAD:
                 self.store.members.leads.add(Lead.of(peer))
 
     def all(self) -> list[Lead]:
-        """Return every lead's newest certificate, by name; revoked ones included."""
+        """Return every lead's newest certificate, by name; including revoked ones."""
         self.adopt()
         return list({lead.name: lead for lead in self.store.members.leads.all()}.values())
 
     def add(self, name: str) -> Lead:
-        """Certify a new lead; raises ConfigError (E-ID-30) where a lead or a hospital has the name."""
+        """Certify a new lead; raises ConfigError (E-ID-30) if a lead or a hospital has the name."""
         self.adopt()
         if self.store.members.leads.is_lead(check_name(name)):
             raise ConfigError(
@@ -53,16 +53,16 @@ class Leads:
         return self._certify(name)
 
     def renew(self, name: str) -> Lead:
-        """Give a lead a new key and certificate; the one before ends when this one is first used.
+        """Give a lead a new key and certificate; the previous one ends when this one is first used.
 
-        Raises ConfigError (E-RUN-10) when no lead in force has the name.
+        Raises ConfigError (E-RUN-10) if no lead in force has the name.
         """
         self.adopt()
         self._require(name)
         return self._certify(name)
 
     def revoke(self, name: str, reason: str) -> None:
-        """End all certificates of a lead at once, and delete its key here; raises ConfigError (E-RUN-10) as `renew`."""
+        """Revoke a lead's certificates at once, and delete its key here; raises ConfigError (E-RUN-10) as `renew`."""
         self.adopt()
         self._require(name)
         self.store.members.leads.revoke(name, reason)
@@ -75,7 +75,7 @@ class Leads:
             raise ConfigError("E-RUN-10", f"expected the name of a lead, found {name!r}; leads: {names}")
 
     def _certify(self, name: str) -> Lead:
-        """List the certificate before it is written: one that is in no list opens nothing, the old one still does."""
+        """List the certificate before writing it: an unlisted one is not accepted, while the old one still is."""
         authority = self._authority()
         made = authority.make_lead(name)
         lead = Lead.of(identity_of(made.cert_pem))

@@ -1,7 +1,7 @@
-"""Invitations, enrolment, renewal, revocation and the signed roster; several processes may use it at the same time.
+"""Invitations, enrolment, renewal, revocation and the signed roster; several processes may use it at once.
 
-Where the authority's key is on another machine, its home keeps the list of members and signs; the service can revoke a
-member, not add or renew one.
+If the authority's key is on another machine, that machine keeps the list of members and signs; the service can revoke a
+member, but not add or renew one.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from service_core.pki.roster import RenewalLink, Roster, RosterMember, SignedRos
 
 log = logging.getLogger(__name__)
 _KEPT_PROOFS = 32
-"""Renewals of one silo that the roster vouches for, five years of them: who renews day and night makes it no longer."""
+"""Renewals per silo that the roster proves, five years' worth; frequent renewals do not make it longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """The consortium's members. The authority's key is read only when something is signed."""
+    """The consortium's members. The authority's key is read only to sign."""
 
     home: Path
     store: CoordinatorStore
@@ -47,7 +47,7 @@ class Membership:
     def invite(self, name: str, lifetime: timedelta | None = None, validation_only: bool = False) -> Invitation:
         """Issue an invitation for a silo; an older open one for that name is withdrawn.
 
-        validation_only: who joins by it evaluates models and is never asked to train.
+        validation_only: the invited silo evaluates models and is never asked to train.
 
         Raises ConfigError (E-ID-30) for the name of a lead.
         """
@@ -66,7 +66,7 @@ class Membership:
     def revoke(self, name: str, reason: str) -> None:
         """Revoke a silo or withdraw an invitation, from the next call on; raises ConfigError (E-RUN-10).
 
-        What the silo has open ends within seconds.
+        The silo's open streams end within seconds.
         """
         if not self.store.members.revoke(name, reason):
             names = ", ".join(s.name for s in self.store.members.silos()) or "none"
@@ -77,9 +77,9 @@ class Membership:
     def join(self, peer: PeerCertificate, csr_pem: bytes, proof: bytes = b"") -> pb.Membership:
         """Certify the key of an invited silo's request; see `MemberStore.enrol`.
 
-        proof: the signature of a member's newest key over the next one, where it joins again. The roster carries it, so
-        that other silos accept the new key; without it they ask for consent. A revoked key proves nothing.
-        Raises RefusedError (E-ID-13) when the proof is not by the newest key of this member.
+        proof: the signature of a member's newest key over the next one, if it joins again. The roster contains it, so
+        that other silos accept the new key; without it they ask for consent. A revoked key proves nothing. Raises
+        RefusedError (E-ID-13) if the proof is not by the newest key of this member.
         """
         authority, name = self._authority(), peer.identity.name
         public = certificates.public_key(certificates.load_request(csr_pem))
@@ -95,12 +95,12 @@ class Membership:
         return answer
 
     def _succession(self, name: str, public: ec.EllipticCurvePublicKey, proof: bytes) -> tuple[tuple[str, str], ...]:
-        """Return the chain of proofs that leads to a member's next key; none where its key was in other hands."""
+        """Return the chain of proofs to a member's next key; empty if its key was compromised."""
         silo = self.store.members.silo(name)
         if silo is None or silo.revoked:
             return ()
         if silo.certificate.fingerprint == certificates.fingerprint_of(public):
-            return silo.proofs  # certified before; the answer was lost
+            return silo.proofs  # certified before, but the answer was lost
         if not proof:
             return ()
         old = certificates.load_certificate(silo.certificate.pem.encode(), "the store")
@@ -108,7 +108,7 @@ class Membership:
         if not certificates.verify(certificates.public_key(old), certificates.RENEWAL, message, proof):
             if any(_signed_by(certificate, message, proof) for certificate in self.store.members.certificates_of(name)):
                 log.warning(
-                    "%s enrols with an older key: its newest one is not trusted, the silos ask for consent", name
+                    "%s enrols with an older key: its newest one is not trusted, so the silos ask for consent", name
                 )
                 return ()
             raise RefusedError(
@@ -120,10 +120,10 @@ class Membership:
         return (*silo.proofs, renewal_link(old, proof))[-_KEPT_PROOFS:]
 
     def renew(self, peer: PeerCertificate, csr_pem: bytes, proof: bytes) -> pb.Membership:
-        """Certify a silo's next key; for a key that was certified before the same certificate comes back.
+        """Certify a silo's next key; a key that was certified before gets the same certificate.
 
-        One that a clock made which was ahead is made again for the same key. Raises RefusedError: E-ID-13 without the
-        old key's proof, E-ID-28 when another key was certified in the name of this one.
+        A certificate dated in the future by a wrong clock is made again for the same key. Raises RefusedError: E-ID-13
+        without the old key's proof, E-ID-28 if another key was certified as the successor.
         """
         authority, name = self._authority(), peer.identity.name
         key = certificates.fingerprint_of(certificates.public_key(certificates.load_request(csr_pem)))
@@ -176,7 +176,7 @@ class Membership:
         return made
 
     def roster(self, seen: int = 0) -> bytes:
-        """Return the newest signed roster, packed; empty when the other side has this version."""
+        """Return the newest signed roster, packed; empty if the other side has this version."""
         version = self.store.members.version()
         if version <= seen:
             return b""
@@ -193,7 +193,7 @@ class Membership:
         except StateError:
             if kept is None:
                 raise
-            return kept[1]  # the authority's key is on another machine: its newest roster stays in force
+            return kept[1]  # the authority is on another machine: its newest roster stays in force
         return self.store.members.keep_roster(now, signed)
 
     def _membership(self, authority: Authority, made: IssuedCertificate) -> pb.Membership:
@@ -236,8 +236,8 @@ def export_roster(authority: Authority, members: Membership, certificate_pem: by
 def import_roster(home: Path, store: CoordinatorStore, answer: Admission) -> Roster:
     """Store the members and the roster of an admission in the service's home, and return the roster.
 
-    Raises RefusedError: E-ID-10 when another authority signed it, E-ID-14 on an unsound roster or one older than the
-    service's. Guarantees: a silo that was revoked here stays out until it has another certificate.
+    Raises RefusedError: E-ID-10 if another authority signed it, E-ID-14 on an invalid roster or one older than the
+    service's. Guarantees: a silo that was revoked here stays revoked until it has another certificate.
     """
     ours = Authority.open(home)
     theirs = certificate_fingerprint(answer.ca_pem)

@@ -1,6 +1,6 @@
 """The passphrase of the authority's key: from a file, from an environment variable, or typed at a terminal.
 
-Who has the file of the key alone can then sign nothing. A service keeps the passphrase in memory while it runs.
+A stolen key file alone can then sign nothing. A service keeps the passphrase in memory while it runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIN_BYTES = 12
 
 @dataclass(slots=True)
 class PassphraseSource:
-    """Where this process finds a passphrase; without a file and a variable it asks at the terminal, once."""
+    """Where this process gets a passphrase; without a file and a variable it asks at the terminal, once."""
 
     file: Path | None = None
     variable: str | None = None
@@ -31,11 +31,11 @@ class PassphraseSource:
 
     @property
     def named(self) -> bool:
-        """Whether a file or a variable holds it."""
+        """Whether a file or a variable contains it."""
         return self.file is not None or self.variable is not None
 
     def read(self, question: str, repeat: bool = False) -> bytes:
-        """Return the passphrase; raises StateError: E-STATE-47 where there is none to be had, E-STATE-42, E-STATE-43.
+        """Return the passphrase; raises StateError: E-STATE-47 if there is none, E-STATE-42, E-STATE-43.
 
         repeat: ask twice, for a new one.
         """
@@ -62,11 +62,11 @@ class PassphraseSource:
 
 
 SOURCE = PassphraseSource()
-"""Of the authority whose key this process uses; a command line names one home."""
+"""For the authority that this process uses; a command line names one home."""
 
 
 def unlock(pem: bytes, where: Path) -> ec.EllipticCurvePrivateKey:
-    """Read the authority's key; raises StateError (E-STATE-47) without its passphrase, as `load_key` otherwise."""
+    """Decrypt the authority's key; raises StateError (E-STATE-47) without its passphrase, otherwise as `load_key`."""
     if b"ENCRYPTED" not in pem:
         return certificates.load_key(pem, str(where))
     passphrase = SOURCE.read(f"passphrase of {where}")

@@ -1,4 +1,4 @@
-"""The service's TLS credentials, renewed while it runs: gRPC asks for them at each connection that it accepts."""
+"""The service's TLS credentials, renewed while it runs: gRPC asks for them at each new connection."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LOOK_S = 1.0
 
 @dataclass(slots=True)
 class ServerCertificate:
-    """The service's certificate on disk; renewed when due, where the CA's key is on this machine."""
+    """The service's certificate on disk; renewed when due, if the CA's key is on this machine."""
 
     home: Path
     clock: Clock = utc_now
@@ -34,20 +34,27 @@ class ServerCertificate:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def current(self) -> Credentials:
-        """Read key, certificate and CA; raises StateError (E-STATE-42, E-STATE-43) when they cannot be used."""
+        """Read key, certificate and CA; raises StateError (E-STATE-42, E-STATE-43) if they cannot be used."""
         folder = self.home / FOLDER
         return certificates.read_bundle(folder / "server.pem", (folder / "ca.crt").read_bytes())
 
     def renew_if_due(self) -> bool:
-        """Renew the certificate after two thirds of its life, or where a clock that was ahead made it; say whether."""
-        own, now = identity_of(self.current().cert_pem), self.clock()
-        if own.not_before <= now < own.not_before + _RENEW_AFTER * (own.not_after - own.not_before):
+        """Renew the certificate after two thirds of its life, or if it lies in the future; return whether.
+
+        A certificate lies in the future if a clock was ahead when it was made.
+        """
+        certificate, now = identity_of(self.current().cert_pem), self.clock()
+        if (
+            certificate.not_before
+            <= now
+            < certificate.not_before + _RENEW_AFTER * (certificate.not_after - certificate.not_before)
+        ):
             return False
         if not (self.home / FOLDER / "ca.key").exists():
             self._log_once(
-                f"E-TLS-06: the service's certificate is valid from {own.not_before:%Y-%m-%d %H:%M} to "
-                f"{own.not_after:%Y-%m-%d %H:%M} UTC and the authority's key is elsewhere: `coordinator ca service` "
-                "there issues a new one; put it in place"
+                f"E-TLS-06: the service's certificate is valid from {certificate.not_before:%Y-%m-%d %H:%M} to "
+                f"{certificate.not_after:%Y-%m-%d %H:%M} UTC and the authority's key is elsewhere: `coordinator ca "
+                "service` there issues a new one; put it in place"
             )
             return False
         renewed = identity_of(Authority.open(self.home, self.clock).issue_server().cert_pem)
@@ -60,7 +67,7 @@ class ServerCertificate:
             return self._configuration(self.current())
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return new credentials for a handshake, or None for those in use. Never raises: an error is logged."""
+        """Return new credentials for a handshake, or None for the present ones. Never raises: errors are logged."""
         with self._lock:
             try:
                 self.renew_if_due()
@@ -75,16 +82,16 @@ class ServerCertificate:
         return grpc.ssl_server_certificate_configuration([(now.key_pem, now.cert_pem)], root_certificates=now.ca_pem)
 
     def _log_once(self, text: str) -> None:
-        if text != self._last_error:  # once, not at every handshake
+        if text != self._last_error:  # log once, not at every handshake
             self._last_error = text
             log.error("%s", text)
 
 
 class Looks:
-    """Asks whether the certificate changed once a second, and answers None at the connections between.
+    """Checks once a second whether the certificate changed, and answers None in between.
 
-    gRPC waits for the answer before it reads a connection's first byte: files that are read and certificates that
-    are parsed for each stranger would keep members waiting.
+    gRPC waits for the answer before it reads a connection's first byte: reading files and parsing certificates for
+    every stranger would delay members.
     """
 
     def __init__(
@@ -109,8 +116,8 @@ class Looks:
 def server_credentials(home: Path) -> grpc.ServerCredentials:
     """Return credentials for mutual TLS under the consortium's CA.
 
-    Guarantees: a client without a certificate of this CA is refused; a renewed certificate is used within a second
-    and breaks no connection.
+    Guarantees: a client without a certificate of this CA is refused; a renewed certificate is used within a second and
+    interrupts no connection.
     """
     certificate = ServerCertificate(home)
     return grpc.dynamic_ssl_server_credentials(

@@ -1,1 +1,1 @@
-"""Runs while they run: the scheduler, one run and its open round, plain and masked rounds, tasks, the dispatcher."""
+"""Running runs: the scheduler, a run and its open round, plain and masked rounds, tasks, the dispatcher."""

@@ -1,4 +1,4 @@
-"""The sessions of silos: what is sent in them, and which run hears what is said in them.
+"""The sessions of silos: messages to them, and which run receives their messages.
 
 Nothing here survives the process: after a restart the store's open rounds are offered again.
 """
@@ -24,20 +24,20 @@ from service_core.pki.identity import PeerCertificate
 log = logging.getLogger(__name__)
 MISSED_PULSES = 3
 _ALIVE_PULSES = 2
-"""Pulses after which a silent session counts as dead and may be replaced."""
+"""Missed pulses after which a silent session counts as dead and may be replaced."""
 _LOST_MESSAGES_S = 300.0
 """A run's end is sent again to a silo that was last seen before the end, or less than this long after it."""
 
 _ALL_SEEN_S = 60.0
 _SOFTWARE_CHARS = 80
-"""What a silo calls itself is kept with each run."""
+"""Length limit of a silo's software name, which is stored with each run."""
 _RUN_CHARS = 128
-"""As many as the id of a run has at most: what a pulse names is shown to every lead."""
+"""Maximum length of a run id, since the id in a pulse is shown to every lead."""
 
 
 @dataclass(slots=True)
 class SiloActivity:
-    """What a silo does now, from its newest pulse."""
+    """A silo's current activity, from its newest pulse."""
 
     activity: pb.Activity.ValueType = pb.IDLE
     run_id: str = ""
@@ -46,7 +46,7 @@ class SiloActivity:
     total: int = 0
 
     def update(self, pulse: pb.Pulse) -> bool:
-        """Take over a pulse; return whether anything has changed."""
+        """Apply a pulse; return whether anything has changed."""
         before = (self.activity, self.run_id, self.round, self.done, self.total)
         activity = pulse.activity if pulse.activity in pb.Activity.values() else pb.ACTIVITY_UNSPECIFIED
         now = (activity, pulse.run_id[:_RUN_CHARS], pulse.round, pulse.done, pulse.total)
@@ -58,7 +58,7 @@ class SiloActivity:
 class SiloSession:
     """A control stream. Any thread sends; only the stream's own coroutine calls `next`.
 
-    on_change: called from any thread after a message was queued, the Hello has come or the session is over.
+    on_change: called from any thread after a message was queued, the Hello has come or the session has ended.
     """
 
     peer: PeerCertificate
@@ -76,9 +76,9 @@ class SiloSession:
         return self.peer.identity.name
 
     def conflict_with(self, other: SiloSession, alive_s: float) -> str | None:
-        """Return why a newer session of the same name may not replace this one; None when it may.
+        """Return why a newer session of the same name may not replace this one; None if it may.
 
-        It may with a newer certificate, from the same home, and when this session was silent for `alive_s` seconds.
+        It may with a newer certificate, from the same home, or after this session was silent for `alive_s` seconds.
         """
         if self.over or self.peer.not_before < other.peer.not_before:
             return None
@@ -91,7 +91,7 @@ class SiloSession:
         return "with this certificate on another home"
 
     def send(self, message: pb.CoordinatorMessage) -> None:
-        """Queue a message; one for a session that is over is lost."""
+        """Queue a message; it is dropped if the session has ended."""
         with self._lock:
             self._out.append(message)
         self.on_change()
@@ -101,7 +101,7 @@ class SiloSession:
         self.on_change()
 
     def finish(self, error: FederationError | None = None) -> None:
-        """End the session, for cause or (None) because it was replaced or the silo has gone."""
+        """End the session with an error or, if it was replaced or the silo has gone, without (None)."""
         with self._lock:
             if self.over:
                 return
@@ -117,13 +117,13 @@ class SiloSession:
             return queued
 
     def next(self) -> pb.CoordinatorMessage | None:
-        """Take the next message to send; None: there is none, or the session is over."""
+        """Take the next message to send; None if there is none, or the session has ended."""
         with self._lock:
             return self._out.popleft() if self._out and not self.over else None
 
 
 class Dispatcher:
-    """The sessions of all silos, and the runs under way that hear what is said in them. Thread-safe.
+    """The sessions of all silos, and the running runs that receive their messages. Thread-safe.
 
     Guarantees: a silo has at most one session; a task of a silo that was revoked does not wait.
     """
@@ -131,7 +131,7 @@ class Dispatcher:
     def __init__(
         self, store: CoordinatorStore, pulse_s: float, on_close: Callable[[RoundRow], None] = lambda _row: None
     ) -> None:
-        """Set up without sessions. on_close: called once for each round that is closed."""
+        """Set up without sessions. on_close: called once for each round that closes."""
         self._on_close = on_close
         self.store = store
         self.pulse_s = pulse_s
@@ -148,7 +148,7 @@ class Dispatcher:
     # ---- runs under way --------------------------------------------------------------------------------------------
 
     def add_run(self, run_id: str) -> RunTasks:
-        """Let a run ask silos, until `remove_run`."""
+        """Allow a run to ask silos, until `remove_run`."""
         tasks = RunTasks(run_id, self.store, self.send, self.changes.notify)
         with self._lock:
             self._runs[run_id] = tasks
@@ -159,7 +159,7 @@ class Dispatcher:
             self._runs.pop(run_id, None)
 
     def tasks_of(self, run_id: str) -> RunTasks | None:
-        """Return what a run asks; None where it is not under way."""
+        """Return a run's open tasks; None if it is not running."""
         with self._lock:
             return self._runs.get(run_id)
 
@@ -172,7 +172,7 @@ class Dispatcher:
     def attach(self, session: SiloSession) -> None:
         """Make this the session of its silo and end an older one.
 
-        Raises RefusedError (E-ID-26) when two machines have one name: the older session is alive, and has a newer
+        Raises RefusedError (E-ID-26) if two machines have one name: the older session is alive, and has a newer
         certificate or this one on another home.
         """
         with self._lock:
@@ -197,7 +197,7 @@ class Dispatcher:
         self.changes.notify()
 
     def catch_up(self, session: SiloSession, hello: pb.Hello, last_seen: float) -> None:
-        """Send a silo what it missed: closed rounds, ended runs, open tasks, and what sealed rounds ask of it."""
+        """Send a silo what it missed: closed rounds, ended runs, open tasks, and the messages of fixed sets."""
         for ref in hello.staged:
             if message := self._close_of(session.name, ref):
                 session.send(message)
@@ -236,7 +236,7 @@ class Dispatcher:
     def store_last_seen(self) -> None:
         """Store that silos were here until now: those that left since the last call, and once a minute all others.
 
-        One change however many there are. Raises as `Database.write`; the next call then stores them.
+        One transaction for all of them. Raises as `Database.write`; the next call then stores them.
         """
         with self._lock:
             names, self._seen = self._seen, set()
@@ -263,21 +263,21 @@ class Dispatcher:
         if session.activity.update(pulse):
             self.changes.notify()
 
-    def hear(self, session: SiloSession, said: FromSilo) -> None:
-        """Tell the run that it is about what a silo says."""
-        if isinstance(said, pb.SecaggConfirm):
-            self.store.secagg.note_answers(session.name, said.masked_answers)
-        if (tasks := self.tasks_of(said.run_id)) is not None:
-            tasks.hear(session.name, said, self.software_of([session.name]))
+    def hear(self, session: SiloSession, message: FromSilo) -> None:
+        """Pass a silo's message to the run that it is about."""
+        if isinstance(message, pb.SecaggConfirm):
+            self.store.secagg.note_answers(session.name, message.masked_answers)
+        if (tasks := self.tasks_of(message.run_id)) is not None:
+            tasks.hear(session.name, message, self.software_of([session.name]))
 
     def delivered(self, update: Contribution) -> None:
-        """Tell the run of an update that it is on disk, with its record."""
+        """Report to the run that an update and its record are on disk."""
         if (tasks := self.tasks_of(update.run_id)) is not None:
             tasks.delivered(update)
         self.changes.notify()
 
     def reject(self, update: Contribution, error: FederationError) -> None:
-        """Tell the run of an update that no round would take it."""
+        """Report to the run that an update is invalid for any round."""
         if (tasks := self.tasks_of(update.run_id)) is not None:
             tasks.reject(update, error)
 
@@ -302,7 +302,7 @@ class Dispatcher:
         self.changes.notify()
 
     def send(self, name: str, message: pb.CoordinatorMessage) -> None:
-        """Queue a message in the session of a silo; without one it is lost."""
+        """Queue a message in the session of a silo; without one it is dropped."""
         with self._lock:
             session = self._sessions.get(name)
         if session is not None:
@@ -311,23 +311,23 @@ class Dispatcher:
     # ---- what the lead sees ----------------------------------------------------------------------------------------
 
     def activity_of(self, name: str) -> tuple[SiloActivity, float] | None:
-        """Return what a silo is doing and the seconds since its last message; None without a session."""
+        """Return a silo's activity and the seconds since its last message; None without a session."""
         with self._lock:
             session = self._sessions.get(name)
             return None if session is None else (session.activity, time.monotonic() - session.last_heard)
 
     def connected(self) -> set[str]:
-        """Name the silos that have a session."""
+        """Return the names of silos with a session."""
         with self._lock:
             return set(self._sessions)
 
     def offline_for(self, name: str) -> float | None:
-        """Return the seconds since a silo's session ended, or since the service began; None while it has one."""
+        """Return the seconds since a silo's session ended, or since the service began; None while connected."""
         with self._lock:
             return None if name in self._sessions else time.monotonic() - self._left.get(name, self._began)
 
     def last_word(self, name: str) -> str:
-        """Say of a silo without a session that it went in the middle of training; empty where it did not."""
+        """Report that a disconnected silo left in the middle of training; empty if it did not."""
         with self._lock:
             gone = name in self._left_training and name not in self._sessions
         return "connection lost during training: the hospital's service or machine may have stopped" if gone else ""
@@ -341,14 +341,14 @@ class Dispatcher:
             tasks.note(name, text, kind)
 
     def software_of(self, names: Collection[str]) -> dict[str, str]:
-        """Return the software of those of these silos that are here."""
+        """Return the software of the connected ones among these silos."""
         with self._lock:
             hellos = {name: self._sessions[name].hello for name in names if name in self._sessions}
         return {name: hello.software[:_SOFTWARE_CHARS] for name, hello in hellos.items() if hello is not None}
 
 
 def census_closed(run_id: str) -> pb.CoordinatorMessage:
-    """Tell a member of a masked run that its census is over."""
+    """Announce to a member of a masked run that its census has ended."""
     return pb.CoordinatorMessage(round_closed=pb.RoundClosed(run_id=run_id, kind=pb.CENSUS, included=True))
 
 
@@ -364,7 +364,7 @@ def negotiate(hello: pb.Hello, ours: int) -> None:
 
 
 def round_closed(row: RoundRow, name: str) -> pb.CoordinatorMessage:
-    """Tell a silo what became of its update, and why not all of it was taken."""
+    """Report to a silo what happened to its update, and why parts were not taken."""
     record = row.record
     reason = record.missing.get(name) or record.cut.get(name, "")
     closed = pb.RoundClosed(
@@ -381,7 +381,7 @@ def run_ended(run: StoredRun) -> pb.CoordinatorMessage:
 
 
 class ChangeCounter:
-    """Tells those who listen that something has changed."""
+    """Notifies listeners of changes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -397,7 +397,7 @@ class ChangeCounter:
 
     @contextmanager
     def listening(self, listener: Callable[[], None]) -> Iterator[None]:
-        """Call a function at every change inside the block; it must be quick."""
+        """Call a function at every change inside the block; it must return quickly."""
         with self._lock:
             number = self._next
             self._next += 1

@@ -1,8 +1,8 @@
-"""A line of runs that go on from each other: whose updates its newest model has, and who took theirs out.
+"""A lineage of runs: whose updates its newest model has, and who has withdrawn from it.
 
-Runs whose hospitals add to one exact sum (`analytic`) count each of them once: who is in the sums is not asked again by
-a run that goes on from them. Who has withdrawn from a run is in no later run of its line, and its updates are taken
-out by a run of its own, which the others go on from; where that cannot be, nobody goes on from the model.
+Runs that add to one exact sum (`analytic`) count each hospital once: a hospital in the sums is not asked again by a run
+that continues them. A hospital that has withdrawn from a run is in no later run of its lineage. A separate run takes
+its updates out, and later runs continue from that one; if they cannot be taken out, no run continues from the model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAMED = 5
 
 
 class GivenModel(NamedTuple):
-    """An update that is in a model: the run and the training round that it came in, and its fingerprint, if any."""
+    """An update that is in a model: its run and training round, and its fingerprint, if any."""
 
     run: str
     round: int
@@ -33,23 +33,23 @@ class GivenModel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunLineage:
-    """What is known of one run from the runs before it."""
+    """A run's ancestors and what follows from them."""
 
     runs: RunStore
 
     def before(self, run: StoredRun) -> Iterator[StoredRun]:
-        """Yield the runs that a run goes on from, the nearest first."""
+        """Yield the runs that a run continues, the nearest first."""
         while parent := parent_of(run):
             run = self.runs.get(parent)
             yield run
 
     def updates_in(self, run: StoredRun) -> dict[str, list[GivenModel]]:
-        """Return by silo the updates that a run's model depends on; whose sums were taken out has none."""
+        """Return by silo the updates that a run's model depends on; silos whose sums were taken out have none."""
         updates: dict[str, list[GivenModel]] = {}
         summed = False
         for one in reversed([run, *self.before(run)]):
             if adds(one) and not summed:
-                updates = {}  # sums begin with nothing, whatever the model was
+                updates = {}  # sums start empty, whatever the model was
             summed = adds(one)
             rows = [row.record for row in self.runs.rounds(one.id) if row.record.kind.trains]
             if removes_sums(one):
@@ -58,13 +58,13 @@ class RunLineage:
                         updates.pop(name, None)
                 continue
             most = exchanges(one) if adds(one) else len(rows)
-            for record in rows[:most]:  # sums are complete then: what comes later is nothing
+            for record in rows[:most]:  # the sums are complete: later updates add nothing
                 for name in record.included:
                     updates.setdefault(name, []).append(GivenModel(one.id, record.round, record.added.get(name, "")))
         return updates
 
     def withdrawn(self, run: StoredRun) -> dict[str, list[str]]:
-        """Return who has withdrawn from a run or those before it, with the runs."""
+        """Return who has withdrawn from a run or its ancestors, with the runs."""
         ids: dict[str, list[str]] = {}
         for one in (run, *self.before(run)):
             for event in self.runs.events_of(one.id, WITHDRAWN):
@@ -72,18 +72,17 @@ class RunLineage:
         return ids
 
     def not_asked(self, parent: StoredRun, adds_up: bool) -> dict[str, str]:
-        """Return who may not be a member of a run that goes on from another, and why."""
+        """Return who may not be a member of a run that continues another, and why."""
         reasons = {name: f"withdrew from {', '.join(ids)}" for name, ids in self.withdrawn(parent).items()}
         if adds_up and adds(parent):
             reasons = dict.fromkeys(self.updates_in(parent), "is in its sums already") | reasons
         return reasons
 
     def require_fits(self, parent: StoredRun | None, manifest: RunManifest) -> None:
-        """Refuse a run that would count a hospital twice, or one that has withdrawn, or the sums of other features.
+        """Refuse a run that would count a hospital twice, or one that has withdrawn, or sums of other features.
 
-        parent: what the run goes on from, if anything.
-        Raises StateError (E-RUN-11) on a parent that nobody goes on from; ConfigError: E-RUN-05 on a member, E-CFG-08
-        on options and E-CFG-23 on data that do not go with the parent's sums.
+        parent: the run that it continues, if any. Raises StateError (E-RUN-11) on a parent that no run may continue;
+        ConfigError: E-RUN-05 on a member, E-CFG-08 on options and E-CFG-23 on data that do not fit the parent's sums.
         """
         adding, out = manifest.kind.trains and manifest.method.name == Analytic.name, _digests(manifest.method.options)
         if out:
@@ -103,7 +102,7 @@ class RunLineage:
             _require_same_sums(parent, manifest)
 
     def require_open(self, parent: StoredRun) -> None:
-        """Raise StateError (E-RUN-11) on a run with a hospital's updates that it has withdrawn, or with half a sum."""
+        """Raise StateError (E-RUN-11) on a run with updates of a withdrawn hospital, or with incomplete sums."""
         if gone := sorted({event.silo for event in self.runs.events_of(parent.id, WITHDRAWN)}):
             raise StateError(
                 "E-RUN-11",
@@ -119,7 +118,7 @@ class RunLineage:
             )
 
     def _require_taken_out(self, parent: StoredRun | None, manifest: RunManifest, digests: Sequence[str]) -> None:
-        """Refuse to take out of a run's sums what was never added to them, or was taken out already."""
+        """Refuse to take sums out of a run that were never added to it, or were taken out already."""
         name = manifest.members[0].name
         models = self.updates_in(parent).get(name, []) if parent is not None and adds(parent) else []
         if len(manifest.members) != 1 or [g.fingerprint for g in models] != list(digests):
@@ -136,7 +135,7 @@ def method_of(run: StoredRun) -> tuple[str, Mapping[str, Any]]:
 
 
 def parent_of(run: StoredRun) -> str:
-    """Return `Run.parent`, of each manifest read once."""
+    """Return `Run.parent`; each manifest is read once."""
     return _read(run.manifest)[2]
 
 
@@ -147,13 +146,13 @@ def _read(manifest: str) -> tuple[str, Mapping[str, Any], str]:
 
 
 def adds(run: StoredRun) -> bool:
-    """Tell whether a run keeps sums that others can add to."""
+    """Tell whether a run keeps sums that other runs can add to."""
     name, options = method_of(run)
     return name == Analytic.name and options.get("covariance", "moments") == "moments"
 
 
 def removes_sums(run: StoredRun) -> bool:
-    """Tell whether a run takes the sums of its one member out."""
+    """Tell whether a run takes out the sums of its one member."""
     return bool(_digests(method_of(run)[1]))
 
 
@@ -168,7 +167,7 @@ def is_complete(run: StoredRun) -> bool:
 
 
 def exchanges(run: StoredRun) -> int:
-    """Return how many rounds a run's method takes to end; 0 where every round brings it further."""
+    """Return after how many rounds a run's method ends; 0 if every round improves the model."""
     return build_method(*method_of(run)).exchanges
 
 
@@ -187,7 +186,7 @@ def _require_same_sums(parent: StoredRun, now: RunManifest) -> None:
             f"expected class_weights=none in {parent.id} and here, found {weights[0]} and {weights[1]}: balanced "
             "weights follow from the counts of all hospitals, and sums have them inside; start a run with all of them",
         )
-    for what, then, found in (
+    for what, then, actual in (
         ("method.covariance", *(m.method.options.get("covariance", "moments") for m in (before, now))),
         ("model", before.model, now.model),
         ("seed", before.seed, now.seed),
@@ -195,8 +194,9 @@ def _require_same_sums(parent: StoredRun, now: RunManifest) -> None:
         ("image size", before.image_size, now.image_size),
         ("train.freeze", before.train.freeze, now.train.freeze),
     ):
-        if then != found:
+        if then != actual:
             raise ConfigError(
                 "E-CFG-23",
-                f"expected the {what} of {parent.id}, found {found}: the sums are of other features; leave it as it is",
+                f"expected the {what} of {parent.id}, found {actual}: the sums are of other features; leave it "
+                "unchanged",
             )

@@ -1,7 +1,7 @@
-"""Rounds of which the coordinator reads sums alone: all in which they differ from plain ones.
+"""Masked rounds, in which the coordinator reads only sums: all differences from plain rounds.
 
-The set of a round is on the disk before anybody is told of it, and is the only one of its round, whenever the service
-ends: after a restart the same bytes go out again.
+The set of a round is on the disk before any member sees it, and no other set is sent for the round, whenever the
+service stops: after a restart the same bytes are sent again.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ from service_core.pki import certificates
 from service_core.pki.identity import CertificateRole, Identity, identity_of
 
 ENTRY_BYTES = 16 << 10
-"""Of one member's keys, its certificate included: nothing signs what stands around a certificate."""
+"""Size limit of one member's keys with its certificate: the certificate may have unsigned bytes around it."""
 CONFIRMING_S = 2.0
-"""For so long every member that is connected is awaited, although enough have confirmed."""
+"""How long to wait for further connected members after enough have confirmed."""
 _AUDITED = 300
-"""Characters of what a silo said that an audit line has."""
+"""Characters of a silo's message in an audit line."""
 _LOOK_S = 0.5
-"""After which a wait looks whether the lead has extended it."""
+"""Interval of checks whether the lead has extended a wait."""
 
 
 @dataclass(slots=True, eq=False)
 class MaskedRounds:
     """The rounds of a masked run.
 
-    All members say that they are ready, with their keys, which are then fixed as one object; classes are counted in a
-    round of its own, the census. A round's sum is opened for one set of updates, by the answers of its members.
+    All members report that they are ready, with their keys, which are then fixed as one object. A separate round, the
+    census, counts classes. A round's sum is opened for one set of updates, by the answers of its members.
 
-    Guarantees: once keys are stored they stay what they are; one set is ever sent for a round, it is on the disk before
-    it is, and of its updates a lost one alone is asked for again; nothing is opened otherwise.
+    Guarantees: stored keys never change; only one set is ever sent for a round, after it is on the disk; of its updates
+    only a lost one is asked for again; no other set is opened.
     """
 
     run: StoredRun
@@ -80,7 +80,7 @@ class MaskedRounds:
 
     @property
     def masks(self) -> Mapping[str, str]:
-        """What an offer names beside the model."""
+        """Fields that an offer has besides the model."""
         store = self.services.store.secagg
         return {
             "secagg_keys_digest": store.keys(self.run.id) or "",
@@ -90,10 +90,10 @@ class MaskedRounds:
     # ---- keys ------------------------------------------------------------------------------------------------------
 
     def prepare(self, steering: Steering) -> ClassCoverage | None:  # noqa: ARG002 - masks need all members
-        """Have the keys of all members on the disk, once they say that they can do their part.
+        """Store the keys of all members, after they report that they can do their part.
 
-        They are asked until they were asked beside the list of members that is in force then: one that renewed its
-        certificate meanwhile signs its keys with an identity that only that list names. Raises as `ask_preflight`.
+        They are asked again until the current list of members was sent with the question: a member that renewed its
+        certificate meanwhile signs its keys with an identity that only this list contains. Raises as `ask_preflight`.
         """
         store = self.services.store.secagg
         while store.keys(self.run.id) is None:
@@ -106,9 +106,9 @@ class MaskedRounds:
         return None
 
     def _check_keys(self, name: str, sent: pb.SecaggEntry | None) -> None:
-        """Check what came with a member's answer.
+        """Check the keys in a member's answer.
 
-        Raises RefusedError: E-WIRE-01 where nothing did, E-ID-33 on keys that the member's certificate did not sign.
+        Raises RefusedError: E-WIRE-01 without keys, E-ID-33 on keys that the member's certificate did not sign.
         """
         if sent is None:
             raise RefusedError(
@@ -134,10 +134,10 @@ class MaskedRounds:
             self.services.store.secagg.keep_keys(self.run.id, objects.put(raw), len(raw), text)
 
     def _stored_keys(self) -> VerifiedKeys:
-        """Read the keys that are stored; raises StateError (E-STATE-22) when they cannot be read."""
+        """Read the stored keys; raises StateError (E-STATE-22) if they cannot be read."""
         raw = self.services.objects.verified(self.masks["secagg_keys_digest"]).read_bytes()
         try:
-            return self._vouch(pb.SecaggKeys.FromString(raw), lambda *_: True)  # as it was when they were stored
+            return self._vouch(pb.SecaggKeys.FromString(raw), lambda *_: True)  # at the time when they were stored
         except DecodeError as error:
             raise StateError("E-STATE-22", f"expected the keys of {self.run.id}, found other bytes") from error
 
@@ -155,13 +155,13 @@ class MaskedRounds:
 
     @property
     def _floor(self) -> bool:
-        """Whether rows of classes are left out by the census: then the run cannot begin without."""
+        """Whether the census decides which rows of classes are left out: then the run needs it to begin."""
         return self.compiled.updates.floor is not None
 
     def begin(self, loop: RoundLoop, observer: Observer, server: State) -> tuple[State, ClassCoverage | None]:
-        """Hold the census before round 0; return the state with what rounds need of it, and what it says of classes.
+        """Hold the census before round 0; return the state that rounds need of it, and the class coverage.
 
-        Raises UnavailableError where the run needs it and not all hospitals answer.
+        Raises UnavailableError if the run needs it and not all hospitals answer.
         """
         if not self.compiled.counts_classes or self.run.closed:
             return server, None
@@ -173,9 +173,9 @@ class MaskedRounds:
         return server, self.compiled.coverage(counted.int().tolist())
 
     def _census(self, loop: RoundLoop, observer: Observer) -> Tensor | None:
-        """Return how many hospitals each class has (C,): as it was counted before, or counted now.
+        """Return how many hospitals each class has (C,): from an earlier census, or from a new one.
 
-        None where the run can do without, and not all hospitals answer, or a round has begun before it.
+        None if the run does not need it, and not all hospitals answer, or a round has begun already.
         """
         store, run = self.services.store, self.run
         digest = store.secagg.census(run.id)
@@ -197,7 +197,7 @@ class MaskedRounds:
         return counted
 
     def _keep_census(self, opened: SetOpening, sums: Mapping[str, Tensor], updates: Mapping[str, Contribution]) -> None:
-        """Store what proves how many hospitals each class has: every silo finds it the same."""
+        """Store the proof of the number of hospitals per class, which every silo checks."""
         state, objects = opened.state, self.services.objects
         assert opened.opened is not None
         proof = pb.SecaggCensus(
@@ -214,11 +214,11 @@ class MaskedRounds:
     # ---- a round ---------------------------------------------------------------------------------------------------
 
     def base(self, kind: TaskKind) -> str:
-        """Name what a round begins from, where that is no model: a census from everybody's keys."""
+        """Return the base of a round without a model: a census starts from all members' keys."""
         return self._keys.digest.hex() if kind.census else ""
 
     def opened(self, now: OpenRound) -> None:
-        """Take note of the round that is open."""
+        """Record the open round."""
         self._open = now
 
     def needed(self, loop: RoundLoop, kind: TaskKind, cohort: int) -> int:
@@ -226,11 +226,11 @@ class MaskedRounds:
         return cohort if kind.census and self._floor else loop.needed(cohort)
 
     def fixed_set(self, round: int, kind: TaskKind) -> Mapping[str, str] | None:
-        """Return whose updates alone are taken, by digest; None: everybody's, until the set is fixed."""
+        """Return the digests of the only acceptable updates; None while the set is not fixed."""
         return self.services.store.secagg.updates(self.run.id, round, kind)
 
     def classes_in(self, update: Mapping[str, Part]) -> frozenset[str] | None:
-        """Name the classes of which an update counts an example; masks hide them."""
+        """Return the classes that an update trains; masks hide them."""
         del update
         return None
 
@@ -242,11 +242,11 @@ class MaskedRounds:
         members: Collection[str],
         blocks: Collection[str],
     ) -> None:
-        """Fix the set of a round, unless it is, ask its members, and take the masks off (`MaskedSum.unmask`).
+        """Fix the set of a round if needed, ask its members, and take the masks off (`MaskedSum.unmask`).
 
-        Raises UnavailableError (E-RUN-45) where too few confirm or answer, or an update of the set is missing;
-        SecaggError (E-RUN-48) where masks do not cancel or a dealer's shares are wrong, E-RUN-51 on too small a set;
-        RunInterrupted when the run was aborted or the service stops.
+        Raises UnavailableError (E-RUN-45) if too few confirm or answer, or an update of the set is missing; SecaggError
+        (E-RUN-48) if masks do not cancel or a dealer's shares are wrong, E-RUN-51 on too small a set; RunInterrupted if
+        the run was aborted or the service stops.
         """
         run, store, names = self._secagg, self.services.store, self.run.members
         row = store.runs.round(run.run_id, number)
@@ -269,13 +269,13 @@ class MaskedRounds:
             self._keep_census(opening, sums, updates)
 
     def _envelope(self, update: Contribution) -> tuple[bytes, Bytes, Bytes, Bytes]:
-        """Read what an upload holds beside its words: its digest, salt, commitments and packages."""
+        """Read an upload's fields besides its words: its digest, salt, commitments and packages."""
         part = BundleFile(self.services.objects.path(update.object_digest))[MASKS].total
         salt, commitments, packages = (part[name].numpy() for name in ("salt", "commitments", "packages"))
         return bytes.fromhex(update.object_digest), salt, commitments, packages
 
     def _fix(self, total: UploadSum, kind: TaskKind, members: Collection[str]) -> pb.SecaggSeal:
-        """Return the stored set; where there is none, store that of what was added."""
+        """Return the stored set; if there is none, store the set of the added updates."""
         services, number = self.services, total.round.number
         message = services.store.secagg.seal(self.run.id, number, kind)
         if message is None:
@@ -329,10 +329,9 @@ def _seal_of(message: pb.SecaggSeal, kind: TaskKind) -> Seal:
 class SetOpening:
     """Asks the members of a fixed set to open its sum (`coordinator.runs.tasks.FixedSet`). Thread-safe.
 
-    deadline_s: from the first question to the pause of the run. No thread but the run's waits while masks are taken
-    off.
+    deadline_s: from the first question until the run pauses. Only the run's thread waits while masks are taken off.
 
-    Guarantees: whatever a member sends, it can neither speak for another nor end the round's wait.
+    Guarantees: no message of a member can speak for another one or end the round's wait.
     """
 
     services: Services
@@ -351,7 +350,7 @@ class SetOpening:
     _answers: int = 0
     _refused: dict[str, str] = field(default_factory=dict)
     _late: dict[tuple[str, type], FromMember] = field(default_factory=dict)
-    """What came while masks were being taken off, which takes seconds: the newest of each kind of a silo."""
+    """Messages that arrived while masks were being taken off, which takes seconds: the newest of each kind per silo."""
     _noted: set[tuple[str, str]] = field(default_factory=set)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -373,9 +372,9 @@ class SetOpening:
             return messages
 
     def receive(self, silo: str, message: FromMember) -> None:
-        """Take what a silo says; what does not fit is noted once, and changes nothing."""
+        """Process a silo's message; an invalid one is recorded once, and changes nothing."""
         if (message.round, FROM_WIRE.get(message.kind)) != (self.round.number, self.kind):
-            return  # of a round before, which was opened without it
+            return  # of an earlier round, which was opened without it
         try:
             with self._changed:
                 if self._joins:
@@ -435,7 +434,7 @@ class SetOpening:
     def _note(self, silo: str, error: FederationError, text: str) -> None:
         with self._changed:
             if (silo, error.code) in self._noted:
-                return  # each is kept for good
+                return  # each is stored permanently
             self._noted.add((silo, error.code))
         self.tasks.event("refused", self.round.number, silo, text)
         about = f"run={self.round.run.run_id} round={self.round.number + 1}: {text[:_AUDITED]}"
@@ -464,11 +463,11 @@ class SetOpening:
                 self.tasks.ask_members(self, names)
         for answerer, dealer in wrong:
             mine, whose = self.round.run.members[answerer], self.round.run.members[dealer]
-            text = f"its share of a seed of {whose} did not fit, by its own doing or that of {whose}"
+            text = f"its share of a seed of {whose} is invalid: one of the two sent wrong data"
             self._note(mine, SecaggError("E-RUN-48", text), f"E-RUN-48: {text}; the sum is still exact")
 
     def _join(self) -> Sequence[tuple[int, int]] | None:
-        """Take the masks off with the answers that are there; None where one is wrong, and one more tells which."""
+        """Take the masks off with the received answers; None if one is wrong, and one more answer can show which."""
         with self._changed:
             answers, self._joins = self.round.n - len(self.state.unanswered), True
         try:
@@ -486,7 +485,7 @@ class SetOpening:
                 self.receive(silo, message)
 
     def _is_confirmed(self) -> bool:
-        """Tell whether enough confirmed, and nobody who is connected may do so at once."""
+        """Tell whether enough members confirmed, and no connected one may confirm within the waiting time."""
         silent = {self.round.run.members[u] for u in self.state.unconfirmed}
         if self.round.n - len(silent) < self.round.t:
             return False
@@ -522,7 +521,7 @@ class SetOpening:
         )
 
     def waiting(self) -> Waiting:
-        """Say how many confirmed or, once enough have, answered, and who may still."""
+        """Return how many confirmed or, after enough have, answered, and who may still do so."""
         with self._changed:
             silent = self._silent()
             present = self.round.n - len(silent)
@@ -535,12 +534,12 @@ class SetOpening:
 
 
 def end_masked_runs(store: CoordinatorStore, remove: Callable[[str], None]) -> list[StoredRun]:
-    """End every masked run that is not over and whose members' keys were fixed; return them, as they are now.
+    """End every unfinished masked run whose members' keys were fixed; return them.
 
-    For a coordinator that comes from a backup: a hospital opens one set of a round and has deleted the keys of every
-    round that it saw closed, and which these are the backup does not know.
+    For a coordinator restored from a backup: a hospital opens one set per round and has deleted the keys of every round
+    that it saw closed, and the backup does not know which these are.
 
-    remove: deletes an object that nothing needs any more, by its digest.
+    remove: deletes an object that is no longer needed, by its digest.
     """
     open_runs = [run for run in store.runs.all() if run.state in RunState.ABORTED.comes_from]
     begun = [run for run in open_runs if store.secagg.keys(run.id) is not None]

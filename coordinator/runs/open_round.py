@@ -16,17 +16,17 @@ from fl_core.rounds.manifest import RunManifest
 from service_core.console import format_duration
 
 _NAMED = 20
-"""Silos that one event names at most: there is one for each update that comes late, and a thousand may be awaited."""
+"""Silos that one event names at most: late updates come one by one, and a thousand silos may be awaited."""
 _HISTORY = 50
-"""Rounds that are looked back on for who missed how many in a row."""
+"""Rounds that are searched for consecutive misses of a silo."""
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitedSilo:
     """A silo that a run waits for, as a lead sees it.
 
-    left: seconds until it is given up   offline: seconds since it was last there, None while it is connected
-    classes: that nobody else has brought in this round.
+    left: seconds until it is given up   offline: seconds since it was last connected, None while it is classes: that
+    no other silo has brought in this round.
     """
 
     name: str
@@ -37,9 +37,9 @@ class AwaitedSilo:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """An open round: updates that are there and that are needed, and who is awaited.
+    """An open round: updates that arrived, updates that are needed, and the awaited silos.
 
-    sealed: of a masked round whose set is fixed, these are answers for the set.
+    sealed: the set of a masked round is fixed, and the numbers count answers for the set.
     """
 
     round: int
@@ -50,10 +50,10 @@ class Waiting:
 
 
 class OpenRound:
-    """One round while it is open, and once its set is fixed. Thread-safe; `look` is called several times a second.
+    """One open round, also after its set is fixed. Thread-safe; `look` is called several times a second.
 
     It waits for updates until the rule of `fl_core.rounds.closing` closes it; in a masked run then for the members of
-    its set. What the lead changes meanwhile is read from the store at each look.
+    its set. Changes by the lead are read from the store at each look.
 
     Guarantees: an update whose receipt was signed before the decision is part of the round.
     """
@@ -67,7 +67,7 @@ class OpenRound:
         tasks: RunTasks,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin with a round that is stored. needed: updates that close it."""
+        """Begin with a stored round. needed: number of updates that close it."""
         store = services.store
         self.number, self.kind = row.round, row.record.kind
         self._cohort, self._manifest, self._store = row.cohort, manifest, store
@@ -75,7 +75,7 @@ class OpenRound:
         self._rule = ClosingRule(needed, manifest.deadline_s, manifest.patience_s)
         self._began = clock()
         self._earlier = {
-            name: min(max(0.0, came - row.opened), manifest.deadline_s)  # whatever the clock did in between
+            name: min(max(0.0, came - row.opened), manifest.deadline_s)  # independent of clock changes
             for name, came in store.contributions.received(row.run_id, row.round).items()
         }
         self._missed = missed_in_a_row(store.runs.rounds(row.run_id, _HISTORY), row.cohort)
@@ -91,7 +91,7 @@ class OpenRound:
     # ---- what happens in the round ---------------------------------------------------------------------------------
 
     def record_classes(self, name: str, classes: frozenset[str]) -> None:
-        """Note the classes of an update that has come, and is not yet accepted."""
+        """Record the classes of an update that has arrived, and is not accepted yet."""
         with self._lock:
             self._brought[name] = classes
 
@@ -104,12 +104,12 @@ class OpenRound:
             self._refused.add(name)
 
     def set_fixed(self, waiting: Callable[[], Waiting]) -> None:
-        """Wait for no update any more, but for the members of the set. waiting: says for whom of them."""
+        """Wait no longer for updates, but for the members of the set. waiting: returns which of them."""
         with self._lock:
             self._members = waiting
 
     def close(self) -> None:
-        """End with a round that is about to be stored; what its training showed of the classes is kept."""
+        """End with a round that is about to be stored; the classes seen in its training are kept."""
         with self._lock:
             seen = {name: sorted(self._brought[name]) for name in self._answered if name in self._brought}
         if seen and self.kind.trains:
@@ -118,7 +118,7 @@ class OpenRound:
     # ---- what is decided -------------------------------------------------------------------------------------------
 
     def waiting(self) -> Waiting | None:
-        """Say whom the round waits for; None before the first look."""
+        """Return whom the round waits for; None before the first look."""
         with self._lock:
             members, decision, now = self._members, self._decision, self._clock() - self._began
             if members is not None or decision is None:
@@ -130,7 +130,7 @@ class OpenRound:
             return Waiting(self.number, len(self._answered), self._rule.needed, awaited)
 
     def look(self) -> None:
-        """Decide about the round, and give up whom it no longer awaits."""
+        """Decide about the round, and give up silos that it no longer awaits."""
         steering = self._store.steering.of(self._tasks.run_id)
         with self._lock:
             if self._members is not None:
@@ -173,7 +173,7 @@ class OpenRound:
     # ---- words -----------------------------------------------------------------------------------------------------
 
     def _show(self, decision: Decision, now: float) -> None:
-        """Store an event about whom the round waits for: once it takes long, and again when that changes."""
+        """Store an event about the awaited silos: once the round takes long, and again when they change."""
         names = frozenset(a.name for a in decision.awaited)
         if now < self._manifest.patience_s or names == self._shown:
             return
@@ -193,8 +193,8 @@ class OpenRound:
         offline = self._dispatcher.offline_for(name)
         if offline is None:
             return "connected"
-        said = self._dispatcher.last_word(name)
-        return f"offline {format_duration(offline)}" + (f", {said}" if said else "")
+        reason = self._dispatcher.last_word(name)
+        return f"offline {format_duration(offline)}" + (f", {reason}" if reason else "")
 
     def _loss_warning(self, lost: PendingSilo) -> str:
         return (
@@ -213,7 +213,7 @@ def excluded_error() -> FederationError:
 
 
 def missed_in_a_row(rounds: Sequence[RoundRow], names: Sequence[str]) -> dict[str, int]:
-    """Count the newest rounds that each silo was asked for and missed. rounds: closed ones, in order."""
+    """Count the newest rounds in a row that each silo was asked for and missed. rounds: closed ones, in order."""
     missed = dict.fromkeys(names, 0)
     for name in names:
         for row in reversed([r for r in rounds if name in r.cohort]):

@@ -1,4 +1,4 @@
-"""Rounds in which the coordinator reads each update by itself: all in which they differ from masked ones."""
+"""Plain rounds, in which the coordinator reads each update: all differences from masked rounds."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from privacy.compiled_run import CompiledRun
 class PlainRounds:
     """The rounds of a run without masks.
 
-    Every update that fits is taken, until the round is closed; the sum needs nobody's help, and classes are counted
-    from the answers before round 0. A restart finds all that it needs in the updates that are there.
+    Every valid update is taken until the round is closed; the sum needs no further messages, and classes are counted
+    from the answers before round 0. After a restart the received updates contain all that is needed.
     """
 
     run: StoredRun
@@ -32,14 +32,14 @@ class PlainRounds:
     services: Services
     tasks: RunTasks
     masks: Mapping[str, str] = field(default_factory=dict)
-    """What an offer names beside the model."""
+    """Fields that an offer has besides the model."""
 
     def prepare(self, steering: Steering) -> ClassCoverage | None:
-        """Ask the silos before round 0 whether they can do their part; return what they say of classes, if asked.
+        """Ask the silos before round 0 whether they can do their part; return their classes, if asked.
 
-        A private run waits for all of them. One without privacy charges nothing and may go on with its quorum: it
-        waits for those that are connected, at most the manifest's patience. No answer is stored: after a restart all
-        are asked again, until a round was opened. Raises as `ask_preflight`.
+        A private run waits for all of them. A run without privacy charges nothing and may continue with its quorum: it
+        waits for connected silos, at most the manifest's patience. No answer is stored: after a restart all are asked
+        again, until a round was opened. Raises as `ask_preflight`.
         """
         run, compiled, store = self.run, self.compiled, self.services.store
         if store.runs.round(run.id, 0) is not None:
@@ -58,17 +58,17 @@ class PlainRounds:
         return compiled.coverage(counted if trains else (), partial=silent)
 
     def begin(self, loop: RoundLoop, observer: Observer, server: State) -> tuple[State, ClassCoverage | None]:
-        """Do what comes before round 0 once the model is there: nothing."""
+        """Prepare round 0 once the model exists: nothing to do."""
         del loop, observer
         return server, None
 
     def base(self, kind: TaskKind) -> str:
-        """Name what a round begins from, where that is no model."""
+        """Return the base of a round without a model."""
         del kind
         return ""
 
     def opened(self, now: OpenRound) -> None:
-        """Take note of the round that is open."""
+        """Record the open round."""
 
     def needed(self, loop: RoundLoop, kind: TaskKind, cohort: int) -> int:
         """Return how many updates of a cohort close a round."""
@@ -76,7 +76,7 @@ class PlainRounds:
         return loop.needed(cohort)
 
     def fixed_set(self, round: int, kind: TaskKind) -> Mapping[str, str] | None:
-        """Return whose updates alone are taken, by digest; None: everybody's."""
+        """Return the digests of the only acceptable updates; None: all valid ones."""
         del round, kind
         return None
 
@@ -84,14 +84,14 @@ class PlainRounds:
     """Takes the masks off a round's sum."""
 
     def classes_in(self, update: Mapping[str, Part]) -> frozenset[str] | None:
-        """Name the classes of which an update counts an example; None where that cannot be known."""
+        """Return the classes that an update trains; None if unknown."""
         return classes_in(update, self.compiled.manifest)
 
 
 def classes_in(update: Mapping[str, Part], manifest: RunManifest) -> frozenset[str] | None:
-    """Name the classes of which an update counts an example, noisy counts as they are; None where it counts none.
+    """Return the classes that an update trains, with noisy counts taken as they are; None if it counts none.
 
-    Counted are the weights per class of the run's layout; what has another shape is refused elsewhere.
+    Uses the weights per class in the run's layout; other shapes are refused elsewhere.
     """
     names, classes = manifest.schema.classes, set[str]()
     for part, spec in manifest.layout.items():

@@ -1,4 +1,4 @@
-"""The question before round 0 whether each silo can do its part of a whole run."""
+"""The preflight: before round 0, each silo is asked whether it can do its part of the whole run."""
 
 from __future__ import annotations
 
@@ -34,16 +34,15 @@ def ask_preflight(
     check: Callable[[str, pb.SecaggEntry | None], None] | None = None,
     roster: bytes = b"",
 ) -> dict[str, PendingTask]:
-    """Ask the silos of a run at once, and return when all are ready, with the answers of those that are.
+    """Ask the silos of a run at once; return the answers when all are ready.
 
-    excluded: silos that are not asked   all_answer: one that is away is asked when it comes, and awaited until the
-    run's deadline; else those that are connected are asked, and who does not answer in time is asked for its task
-    quorum: that the lead named, with which the run begins although others refuse; 0: a refusal stops it
-    check: of a masked run, of a silo's keys; what it raises counts as that silo's refusal   roster: sent beside the
-    question.
+    excluded: silos that are not asked   all_answer: a disconnected silo is asked when it connects, and awaited until
+    the run's deadline; otherwise only connected silos are asked, and one that does not answer in time is offered its
+    task quorum: set by the lead; the run begins with that many although others refuse; 0: a refusal stops it check: of
+    a masked run, of a silo's keys; its errors count as that silo's refusal   roster: sent with the question.
 
-    Raises RefusedError (E-RUN-36) that names every silo that refused, with its code; UnavailableError (E-RUN-37) that
-    names those that did not answer and must; RunInterrupted when the run was aborted or the service stops.
+    Raises RefusedError (E-RUN-36), which names every silo that refused, with its code; UnavailableError (E-RUN-37),
+    which names required silos that did not answer; RunInterrupted if the run was aborted or the service stops.
     Guarantees: no task of a run is offered before this has returned.
     """
     wait_s = manifest.deadline_s if all_answer else min(manifest.deadline_s, manifest.patience_s)
@@ -69,33 +68,33 @@ def ask_preflight(
     error = _combined_error(failures, len(names), run.id)
     if not 0 < quorum <= len(run.members) - len(excluded) - len(failures):
         raise error
-    text = f"begun with the quorum of {quorum} that was named, although {len(failures)} refused: {error}"
+    text = f"began with the given quorum of {quorum}, although {len(failures)} refused: {error}"
     tasks.event("warning", text=text)
     return ready
 
 
 def _works_on_it(dispatcher: Dispatcher, name: str, run_id: str) -> bool:
-    """Tell whether a silo may answer soon: it is connected, and its hospital has nothing to decide first."""
+    """Tell whether a silo may answer soon: it is connected, and its hospital has no pending decision."""
     if (activity := dispatcher.activity_of(name)) is None:
         return False
     return (activity[0].activity, activity[0].run_id) != (pb.AWAITING_APPROVAL, run_id)
 
 
 def _failures(
-    asked: Mapping[str, PendingTask],
+    open_tasks: Mapping[str, PendingTask],
     awaited: Callable[[str], bool],
     check: Callable[[str, pb.SecaggEntry | None], None] | None,
 ) -> Mapping[str, FederationError]:
-    """Wait for the answers of all that are awaited, after the first refusal not much longer.
+    """Wait for the answers of all awaited silos; after the first refusal only for a short time.
 
-    Raises RunInterrupted when the run was.
+    Raises RunInterrupted if the run was.
     """
     failures, answered, until = dict[str, FederationError](), set[str](), math.inf
-    while left := [name for name in asked if name not in answered]:
+    while left := [name for name in open_tasks if name not in answered]:
         now = time.monotonic()
         over = now >= until or not any(awaited(name) for name in left)
         for name in left:
-            pending = asked[name]
+            pending = open_tasks[name]
             if over or now >= pending.task.due:
                 pending.settle(no_answer())
             if not pending.settled:
@@ -108,13 +107,13 @@ def _failures(
             except FederationError as error:
                 failures[name] = error
                 until = min(until, now + GRACE_S)
-        if len(answered) < len(asked):
+        if len(answered) < len(open_tasks):
             time.sleep(_LOOK_S)
     return failures
 
 
 def _combined_error(failures: Mapping[str, FederationError], silos: int, run_id: str) -> FederationError:
-    """Make one error of all, with a line for each silo and what comes next on the last."""
+    """Combine all failures into one error: a line for each silo, and the next step on the last."""
     silent = sorted(name for name, error in failures.items() if error.code == _NO_ANSWER)
     unanswered = f"no answer yet from {', '.join(silent)}" if silent else ""
     refused = [f"{name}: {_shortened(error)}" for name, error in failures.items() if name not in silent]

@@ -1,4 +1,4 @@
-"""One run while it is under way: from its last closed round to its end, on a thread of its own."""
+"""A running run: from its last closed round to its end, on its own thread."""
 
 from __future__ import annotations
 
@@ -36,32 +36,32 @@ _LOOK_S = 0.2
 
 
 class StoredObject(NamedTuple):
-    """What a round broadcasts, as an object."""
+    """A round's broadcast, as an object."""
 
     digest: str
     size: int
 
     @classmethod
     def stored(cls, state: State, objects: ObjectStore) -> StoredObject:
-        """Store a state as an object, on the disk on return."""
+        """Store a state as an object; it is on the disk on return."""
         return cls(*objects.put_file(lambda file: write_state(state, file)))
 
 
 class ActiveRun(Observer):
-    """A run under way: it is prepared, its rounds are opened and closed one after the other, and it ends.
+    """A running run: it is prepared, its rounds are opened and closed one after the other, and it ends.
 
-    What plain and masked rounds do differently is in `rounds`. `waiting` and `interrupt` are called by other threads
-    than the one that calls `execute`. Once interrupted it does nothing more; a run that is resumed is a new one.
+    `rounds` has the differences of plain and masked rounds. Other threads than that of `execute` call `waiting` and
+    `interrupt`. After an interruption it does nothing more; a resumed run is a new object.
 
-    Guarantees: it begins at the last closed round; whenever the process ends, the final model is the same to the bit;
-    a closed round is on disk before its close is announced; an update that was taken before a crash is not asked for
-    again.
+    Guarantees: it begins after the last closed round; whenever the process ends, the final model is the same to the
+    bit; a closed round is on disk before its close is announced; an update that was taken before a crash is not asked
+    for again.
     """
 
     def __init__(
         self, run_id: str, services: Services, checks: UpdateChecks, delete_unused: Callable[[str], None]
     ) -> None:
-        """Prepare the execution. delete_unused: called with the id of a run that needs some of its objects no more."""
+        """Prepare the execution. delete_unused: called with the run's id when it needs fewer of its objects."""
         self.id = run_id
         self.services, self.checks, self._delete_unused = services, checks, delete_unused
         self.tasks = services.dispatcher.add_run(run_id)
@@ -73,7 +73,7 @@ class ActiveRun(Observer):
         self._due = 0.0
 
     def waiting(self) -> Waiting | None:
-        """Say whom the open round waits for; None where none is open."""
+        """Return whom the open round waits for; None if none is open."""
         now = self.round
         return None if now is None else now.waiting()
 
@@ -82,7 +82,7 @@ class ActiveRun(Observer):
         self.tasks.interrupt()
 
     def execute(self) -> None:
-        """Return when the run has ended; raises what stopped it: RunInterrupted, or the error that its end names."""
+        """Return when the run has ended; raises what stopped it: RunInterrupted, or the error in its stored end."""
         services, store = self.services, self.services.store
         run = store.runs.get(self.id)
         if run.state.ended:
@@ -118,7 +118,7 @@ class ActiveRun(Observer):
     # ---- before the rounds -----------------------------------------------------------------------------------------
 
     def _declared(self) -> ClassCoverage:
-        """Say what is known of classes where no record may be asked: what all members declare."""
+        """Return the class coverage from the members' declarations, for runs that may not ask records."""
         manifest, compiled = self.manifest, self.compiled
         declared = dict[str, tuple[str, ...]]()
         if compiled.kind.trains:
@@ -130,9 +130,9 @@ class ActiveRun(Observer):
         return compiled.coverage((), why=why if compiled.private else "")
 
     def _keep_coverage(self, coverage: ClassCoverage | None) -> None:
-        """Store which classes a run teaches, once; where some are left out, pause it for the lead to decide.
+        """Store the classes that a run trains, once; if some are left out, pause it for the lead's decision.
 
-        Raises RunInterrupted where it is paused. Guarantees: a run that was resumed after this question goes on.
+        Raises RunInterrupted if it is paused. Guarantees: a run that is resumed after this question continues.
         """
         run, store = self.row, self.services.store
         if coverage is None or run.coverage is not None or not run.kind.measures:
@@ -160,12 +160,12 @@ class ActiveRun(Observer):
             return
         may = "nothing limits how far one of them can move the model"
         if isinstance(self.compiled.aggregator, NormClipped):
-            may = "one of them may move the model by several times the length of its initial weights in a round"
-        text = f"fewer than {MIN_UPDATES_FOR_MEDIAN} silos: {may}, and one update that is refused pauses the run"
+            may = "one of them can move the model by several times the norm of its initial weights in a round"
+        text = f"fewer than {MIN_UPDATES_FOR_MEDIAN} silos: {may}, and one refused update pauses the run"
         self.tasks.event("warning", text=text)
 
     def _begin(self) -> State:
-        """Return the server state to go on from: the stored one, or that of round 0, which is stored first."""
+        """Return the server state to continue from: the stored one, or that of round 0, which is stored first."""
         objects, store = self.services.objects, self.services.store
         if self.row.state_object is None:
             with self.services.model_lock:
@@ -191,13 +191,13 @@ class ActiveRun(Observer):
             try:
                 if (now := self.round) is not None:
                     now.look()
-            except Exception:  # a database that does not answer: the round must close all the same
+            except Exception:  # even if the database does not answer, the round must close
                 log.exception("cannot check the open round of %s", self.id)
 
     # ---- the rounds ------------------------------------------------------------------------------------------------
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
-        """Store a round as open, unless it is; one whose set is fixed waits for the updates of the set alone."""
+        """Store a round as open unless it is; a round with a fixed set waits only for the set's updates."""
         store, number = self.services.store, context.round
         unless_over(lambda: store.runs.open_round(self.id, number, kind, names, self.rounds.base(kind)))
         row, needed = store.runs.round(self.id, number), self.rounds.needed(self.loop, kind, len(names))
@@ -209,9 +209,9 @@ class ActiveRun(Observer):
         self.rounds.opened(self.round)
 
     def broadcast(self, msg: State, round: int) -> StoredObject:
-        """Return what a round sends down as an object; the first caller stores it for the whole cohort.
+        """Return a round's broadcast as an object; the first caller stores it for the whole cohort.
 
-        Guarantees: what has the tensors of the state that was just stored is that object.
+        Guarantees: a broadcast with the same tensors as the state stored just before reuses that object.
         """
         objects = self.services.objects
         with self._lock:
@@ -230,7 +230,7 @@ class ActiveRun(Observer):
         return stored if all(msg[group] is state[group] for group in msg) else None
 
     def task(self, silo: str, msg: State, context: RoundContext, kind: TaskKind) -> RoundTask:
-        """Say what a silo is asked for in the open round."""
+        """Return a silo's task in the open round."""
         store, base = self.services.store, self.rounds.base(kind)
         sent = StoredObject(base, 0) if base else self.broadcast(msg, context.round)
         return RoundTask(
@@ -255,12 +255,12 @@ class ActiveRun(Observer):
             self.round.accepted(name)
 
     def refused(self, name: str, why: str) -> None:  # noqa: ARG002
-        """Note that nothing will come of a silo in this round."""
+        """Record that a silo will send nothing in this round."""
         if self.round is not None:
             self.round.refused(name)
 
     def closed(self, record: RoundRecord, server: State) -> None:
-        """Store a round's result and the state after it; then tell the silos."""
+        """Store a round's result and the state after it; then announce the close to the silos."""
         store, objects, train = self.services.store, self.services.objects, record.kind.trains
         assert self.round is not None
         self.round.close()
@@ -283,7 +283,7 @@ class ActiveRun(Observer):
 
 @dataclass(frozen=True, slots=True)
 class HospitalPort:
-    """A silo at the other end of the wire; see `fl_core.types.interfaces.SiloPort`.
+    """A silo over the network; see `fl_core.types.interfaces.SiloPort`.
 
     Guarantees: the bundle is the silo's, bit for bit.
     """
@@ -292,11 +292,11 @@ class HospitalPort:
     run: ActiveRun
 
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
-        """Ask the silo for its update and return it, to be read when it is added.
+        """Ask the silo for its update and return it; it is read when it is added.
 
-        Of a round whose set is fixed the updates of the set are taken alone, and a lost one is asked for again.
-        Raises FederationError when it refuses, is revoked, excluded or given up: the round goes on without it.
-        Raises RunInterrupted when the run was aborted or the service stops: the round ends unclosed.
+        In a round with a fixed set only its updates are taken, and a lost one is asked for again. Raises
+        FederationError if the silo refuses, is revoked, excluded or given up: the round continues without it. Raises
+        RunInterrupted if the run was aborted or the service stops: the round ends unclosed.
         """
         run, store = self.run, self.run.services.store
         task = run.task(self.name, msg, context, kind)
@@ -319,10 +319,10 @@ class HospitalPort:
         return update if measured is None else MeasuredUpdate(update, measured)
 
     def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
-        """Do nothing: the close that was stored is announced to every silo."""
+        """Do nothing: the stored close is announced to every silo."""
 
     def _outcome(self, task: RoundTask, pending: PendingTask) -> str:
-        """Wait for an update; one that was committed while its silo was given up has a receipt, and is taken."""
+        """Wait for an update; an update committed after its silo was given up has a receipt, and is taken."""
         try:
             return pending.wait()
         except UnavailableError as error:
@@ -332,7 +332,7 @@ class HospitalPort:
             return digest
 
     def _received_digest(self, task: RoundTask) -> str | None:
-        """Return the digest of the update that was taken before; one that the disk has lost is asked for again."""
+        """Return the digest of an update received before; one that the disk has lost is asked for again."""
         services = self.run.services
         contribution = services.store.contributions.contribution(task.contribution_id)
         if contribution is None or contribution.received is None:

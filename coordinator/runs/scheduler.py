@@ -1,4 +1,4 @@
-"""All runs: submitted, queued, steered, ended, resumed. Each that is under way is an `ActiveRun`."""
+"""All runs: submitted, queued, steered, ended, resumed. Each running one is an `ActiveRun`."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from service_core.console import pluralize
 log = logging.getLogger(__name__)
 PARALLEL_RUNS = 4
 _NOT_NOTED_S = 1.0
-"""Before a run is tried again whose end could not be noted."""
+"""Delay before a run is retried whose end could not be stored."""
 _FOR_THE_LEAD = frozenset({"E-RUN-03", "E-RUN-36", "E-RUN-37", "E-RUN-45", "E-RUN-48"})
 """Errors that pause a run: hospitals are missing or do not open a sum, and the lead decides."""
 _MAX_HOURS = 24.0 * 365
 
 
 class RunScheduler:
-    """All runs of a coordinator: each on a thread of its own, at most `parallel` at a time, the others queued.
+    """All runs of a coordinator: each on its own thread, at most `parallel` at a time, the others queued.
 
-    Guarantees: a run goes on after a restart at its last closed round; ending the process at any moment changes no
+    Guarantees: a run continues after a restart at its last closed round; ending the process at any moment changes no
     bit of the final model.
     """
 
@@ -59,13 +59,12 @@ class RunScheduler:
         self._cleanup = ThreadPoolExecutor(1, thread_name_prefix="cleanup")
 
     def submit(self, manifest: RunManifest, spec: str, request_id: str, start_from: str = "") -> StoredRun:
-        """Take a run and queue it; a repeated submission with one request id is one run.
+        """Accept a run and queue it; a repeated submission with one request id is one run.
 
-        start_from: the id of a run whose last model this one starts from. A start that the manifest names by its
-        weights alone is completed, as one from a run is: see `start_point.resolve`.
-        Raises ConfigError (E-RUN-05: a silo is no member, E-CFG-02: the request id came with another configuration,
-        E-RUN-10: no such run to start from), RefusedError (E-PRIV-01: an unknown privacy profile), as
-        `Line.require_fits` and as `resolve`.
+        start_from: the id of a run whose last model this one starts from. A start that the manifest names only by its
+        weights is completed like one from a run: see `start_point.resolve`. Raises ConfigError (E-RUN-05: a silo is no
+        member, E-CFG-02: the request id came with another configuration, E-RUN-10: no such run to start from),
+        RefusedError (E-PRIV-01: an unknown privacy profile), as `RunLineage.require_fits` and as `resolve`.
         """
         enrolled = self.store.members.member_names()
         for member in manifest.members:
@@ -101,7 +100,7 @@ class RunScheduler:
             text = manifest.to_json().encode()
             filled = None if weights is None else StoredObject(weights.object, weights.size)
             if filled is not None:
-                self.objects.path(filled.digest)  # newer uploads may have taken its place
+                self.objects.path(filled.digest)  # newer uploads may have replaced it
             digest = self.objects.put(text)
             start = None if state is None else StoredObject.stored(state, self.objects)
             new = _new_run(manifest, digest, spec, request_id)
@@ -111,9 +110,9 @@ class RunScheduler:
         return run
 
     def _compared_run(self, manifest: RunManifest) -> tuple[RunManifest, State] | None:
-        """Return the run that `own` names and what is sent of its last model; None where hospitals keep its models.
+        """Return the run named in `own` and its last broadcast; None if hospitals keep its models.
 
-        Raises ConfigError: E-RUN-10 on no such run, E-CFG-23 on one without such models; as
+        Raises ConfigError: E-RUN-10 on an unknown run, E-CFG-23 on one without such models; as
         `start_point.last_broadcast`.
         """
         run = self.store.runs.get(manifest.evaluation.beside)
@@ -132,7 +131,7 @@ class RunScheduler:
             return other, start_point.last_broadcast(run, self.objects)
 
     def abort(self, query: str, reason: str = "aborted by the lead") -> StoredRun:
-        """End a run for good, whatever state it is in; raises StateError (E-RUN-11) when it is over already."""
+        """End a run for good, in any state; raises StateError (E-RUN-11) if it has ended already."""
         run = self.store.runs.find(query)
         run = self.store.runs.end(run.id, RunState.ABORTED, reason)
         with self._lock:
@@ -144,10 +143,10 @@ class RunScheduler:
         return run
 
     def resume(self, query: str, quorum: int = 0) -> StoredRun:
-        """Let a paused or failed run go on at its last closed round; what refused is asked again.
+        """Resume a paused or failed run after its last closed round; silos that refused are asked again.
 
-        quorum: updates that close a round from now on; 0 leaves what it is. Raises StateError (E-RUN-11) when it is in
-        another state; ConfigError (E-CFG-02) on a quorum that the run cannot have.
+        quorum: updates that close a round from now on; 0 keeps it. Raises StateError (E-RUN-11) in another state;
+        ConfigError (E-CFG-02) on a quorum that the run cannot have.
         """
         run = self.store.runs.find(query)
         manifest = RunManifest.from_json(run.manifest)
@@ -163,10 +162,10 @@ class RunScheduler:
         return run
 
     def exclude(self, query: str, silo: str, readmit: bool = False) -> StoredRun:
-        """Await a silo no longer and ask it for no further round; or, with `readmit`, ask it again from the next on.
+        """Exclude a silo from waiting and from further rounds; or, with `readmit`, ask it again from the next on.
 
-        An update of it that is here already counts. Raises ConfigError: E-RUN-05 on no member of the run, E-CFG-02 when
-        nobody would be left; StateError (E-RUN-11) when the run is over.
+        Its updates that have arrived count. Raises ConfigError: E-RUN-05 on no member of the run, E-CFG-02 if nobody
+        would be left; StateError (E-RUN-11) if the run is over.
         """
         run = require_state(self.store.runs.find(query), RunState.ABORTED.comes_from, "steered")
         if silo not in run.members:
@@ -188,9 +187,9 @@ class RunScheduler:
         return run
 
     def extend(self, query: str, hours: float) -> StoredRun:
-        """Give everybody who is awaited in the open round so much more time.
+        """Extend the time of all awaited silos in the open round.
 
-        Raises ConfigError (E-CFG-02) on a number that is none; StateError (E-RUN-11) when no round is open.
+        Raises ConfigError (E-CFG-02) on an invalid number; StateError (E-RUN-11) if no round is open.
         """
         validate.positive("E-CFG-02", "", hours=hours)
         validate.at_most("E-CFG-02", "", _MAX_HOURS, hours=hours)
@@ -201,7 +200,7 @@ class RunScheduler:
         return run
 
     def waiting(self, run_id: str) -> Waiting | None:
-        """Say whom a run's open round waits for; None where none is open."""
+        """Return whom a run's open round waits for; None if none is open."""
         with self._lock:
             active = self._active.get(run_id)
         return None if active is None else active.waiting()
@@ -213,12 +212,12 @@ class RunScheduler:
         return row.round
 
     def with_model_digest(self, run: StoredRun) -> StoredRun:
-        """Return a run with the digest of its newest model, which is computed when it is first asked for."""
+        """Return a run with the digest of its newest model, computed at the first request."""
         if run.model_digest or not run.closed or run.state_object is None:
             return run
         try:
             model = tensor_maps.digest(read_state(self.objects.verified(run.state_object))["w"])
-        except (StateError, FileNotFoundError):  # rounds were closed meanwhile: there is a newer one
+        except (StateError, FileNotFoundError):  # rounds were closed in the meantime: there is a newer one
             newer = self.store.runs.get(run.id)
             if newer.state_object == run.state_object:
                 raise
@@ -227,12 +226,12 @@ class RunScheduler:
         return replace(run, model_digest=model)
 
     def resume_all(self) -> None:
-        """Continue every run that has not ended; called when the service starts."""
+        """Continue every unfinished run; called when the service starts."""
         with self.objects.lock:
             for run in self.store.runs.all():
                 if run.state.ended and (
                     run.state_object is None or lineage.removes_sums(run)
-                ):  # and then the process ended
+                ):  # and the process ended right after
                     self.store.contributions.delete_unreferenced(run.id, self.objects.remove)
             self.objects.sweep(self.store.contributions.referenced_digests())
         self._drop_uploads()
@@ -249,10 +248,10 @@ class RunScheduler:
             run.interrupt()
         for run in active:
             run.thread.join(seconds)
-        wait([self._cleanup.submit(lambda: None)], seconds)  # what is being deleted now needs the store
+        wait([self._cleanup.submit(lambda: None)], seconds)  # running deletions need the store
 
     def lives(self) -> bool:
-        """Tell whether every run under way has a thread that lives, and none waits where there is room for it."""
+        """Tell whether every running run has a live thread, and no run waits although a thread is free."""
         with self._lock:
             active = list(self._active.values())
             waiting = bool(self._queue) and len(active) < self.parallel
@@ -286,7 +285,7 @@ class RunScheduler:
             reason = f"E-RUN-99: unexpected error ({type(error).__name__}); see the coordinator's log"
             self._end(run.id, RunState.FAILED, reason)
         finally:
-            run.interrupt()  # tasks may be open where a round ended before its time
+            run.interrupt()  # tasks may be open if a round ended early
             self._on_thread_exit(run.id)
 
     def _on_thread_exit(self, run_id: str) -> None:
@@ -302,10 +301,10 @@ class RunScheduler:
                     self._start_queued()
 
     def _end(self, run_id: str, state: RunState, reason: str) -> None:
-        """End a run as paused or failed. Silos get no message: it may be resumed, with what they have staged."""
+        """End a run as paused or failed. Silos get no message: it may be resumed, with their staged updates."""
         try:
             self.store.runs.end(run_id, state, reason)
-        except UnavailableError as error:  # a full disk, which has no room for this either
+        except UnavailableError as error:  # for instance a full disk, which has no room for this either
             log.error("run %s ended, but its end cannot be stored: %s", run_id, error)
             time.sleep(_NOT_NOTED_S)
         except StateError as error:
@@ -313,7 +312,7 @@ class RunScheduler:
         self.dispatcher.changes.notify()
 
     def schedule_cleanup(self, run_id: str) -> None:
-        """Delete what a run no longer needs, soon."""
+        """Delete a run's unneeded objects, soon."""
         self._cleanup.submit(self._delete_unused, run_id)
 
     def _delete_unused(self, run_id: str) -> None:
@@ -321,7 +320,7 @@ class RunScheduler:
             with self.objects.lock:
                 self.store.contributions.delete_unreferenced(run_id, self.objects.remove)
             self._drop_uploads()
-        except Exception:  # no run fails for it: what stays is deleted at the next round's end, or at the next start
+        except Exception:  # no run fails for this: the rest is deleted at the next round's end, or at the next start
             log.exception("cannot delete what run %s no longer needs", run_id)
 
     def _drop_uploads(self) -> None:

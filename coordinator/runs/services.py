@@ -1,4 +1,4 @@
-"""What all runs of a coordinator work with."""
+"""Services shared by all runs of a coordinator."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from service_core.storage.private_files import Credentials
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Services:
-    """What a run works with.
+    """Services that a run uses.
 
-    signer: gives the coordinator's certificate in force   record: writes a line into the audit log   roster: gives the
-    newest signed list of members   model_lock: held while a model is built, since initial weights come from torch's
-    global generator, which all threads share.
+    signer: returns the coordinator's certificate in force   record: writes a line into the audit log   roster:
+    returns the newest signed list of members   model_lock: held while a model is built, since initial weights come
+    from torch's global generator, which all threads share.
     """
 
     store: CoordinatorStore

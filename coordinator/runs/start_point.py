@@ -1,4 +1,4 @@
-"""The last models of other runs, and weights from files: what a run begins with, and what it is measured beside."""
+"""Start models: the last models of other runs, and weights from files; also the models that a run is compared with."""
 
 from __future__ import annotations
 
@@ -37,17 +37,16 @@ def require_over(parent: StoredRun) -> None:
 
 
 def resolve(parent: StoredRun | None, manifest: RunManifest, objects: ObjectStore) -> tuple[RunManifest, State]:
-    """Return the manifest with its start point, and the server state that its first round begins with.
+    """Return the manifest with its start point, and the server state of its first round.
 
-    Without a parent the model is filled with the weights that the manifest's start names, an object that is here.
-    With one it is the parent's, bit for bit, with the parts of it that the parent did not train where this method
-    trains them. Where the method is the same, the server's other tensors (prototypes, a
-    momentum, a generator) are too, if they have the same shapes and no silo keeps a counterpart of its own: silos keep
-    nothing across runs, so control variates begin anew. So do the settings of guards, the bound on norms and all that
-    depends on the number of the round.
-    Raises StateError as `require_over`, E-STATE-22, E-STATE-63 when what it begins with is missing or damaged;
-    ConfigError: E-CFG-23 on other classes or another architecture, E-CFG-08 on a seed, weights or a method that do not
-    fit; ProtocolError: E-WIRE-05 on NaN, E-WIRE-06 on weights that do not fit the model.
+    Without a parent, the model gets the weights that the manifest's start names, an object that is stored here. With a
+    parent, the model is the parent's, bit for bit, with the parts that the parent did not train but this method trains.
+    If the method is the same, the server's other tensors (prototypes, a momentum, a generator) are taken too, if they
+    have the same shapes and no silo keeps a counterpart: silos keep nothing across runs, so control variates begin
+    anew. So do the settings of guards, the bound on norms and everything that depends on the number of the round.
+    Raises StateError as `require_over`, E-STATE-22, E-STATE-63 if the start is missing or damaged; ConfigError:
+    E-CFG-23 on other classes or another architecture, E-CFG-08 on a seed, weights or a method that do not fit;
+    ProtocolError: E-WIRE-05 on NaN, E-WIRE-06 on weights that do not fit the model.
     """
     compiled, named = CompiledRun.of(manifest), manifest.start
     if named is not None and named.weights is not None:
@@ -61,10 +60,10 @@ def resolve(parent: StoredRun | None, manifest: RunManifest, objects: ObjectStor
 
 
 def last_broadcast(other: StoredRun, objects: ObjectStore) -> State:
-    """Return what is sent of a run's last model, for it to be measured beside another one.
+    """Return the broadcast of a run's last model, to measure it beside another one.
 
     Raises StateError as `require_over`, E-STATE-22, E-STATE-63 on a model that is missing or damaged; ConfigError
-    (E-CFG-23) on one of a frozen body, or of which silos make another part from a file's weights.
+    (E-CFG-23) on one of a frozen body, or if silos rebuild a part of it from a file's weights.
     """
     require_over(other)
     assert other.state_object is not None
@@ -85,8 +84,8 @@ def last_broadcast(other: StoredRun, objects: ObjectStore) -> State:
 def read_weights(objects: ObjectStore, weights: Weights) -> Tensors:
     """Read an object of weights.
 
-    Raises StateError: E-STATE-22 where it is not here, E-STATE-63 where it is damaged; ProtocolError (E-WIRE-06) on
-    another object.
+    Raises StateError: E-STATE-22 if it is not here, E-STATE-63 if it is damaged; ProtocolError (E-WIRE-06) on another
+    object.
     """
     if not objects.has(weights.object):
         raise StateError("E-STATE-22", f"expected {weights} to be here, found none: send them again (coordinator run)")
@@ -109,7 +108,7 @@ def _from_parent(parent: StoredRun, compiled: CompiledRun, objects: ObjectStore)
             "as it was, or export that run and begin with its file (coordinator export; model.weights=FILE)",
         )
     model = dict(kept["w"])
-    if _shapes(model) != _shapes(fresh["w"]):  # one that keeps a part of the model apart, which this method trains
+    if _shapes(model) != _shapes(fresh["w"]):  # a method that keeps apart what this method trains
         model = dict(_with_weights(CompiledRun.of(before), objects).exported(kept))
     if _shapes(model) != _shapes(fresh["w"]):
         raise ConfigError(
@@ -147,14 +146,14 @@ def _with_weights(run: CompiledRun, objects: ObjectStore) -> CompiledRun:
 
 
 def _require_same_model(parent: StoredRun, before: RunManifest, now: RunManifest) -> None:
-    for what, then, found in (
+    for what, then, actual in (
         ("classes", list(before.schema.classes), list(now.schema.classes)),
         ("model", before.model.name, now.model.name),
     ):
-        if then != found:
+        if then != actual:
             raise ConfigError(
                 "E-CFG-23",
-                f"expected the {what} of {parent.id} ({then}), found {found}: a run goes on with the same classes, in "
+                f"expected the {what} of {parent.id} ({then}), found {actual}: a run goes on with the same classes, in "
                 "the same order, and the same model",
             )
     first, second = (None if m.start is None else m.start.weights for m in (before, now))

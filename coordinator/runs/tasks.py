@@ -1,4 +1,4 @@
-"""What one run asks of its silos: tasks, preflights, what opens a fixed set; and waiting for their outcome."""
+"""A run's messages to its silos (tasks, preflights, the opening of a fixed set), and waiting for the outcomes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RunInterrupted(Exception):  # noqa: N818 - no error: the run was aborted, 
 
 
 def unless_over(write: Callable[[], T]) -> T:
-    """Change what is stored of a run, and return what that returns; raises RunInterrupted where it has ended."""
+    """Run a write on a run's records and return its result; raises RunInterrupted if the run has ended."""
     try:
         return write()
     except StateError as error:
@@ -41,9 +41,9 @@ def unless_over(write: Callable[[], T]) -> T:
 class RoundTask:
     """One silo's part of a round.
 
-    due: time.monotonic() of the round's deadline, as the offer names it; who is given up when, `OpenRound` decides
-    attempt: how often the run was resumed
-    incarnation, included_before: as in the message `Offer`   masks: what it names of a masked run, by field.
+    due: time.monotonic() of the round's deadline, as in the offer; `OpenRound` decides when a silo is given up attempt:
+    how often the run was resumed incarnation, included_before: as in the message `Offer`   masks: its fields for a
+    masked run.
     """
 
     run_id: str
@@ -85,7 +85,7 @@ class RoundTask:
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """Asks whether one silo can do its part of a whole run. due: as of a task   signed_roster: as in the message."""
+    """Asks whether one silo can do its part of a whole run. due: as in a task   signed_roster: as in the message."""
 
     run_id: str
     silo: str
@@ -111,7 +111,7 @@ def _unix(due: float) -> float:
 
 
 def stated(code: str, reason: str) -> RefusedError:
-    """Make an error of what a silo says; a code that is none becomes E-RUN-14."""
+    """Make an error from a silo's message; an unknown code becomes E-RUN-14."""
     return RefusedError(code if _CODE.fullmatch(code) else "E-RUN-14", reason[: 2 * REASON_CHARS])
 
 
@@ -121,10 +121,10 @@ def no_answer() -> FederationError:
 
 @dataclass(slots=True)
 class PendingTask:
-    """A task or preflight that waits for its outcome: a delivery, an answer, an error or an interruption, once.
+    """A task or preflight that waits for its one outcome: a delivery, an answer, an error or an interruption.
 
-    offered: its silo is asked for it, now and in each new session
-    entry, trains: the keys and classes that came with a preflight's answer.
+    offered: its silo is asked for it, now and in each new session entry, trains: keys and classes from a preflight's
+    answer.
     """
 
     task: RoundTask | Preflight
@@ -149,7 +149,7 @@ class PendingTask:
                 self._settled.set()
 
     def wait(self) -> str:
-        """Return the digest that the task is settled with; raises its error, a preflight's deadline E-RUN-37."""
+        """Return the digest of the outcome; raises its error, and E-RUN-37 at a preflight's deadline."""
         if isinstance(self.task, Preflight):
             self._settled.wait(max(0.0, self.task.due - time.monotonic()))
             self.settle(no_answer())
@@ -168,14 +168,14 @@ FromSilo = pb.Answer | pb.PreflightAnswer | FromMember
 
 
 class FixedSet(Protocol):
-    """What is asked of a masked round's members once its set is fixed; called by any thread."""
+    """Messages to a masked round's members once its set is fixed; called by any thread."""
 
     def messages_for(self, silo: str) -> Sequence[pb.CoordinatorMessage]:
-        """Return what a silo is still asked for; nothing where it is no member, or has answered."""
+        """Return the pending messages for a silo; empty for non-members and after it has answered."""
         ...
 
     def receive(self, silo: str, message: FromMember) -> None:
-        """Take what a silo said. Invalid messages are recorded, and raise nothing."""
+        """Process a silo's message. Invalid messages are recorded, and raise nothing."""
         ...
 
     def interrupt(self) -> None:
@@ -184,10 +184,10 @@ class FixedSet(Protocol):
 
 
 class RunTasks:
-    """What one run under way asks of its silos: at most one task of each, or to open a fixed set. Thread-safe.
+    """A running run's open tasks: at most one per silo, or the opening of a fixed set. Thread-safe.
 
-    Guarantees: a task that was offered once is offered on every new session of its silo until it has an outcome, and
-    one that was not, on none; once the run is interrupted, nothing is asked, and nobody is awaited any more.
+    Guarantees: a task that was offered once is offered in every new session of its silo until it has an outcome; one
+    that was not offered, in none; after an interruption nothing is asked or awaited.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class RunTasks:
         send: Callable[[str, pb.CoordinatorMessage], None],
         notify: Callable[[], None],
     ) -> None:
-        """Begin without a task. send: a message to a silo that has a session   notify: tell that something changed."""
+        """Begin without a task. send: sends a message to a connected silo   notify: reports a change."""
         self.run_id = run_id
         self._store, self._send, self.notify = store, send, notify
         self._lock = threading.RLock()
@@ -211,7 +211,7 @@ class RunTasks:
 
     @contextmanager
     def pending_task(self, task: RoundTask | Preflight) -> Iterator[PendingTask]:
-        """Keep a task open inside the block; raises RunInterrupted when the run was interrupted."""
+        """Keep a task open inside the block; raises RunInterrupted if the run was interrupted."""
         pending = PendingTask(task)
         with self._lock:
             self._require_going_on()
@@ -224,13 +224,13 @@ class RunTasks:
                     del self._pending[task.silo]
 
     def offer(self, pending: PendingTask) -> None:
-        """Offer an open task to its silo; without a session it gets it with its next one, after `interrupt` never."""
-        with self._lock:  # until the message is queued, so that none follows the end of the run
+        """Offer an open task to its silo; a disconnected silo gets it in its next session, unless interrupted."""
+        with self._lock:  # until the message is queued, so that none is sent after the run's end
             pending.offered = True
             self._ask(pending, partial(self._send, pending.task.silo))
 
     def open_silos(self) -> set[str]:
-        """Name the silos whose task has no outcome yet."""
+        """Return the silos whose task has no outcome yet."""
         with self._lock:
             return {silo for silo, pending in self._pending.items() if not pending.settled}
 
@@ -244,7 +244,7 @@ class RunTasks:
 
     @contextmanager
     def asking(self, fixed: FixedSet) -> Iterator[None]:
-        """Ask the members of a fixed set inside the block, each new session again; raises as `pending_task`."""
+        """Ask the members of a fixed set inside the block, again in each new session; raises as `pending_task`."""
         with self._lock:
             self._require_going_on()
             self._set = fixed
@@ -254,7 +254,7 @@ class RunTasks:
             self._set = None
 
     def ask_members(self, fixed: FixedSet, names: Sequence[str]) -> None:
-        """Send those that are connected what a fixed set asks of them now."""
+        """Send the pending messages of a fixed set to its connected members."""
         for name in names:
             self._ask_of_set(fixed, name, partial(self._send, name))
 
@@ -270,7 +270,7 @@ class RunTasks:
         self.notify()
 
     def event(self, kind: str, round: int = 0, silo: str = "", text: str = "") -> None:
-        """Store an event of the run, and tell those who watch it."""
+        """Store an event of the run, and notify its watchers."""
         self._store.runs.event(self.run_id, kind, round, silo, text)
         self.notify()
 
@@ -281,7 +281,7 @@ class RunTasks:
     # ---- asked by the dispatcher ---------------------------------------------------------------------------------
 
     def catch_up(self, silo: str, send: Callable[[pb.CoordinatorMessage], None]) -> None:
-        """Ask a silo in a new session for what is still asked of it."""
+        """Send a silo's pending messages in its new session."""
         with self._lock:
             pending, fixed = self._pending.get(silo), self._set
             if pending is not None and pending.offered:
@@ -304,18 +304,18 @@ class RunTasks:
             pending = self._pending.get(silo)
         return pending if pending is not None and (pending.task.round, pending.task.kind) == (round, kind) else None
 
-    def hear(self, silo: str, said: FromSilo, software_of: Mapping[str, str]) -> None:
-        """Process what a silo says; about what it is not asked (any more) it is ignored. software_of: the silo's."""
-        if isinstance(said, pb.Answer):
-            pending = self._pending_of(silo, said.round, FROM_WIRE.get(said.kind))
+    def hear(self, silo: str, message: FromSilo, software_of: Mapping[str, str]) -> None:
+        """Process a silo's message; it is ignored if nothing is (or is no longer) asked. software_of: the silo's."""
+        if isinstance(message, pb.Answer):
+            pending = self._pending_of(silo, message.round, FROM_WIRE.get(message.kind))
             if pending is not None and isinstance(pending.task, RoundTask):
-                self._answer(pending, said, software_of)
-        elif isinstance(said, pb.PreflightAnswer):
+                self._answer(pending, message, software_of)
+        elif isinstance(message, pb.PreflightAnswer):
             pending = self._pending_of(silo, 0, None)
-            if pending is not None and not pending.settled and pending.task.manifest_digest == said.manifest_digest:
-                self._preflight(pending, said, software_of)
+            if pending is not None and not pending.settled and pending.task.manifest_digest == message.manifest_digest:
+                self._preflight(pending, message, software_of)
         elif (fixed := self._set) is not None:
-            fixed.receive(silo, said)
+            fixed.receive(silo, message)
 
     def _answer(self, pending: PendingTask, answer: pb.Answer, software_of: Mapping[str, str]) -> None:
         if not answer.accepted:
@@ -346,13 +346,13 @@ class RunTasks:
             pending.settle(update.object_digest)
 
     def reject(self, update: Contribution, error: FederationError) -> None:
-        """Settle the task whose update no round would take, so that nobody waits for its silo."""
+        """Settle the task whose update is invalid, so that the run does not wait for its silo."""
         pending = self._pending_of(update.silo, update.round, update.kind)
         if pending is not None and not pending.settled:
             self._settle(pending, error)
 
     def revoke(self, members: Collection[str]) -> None:
-        """Settle the tasks of silos that are not among the members any more."""
+        """Settle the tasks of silos that are no longer members."""
         with self._lock:
             gone = [p for silo, p in self._pending.items() if silo not in members and not p.settled]
         for pending in gone:
@@ -369,7 +369,7 @@ class RunTasks:
     # ---- what the lead reads -------------------------------------------------------------------------------------
 
     def note(self, silo: str, text: str, kind: str = "silo") -> None:
-        """Show what happens to a silo that the run waits for, once per text."""
+        """Show an event about a silo that the run waits for, once per text."""
         with self._lock:
             pending = self._pending.get(silo)
             if pending is None or self._notes.get(silo) == text:
@@ -378,9 +378,9 @@ class RunTasks:
         self.event(kind, pending.task.round, silo, text)
 
     def note_software(self, stated: Mapping[str, str]) -> None:
-        """Record with which software the coordinator and these silos do the run; warn of another build.
+        """Record the software of the coordinator and these silos in the run; warn of other builds.
 
-        stated: by silo. What was recorded before is not recorded again, unless the coordinator's own has changed.
+        stated: by silo. Unchanged software is not recorded again, unless the coordinator's own has changed.
         """
         ours = software()
         with self._lock:

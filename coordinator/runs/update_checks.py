@@ -1,4 +1,4 @@
-"""The check of single updates: before the receipt leaves. The round takes what it measured, or checks again."""
+"""Checks of single updates, before the receipt leaves. The round reuses the measurements, or checks again."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from privacy.compiled_run import CompiledRun
 from protos.wire.codec import BundleFile
 
 _REMEMBERED = 16
-"""Runs whose check is kept."""
+"""Runs whose check is cached."""
 MEASURED = 1000
-"""Updates of which is kept what they measured, until their round takes them."""
+"""Updates whose measurements are kept until their round takes them."""
 
 
 def checked(bundle: BundleFile, allowed: frozenset[torch.dtype]) -> BundleFile:
-    """Return an update whose parts hold numbers of the kinds that this run's silos send.
+    """Return an update whose parts have the dtypes that this run's silos send.
 
-    Raises ProtocolError (E-WIRE-06) when a part holds others.
+    Raises ProtocolError (E-WIRE-06) on other dtypes.
     """
     for name in bundle:
         if not bundle.dtypes(name) <= allowed:
@@ -44,7 +44,7 @@ def checked(bundle: BundleFile, allowed: frozenset[torch.dtype]) -> BundleFile:
 
 
 def _check_masked(update: BundleFile, layout: Layout) -> None:
-    """Raise ProtocolError (E-WIRE-06) unless an update has the shapes of its round; masks hide all else of it."""
+    """Raise ProtocolError (E-WIRE-06) unless an update has its round's shapes; masks hide everything else."""
     check_layout(update, layout)
     for name in layout:
         if (name == MASKS) is not (update.dtypes(name) == {torch.uint8}):
@@ -52,13 +52,13 @@ def _check_masked(update: BundleFile, layout: Layout) -> None:
 
 
 def declared_sizes(store: CoordinatorStore, run_id: str) -> dict[str, DeclaredSize]:
-    """Return what silos had declared when the run was submitted; who declares nothing counts as the largest does."""
+    """Return the declared sizes of silos at the run's submission; undeclared ones count as the largest."""
     declared = store.runs.declared_sizes(run_id)
     return with_undeclared({name: DeclaredSize(train or math.inf, test or math.inf) for name, train, test in declared})
 
 
 class _RunChecks(NamedTuple):
-    """uploads: of a masked run, the layout of what each kind of round brings; else nothing."""
+    """uploads: of a masked run, the layout of the uploads of each kind of round; otherwise empty."""
 
     by_kind: Mapping[TaskKind, UpdateCheck]
     dtypes: frozenset[torch.dtype]
@@ -67,7 +67,7 @@ class _RunChecks(NamedTuple):
 
 
 class UpdateChecks:
-    """Checks updates of any run by their files. Thread-safe.
+    """Checks updates of any run from their files. Thread-safe.
 
     model_lock: held while a run is built, as by `RunScheduler`.
     """
@@ -80,7 +80,7 @@ class UpdateChecks:
         self._measured: dict[str, UpdateNorms] = {}
 
     def check(self, contribution: Contribution, file: Path) -> None:
-        """Raise ProtocolError (E-WIRE-05, E-WIRE-06, E-RUN-43, E-RUN-47) unless the update may be part of its round."""
+        """Raise ProtocolError (E-WIRE-05, E-WIRE-06, E-RUN-43, E-RUN-47) unless the update is valid for its round."""
         _, dtypes, method, uploads = self._of(contribution.run_id)
         update = checked(BundleFile(file), dtypes)
         if uploads:
@@ -95,11 +95,11 @@ class UpdateChecks:
             self._measured[contribution.id] = measured
 
     def of(self, contribution: Contribution) -> UpdateCheck:
-        """Return the check of updates like this one."""
+        """Return the check for updates like this one."""
         return self._of(contribution.run_id)[0][contribution.kind]
 
     def measured(self, contribution_id: str) -> UpdateNorms | None:
-        """Return what an update measured when it was checked, once; None where that is not remembered."""
+        """Return an update's measurements from its check, once; None if they are no longer cached."""
         with self._lock:
             return self._measured.pop(contribution_id, None)
 

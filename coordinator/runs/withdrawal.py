@@ -1,10 +1,10 @@
-"""A hospital withdraws: what every model has of it, a run that takes its sums out where that is exact, a signed record.
+"""Withdrawal of a hospital: the models with its updates, the removal of its sums where exact, a signed record.
 
-Sums of `analytic` without privacy are exact integers: the state less what the hospital added is the state of a run that
+Sums of `analytic` without privacy are exact integers: the state minus the hospital's part is the state of a run that
 never had it, to the last bit. The coordinator keeps no single hospital's sums, so the hospital sends them once more, in
-a run of its own (method.withdraws) that goes on from the first; both sides hold them against the fingerprint that was
-noted when they were added. With the end of that run the state that had them is deleted. Models that were trained by
-gradients, or whose sums have weights or noise inside, cannot be without one hospital: nobody goes on from them.
+a separate run (method.withdraws) that continues the first; both sides compare them with the fingerprint that was
+recorded when they were added. At the end of that run the state that contained them is deleted. Models trained by
+gradients, or whose sums have weights or noise inside, cannot lose one hospital exactly: no run continues from them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Submit = Callable[[RunManifest, str, str, str], StoredRun]
 class AffectedRun:
     """A run that a hospital has withdrawn from, or would.
 
-    given: its updates that the model has   by: the run that takes its sums out   reason: why they cannot be taken out
-    left: the others whose updates the model has   fetched: who read the model, and when   at: 0 where nothing is noted.
+    given: its updates in the model   by: the run that takes its sums out   reason: why they cannot be taken out left:
+    the others whose updates the model has   fetched: who read the model, and when   at: 0 if nothing is recorded.
     """
 
     silo: str
@@ -53,7 +53,7 @@ class AffectedRun:
     fetched: Sequence[str]
 
     def statement(self) -> str:
-        """Write what is signed: canonical JSON."""
+        """Return the signed text: canonical JSON."""
         about: dict[str, object] = {"silo": self.silo, "run": self.run.id, "manifest": self.run.manifest_digest}
         about |= {"at": int(self.at), "updates": [[g.run, g.round + 1] for g in self.given]}
         if self.by is None:
@@ -64,7 +64,7 @@ class AffectedRun:
         return json.dumps(about, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 
     def message(self, credentials: Credentials) -> pb.Withdrawal:
-        """Write it for a lead, signed by the coordinator where it is noted."""
+        """Convert it for a lead, signed by the coordinator if it is recorded."""
         withdrawal = pb.Withdrawal(
             silo=self.silo,
             run_id=self.run.id,
@@ -91,7 +91,7 @@ class AffectedRun:
 class Withdrawals:
     """Withdrawals from the runs of a store.
 
-    submit: takes a run   delete_unused: deletes the objects that a run no longer needs.
+    submit: starts a run   delete_unused: deletes the objects that a run no longer needs.
     """
 
     store: CoordinatorStore
@@ -103,10 +103,10 @@ class Withdrawals:
         return RunLineage(self.store.runs)
 
     def withdraw(self, silo: str, lead: str, preview: bool = False) -> list[AffectedRun]:
-        """Note that a hospital has withdrawn from every run whose model has its updates, and begin what takes them out.
+        """Record a hospital's withdrawal from every run whose model has its updates, and start the removal runs.
 
-        preview: do neither. Again is harmless, and begins what could not be begun before. Raises ConfigError (E-RUN-05)
-        on a hospital without an update in any model, or as `RunScheduler.submit`.
+        preview: do neither. Repeated calls are harmless, and start removals that were not possible before. Raises
+        ConfigError (E-RUN-05) on a hospital without an update in any model, or as `RunScheduler.submit`.
         """
         affected = self._affected(silo)
         if not affected:
@@ -126,7 +126,7 @@ class Withdrawals:
         return self._affected(silo)
 
     def of(self, run: StoredRun) -> list[AffectedRun]:
-        """Return the withdrawals from a run and from those that it goes on from."""
+        """Return the withdrawals from a run and its ancestors."""
         line = self._line
         return [
             self._about(one, event.silo, line.updates_in(one).get(event.silo, []))
@@ -135,7 +135,7 @@ class Withdrawals:
         ]
 
     def _drop_incomplete(self, silo: str) -> None:
-        """Delete sums that nobody goes on from, since their run was aborted before they were whole."""
+        """Delete sums that no run can continue, since their run was aborted before they were complete."""
         for run in self.store.runs.all():
             if _is_incomplete(run) and run.state_object is not None and silo in self._line.updates_in(run):
                 self.store.runs.drop_state(run.id, silo, "the run was aborted before its sums were complete: deleted")
@@ -166,14 +166,12 @@ class Withdrawals:
         return next((o for o in others if o.state is not RunState.ABORTED and silo in ("", *o.members)), None)
 
     def _obstacle(self, run: StoredRun, silo: str, updates: Sequence[GivenModel], others: Sequence[str]) -> str:
-        """Say why a hospital's updates cannot be taken out of a model exactly; empty where they can."""
+        """Return why a hospital's updates cannot be taken out of a model exactly; empty if they can."""
         if not lineage.adds(run):
             return "trained by gradients or on class means only: one hospital's share cannot be separated"
         manifest = RunManifest.from_json(run.manifest)
         if manifest.secagg is not None:
-            return (
-                "its sums were added under masks, so that nobody knows what the hospital added: train anew without it"
-            )
+            return "its sums were added under masks, so the hospital's part is unknown: train anew without it"
         if manifest.privacy.name != "none" or manifest.method.options.get("release", "exact") != "exact":
             return "its sums contain noise, which the hospital cannot send again"
         if manifest.method.options.get("class_weights", "none") != "none":
@@ -206,7 +204,7 @@ class Withdrawals:
             attempt += 1
 
     def _manifest(self, affected: AffectedRun, lead: str) -> RunManifest:
-        """Describe the run that takes a hospital's sums out: they come alone, on the grid on which they were added."""
+        """Describe the run that takes a hospital's sums out: they are sent alone, on the grid of the original sum."""
         manifest = RunManifest.from_json(affected.run.manifest)
         origin = RunManifest.from_json(self.store.runs.get(affected.given[0].run).manifest)
         options = dict(manifest.method.options)

@@ -1,6 +1,6 @@
-"""Attestations of hospitals: the digest of their policy, and the head of their ledger with each update.
+"""Attestations of hospitals: the digest of their policy, and the end of their ledger with each update.
 
-What the ledger has spent is sealed: only the hospital can read it.
+The ledger's spending is sealed: only the hospital can read it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _COMMITTED = contributions.c.received.is_not(None), contributions.c.policy.is_no
 
 
 class AttestationStore:
-    """Newest policy digest of each silo, and the attestation of each update."""
+    """The newest policy digest of each silo, and the attestation of each update."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
 
     def of(self, contribution_id: str) -> pb.Attestation | None:
-        """Return what a receipt repeats of an update's attestation; what was sealed apart from it is left out."""
+        """Return the part of an update's attestation that its receipt repeats, without the sealed figures."""
         stated = select(contributions).where(contributions.c.id == contribution_id, contributions.c.policy.is_not(None))
         with self._db.read() as db:
             row = db.execute(stated).first()
         return None if row is None else _message(row, sealed=bool(row.sealed_in_receipt))
 
     def newest(self, silo: str) -> pb.Attestation | None:
-        """Return the attestation of a silo's newest committed update, with what is sealed for it."""
+        """Return the attestation of a silo's newest committed update, with its sealed part."""
         mine = select(contributions).where(contributions.c.silo == silo, *_COMMITTED)
         with self._db.read() as db:
             row = db.execute(mine.order_by(contributions.c.received.desc()).limit(1)).first()
@@ -61,19 +61,19 @@ class AttestationStore:
             db.execute(row.on_conflict_do_update(index_elements=["silo"], set_={"digest": digest}))
 
     def policies(self) -> dict[str, str]:
-        """Return the digest of each silo's policy, by its name; empty when it has none."""
+        """Return the digest of each silo's policy, by its name; empty if it has none."""
         with self._db.read() as db:
             return {row.silo: row.digest for row in db.execute(select(policies))}
 
 
 def attested(stated: pb.Attestation | None, sealed: bytes = b"") -> dict[str, object]:
-    """Return the columns of an update that hold its attestation, or that it has none."""
+    """Return the columns of an update's attestation, or of its absence."""
     values = {column: None if stated is None else getattr(stated, name) for column, name in _FIELDS.items()}
     return values | {"sealed": values["sealed"] or sealed or None, "sealed_in_receipt": bool(values["sealed"])}
 
 
 def drop_sealed(db: Connection, silo: str, but: str) -> None:
-    """Drop what is sealed with committed updates of a silo; but: the newest one, which alone is given back."""
+    """Delete sealed figures of a silo's committed updates; but: the newest one, the only one that is returned."""
     others = contributions.c.silo == silo, contributions.c.sealed.is_not(None), contributions.c.id != but, *_COMMITTED
     db.execute(update(contributions).where(*others).values(sealed=None))
 

@@ -42,10 +42,9 @@ class ContributionStore:
     ) -> tuple[Contribution, bool]:
         """Record that a silo will send an object; return it, and whether an earlier upload must be discarded.
 
-        Until it is committed, an announced object may be replaced (the silo lost its disk and trained again), and its
-        attestation `stated` with it, and what is `sealed` apart from that.
-        Raises ProtocolError (E-WIRE-07) when another object was committed under this id; StateError (E-RUN-06) when
-        the round is not open.
+        Until it is committed, an announced object may be replaced (the silo lost its disk and trained again), together
+        with its attestation `stated` and the separate part `sealed`. Raises ProtocolError (E-WIRE-07) if another object
+        was committed under this id; StateError (E-RUN-06) if the round is not open.
         """
         with self._db.write() as db:
             existing = _contribution(db, wanted.id)
@@ -69,7 +68,7 @@ class ContributionStore:
             return wanted, True
 
     def commit(self, contribution: Contribution, received: float) -> None:
-        """Commit a contribution whose object is on disk; raises StateError (E-RUN-06) when its round was closed."""
+        """Commit a contribution whose object is on disk; raises StateError (E-RUN-06) if its round was closed."""
         c = contribution
         with self._db.write() as db:
             _expect_open(db, c)
@@ -80,9 +79,9 @@ class ContributionStore:
             add_event(db, self._clock(), c.run_id, "arrived", c.round, c.silo, f"{c.size} bytes")
 
     def reopen(self, contribution: Contribution) -> None:
-        """Undo a commit whose object was lost: its silo, which has the update until the round closes, sends it again.
+        """Undo a commit whose object was lost: its silo, which keeps the update until the round closes, sends it again.
 
-        The receipt that was given stays true: the same object is taken again, or another one under a new receipt.
+        The receipt stays true: the same object is accepted again, or another one under a new receipt.
         """
         c = contribution
         with self._db.write() as db:
@@ -91,7 +90,7 @@ class ContributionStore:
             add_event(db, self._clock(), c.run_id, "lost", c.round, c.silo, "its update is damaged: requested again")
 
     def arrivals(self, run_id: str, round: int | None = None) -> list[Contribution]:
-        """Return the committed updates of a run in the order in which they came, of one round or of all."""
+        """Return the committed updates of a run by arrival, of one round or of all."""
         query = select(*_COLUMNS).where(contributions.c.run_id == run_id, contributions.c.received.is_not(None))
         if round is not None:
             query = query.where(contributions.c.round == round)
@@ -100,7 +99,7 @@ class ContributionStore:
             return [Contribution(**{**row._mapping, "kind": TaskKind(row.kind)}) for row in rows]
 
     def received(self, run_id: str, round: int) -> dict[str, float]:
-        """Return when the committed updates of a round came, by silo."""
+        """Return the arrival times of a round's committed updates, by silo."""
         of_round = (
             contributions.c.run_id == run_id,
             contributions.c.round == round,
@@ -111,19 +110,19 @@ class ContributionStore:
             return {row.silo: row.received for row in rows}
 
     def is_open(self, contribution_id: str) -> bool:
-        """Return whether an unfinished upload still belongs to an open round of a run that goes on."""
+        """Return whether an unfinished upload belongs to an open round of a run that continues."""
         with self._db.read() as db:
             row = _contribution(db, contribution_id)
             if row is None or row.received is not None:
                 return False
             try:
                 _expect_open(db, row)
-            except (StateError, ProtocolError):  # closed, or open with another base than was announced
+            except (StateError, ProtocolError):  # closed, or open with another base than announced
                 return False
             return True
 
     def readable(self, digest: str, silo: str | None) -> str | None:
-        """Return the run of a readable object: for a lead (None) any, for a silo what its runs send it."""
+        """Return the run of a readable object: for a lead (None) any, for a silo the objects that its runs send it."""
         named = select(objects.c.run_id, objects.c.kind, runs.c.members).join(runs).where(objects.c.digest == digest)
         with self._db.read() as db:
             rows = db.execute(named.order_by(runs.c.created.desc())).all()
@@ -133,7 +132,7 @@ class ContributionStore:
         return None
 
     def note_fetched(self, digest: str, lead: str) -> None:
-        """Note in the events of each run that a lead reads its state, which an export does."""
+        """Record in the events of each run that a lead reads its state, as an export does."""
         with self._db.write() as db:
             named = select(objects.c.run_id).where(objects.c.digest == digest, objects.c.kind == ObjectKind.STATE.value)
             for run_id in db.scalars(named.distinct()).all():
@@ -144,11 +143,11 @@ class ContributionStore:
             return set(db.scalars(select(objects.c.digest)))
 
     def delete_unreferenced(self, run_id: str, release: Callable[[str], None]) -> None:
-        """Delete the records of objects that a run no longer needs, and `release` the objects that no run needs.
+        """Delete records of objects that a run no longer needs, and `release` objects that no run needs.
 
         Bundles and bases are needed until their round is closed or their run is over (a failed one may be resumed). The
         newest two server states stay, and the newest one of a run that is over, unless another one replaced it. Keys
-        and sets of a masked run go with its end.
+        and sets of a masked run are deleted at its end.
         """
         with self._db.write() as db:
             run = db.execute(select(runs.c.state, runs.c.state_object).where(runs.c.id == run_id)).one()
@@ -185,11 +184,11 @@ def _change(db: Connection, contribution_id: str, **values: object) -> None:
 def _expect_open(db: Connection, c: Contribution) -> None:
     """Raise StateError (E-RUN-06) unless the round is open and asked this silo; E-WIRE-12 on another kind or base.
 
-    A sealed round takes the updates of its set alone, where one was lost.
+    A round with a fixed set takes only the set's updates, if one was lost.
     """
     of_run = select(rounds, runs.c.state, runs.c.manifest_digest).join(runs)
     row = db.execute(of_run.where(rounds.c.run_id == c.run_id, rounds.c.round == c.round)).first()
-    # The open round of a failed run still takes updates: they are there when the run is resumed.
+    # The open round of a failed run still takes updates, for when the run is resumed.
     what = None
     if row is None:
         what = "none of this number"

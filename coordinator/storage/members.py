@@ -1,4 +1,4 @@
-"""Who may take part: silos, their certificates, invitations, revocations, and the rosters that were signed."""
+"""The members: silos, leads, their certificates, invitations, revocations, and the signed rosters."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from service_core.pki.roster import Revocation, Roster, SignedRoster
 from service_core.storage.sqlite import Database
 
 GRACE_S = 30.0
-"""For so long after its successor was first used a certificate still counts: calls that were under way may end."""
+"""How long a certificate is still valid after its successor's first use, so that running calls can end."""
 CLOCK_SKEW_S = 3600.0
-"""A certificate that was issued later than this from now is from a clock that was wrong, and succeeds to nothing."""
+"""A certificate issued this far in the future comes from a wrong clock, and does not count as a successor."""
 _ISO = "%Y-%m-%dT%H:%M:%S+00:00"
 _ALARM_EVERY_S = 60.0
 _KEPT_ROSTERS = 8
@@ -47,15 +47,15 @@ class MemberStore:
         self.leads = LeadStore(database, clock)
 
     def why_revoked(self, serial: str) -> str | None:
-        """Return the reason for which a certificate, of whatever role, was revoked; None when it was not."""
+        """Return why a certificate, of any role, was revoked; None if it was not."""
         with self._db.read() as db:
             return why_revoked(db, serial)
 
     def membership_status(self, name: str, serial: str) -> MembershipStatus:
-        """Return whether a certificate is revoked or renewed, and whether a member of this name was given it.
+        """Return whether a certificate is revoked or renewed, and whether it belongs to a member of this name.
 
-        Records that a certificate in force is in use. The first use of one that came by an invitation revokes all
-        older ones of that name: their key is lost. The first use of a renewed one ends them after a grace.
+        Records that a certificate in force is in use. The first use of one that came by an invitation revokes all older
+        ones of that name: their key is lost. The first use of a renewed one ends them after a grace period.
         """
         with self._db.read() as db:
             reason = why_revoked(db, serial)
@@ -75,9 +75,9 @@ class MemberStore:
         return MembershipStatus(None, member=True)
 
     def in_force(self) -> Set[tuple[str, str]]:
-        """Return the names and serials of silos' certificates that are certainly in force; of others ask one by one.
+        """Return names and serials of silos' certificates that are certainly in force; others need a single check.
 
-        One that has a successor in use is left out, also within its grace.
+        A certificate whose successor is in use is left out, also within its grace period.
         """
         with self._db.read() as db:
             revoked = set(db.scalars(select(revocations.c.serial)))
@@ -101,7 +101,7 @@ class MemberStore:
             db.execute(update(certificates).where(certificates.c.serial == serial).values(first_used=now))
             if not enrolled:
                 return
-            # SQLite numbers rows in the order of their making; two certificates may be of one second.
+            # SQLite numbers rows in order of insertion; two certificates may be of one second.
             rowid = select(literal_column("rowid", Integer)).select_from(certificates)
             mine = rowid.where(certificates.c.serial == serial).scalar_subquery()
             before = literal_column("certificates.rowid") < mine
@@ -110,7 +110,7 @@ class MemberStore:
             gone = [_revoke_certificate(db, s, name, reason, now) for s in db.scalars(older).all()]
             if any(gone):
                 _bump(db)
-            db.execute(delete(alarms).where(alarms.c.name == name))  # the hospital has recovered its identity
+            db.execute(delete(alarms).where(alarms.c.name == name))  # the hospital recovered its identity
 
     def is_invited(self, serial: str) -> bool:
         """Return whether an invitation is neither withdrawn nor expired; a used one counts, for its own key."""
@@ -131,7 +131,7 @@ class MemberStore:
     # ---- identities that two parties hold ------------------------------------------------------------------------
 
     def raise_alarm(self, name: str, text: str) -> None:
-        """Keep what the lead must look into, until that hospital enrols anew; at most one a minute and name."""
+        """Store an alarm for the lead, until that hospital enrols anew; at most one a minute and name."""
         now = self._clock()
         with self._db.read() as db:
             last = db.scalar(select(alarms.c.at).where(alarms.c.name == name))
@@ -141,12 +141,12 @@ class MemberStore:
                 db.execute(row.on_conflict_do_update(index_elements=["name"], set_={"at": now, "text": text}))
 
     def alarm(self, name: str) -> str:
-        """Return what the lead must look into; empty when there is nothing."""
+        """Return a silo's alarm for the lead; empty if there is none."""
         with self._db.read() as db:
             return db.scalar(select(alarms.c.text).where(alarms.c.name == name)) or ""
 
     def alarms(self) -> dict[str, str]:
-        """Return what the lead must look into, by name."""
+        """Return the alarms for the lead, by name."""
         with self._db.read() as db:
             return {row.name: row.text for row in db.execute(select(alarms.c.name, alarms.c.text))}
 
@@ -157,18 +157,18 @@ class MemberStore:
             return _silo(db, name, self._clock())
 
     def validation_only(self) -> Set[str]:
-        """Name the silos that evaluate models and train none, by their invitation or as they say of themselves."""
+        """Return the silos that only evaluate models, by their invitation or their own declaration."""
         return {silo.name for silo in self.silos() if silo.validation_only or silo.data.validation_only}
 
     def silos(self) -> list[Silo]:
-        """Return all silos, revoked ones included, by name."""
+        """Return all silos, including revoked ones, by name."""
         with self._db.read() as db:
             now = self._clock()
             listed = [_to_silo(row, now) for row in db.execute(_SILOS).mappings()]
         return sorted(listed, key=lambda silo: silo.name)
 
     def introduce(self, name: str, software: str, data: DataOffer) -> None:
-        """Store what a silo declares when a session begins; what it declared before is not written again."""
+        """Store a silo's declarations at the start of a session; unchanged ones are not written again."""
         silo = self.silo(name)
         if silo is not None and (silo.software, silo.data) == (software, data) and silo.last_seen:
             return
@@ -210,10 +210,9 @@ class MemberStore:
     ) -> IssuedCertificate:
         """Use up an invitation for a key and return the certificate that `sign` makes for it.
 
-        proofs: the chain by which the other silos can follow a member that joins again to this key.
-        Guarantees: for the same key the same certificate comes back until it is first used; of two keys that race for
-        one invitation one gets a certificate.
-        Raises RefusedError: E-ID-24 when the invitation was used up, E-ID-13 when it is unknown, withdrawn or expired.
+        proofs: the chain by which other silos accept this key of a member that joins again. Guarantees: the same key
+        gets the same certificate until its first use; of two keys that race for one invitation one gets a certificate.
+        Raises RefusedError: E-ID-24 if the invitation was used up, E-ID-13 if it is unknown, withdrawn or expired.
         """
         now = self._clock()
         with self._db.write() as db:
@@ -230,7 +229,7 @@ class MemberStore:
                         f"the invitation for {name!r} was used already: if that was not this hospital, tell the lead "
                         "at once (coordinator revoke); otherwise ask for a new one",
                     )
-                if certificate.issued <= now + CLOCK_SKEW_S:  # else a clock was ahead: not valid for long
+                if certificate.issued <= now + CLOCK_SKEW_S:  # otherwise a clock was ahead: not valid for a long time
                     return IssuedCertificate(**certificate._mapping)
             made = sign()
             used = {"used": now, "fingerprint": fingerprint, "certificate": made.serial}
@@ -240,12 +239,12 @@ class MemberStore:
             return made
 
     def renew(self, made: IssuedCertificate, proofs: tuple[tuple[str, str], ...]) -> None:
-        """Record a renewed certificate; older ones of the silo stay in force until it is first used."""
+        """Record a renewed certificate; older ones of the silo stay in force until its first use."""
         with self._db.write() as db:
             _certify(db, made, proofs, self._clock())
 
     def certificates_of(self, name: str) -> list[IssuedCertificate]:
-        """Return all certificates that a silo was given."""
+        """Return all certificates of a silo."""
         with self._db.read() as db:
             return [
                 IssuedCertificate(**row._mapping)
@@ -253,7 +252,7 @@ class MemberStore:
             ]
 
     def revoke(self, name: str, reason: str) -> bool:
-        """Revoke a silo with its certificates and withdraw its open invitations; False when there is neither."""
+        """Revoke a silo with its certificates and withdraw its open invitations; False if there is neither."""
         now = self._clock()
         still_open = (invitations.c.name == name, invitations.c.used.is_(None), invitations.c.withdrawn.is_(None))
         with self._db.write() as db:
@@ -270,7 +269,7 @@ class MemberStore:
         """Store a roster that was signed on another machine. issued: the certificates of its members.
 
         A member whose certificate was revoked here stays revoked, and a silo that is not in the roster is revoked.
-        Raises RefusedError (E-ID-14) when a later roster, or another of this version, is known.
+        Raises RefusedError (E-ID-14) if a later roster, or another of this version, is known.
         """
         with self._db.write() as db:
             newest = db.execute(select(rosters).order_by(rosters.c.version.desc())).first()
@@ -299,7 +298,7 @@ class MemberStore:
             db.execute(row.on_conflict_do_update(index_elements=["name"], set_={"value": latest}))
 
     def membership(self) -> tuple[int, list[Silo], list[Revocation]]:
-        """Return the version of the membership, the silos in force and everything revoked, as of one moment."""
+        """Return the version of the membership, the silos in force and everything revoked, from one moment."""
         with self._db.read() as db:
             listed = [_to_silo(row, self._clock()) for row in db.execute(_SILOS.order_by(silos.c.name)).mappings()]
             gone = [
@@ -309,23 +308,23 @@ class MemberStore:
             return _version(db), [s for s in listed if not s.revoked], gone
 
     def roster(self) -> tuple[int, SignedRoster] | None:
-        """Return the newest roster that was signed, with its version."""
+        """Return the newest signed roster, with its version."""
         with self._db.read() as db:
             row = db.execute(select(rosters).order_by(rosters.c.version.desc())).first()
             return None if row is None else (row.version, SignedRoster(row.document, row.signature))
 
     def keep_roster(self, version: int, signed: SignedRoster) -> SignedRoster:
-        """Store a signed roster and return the one that counts: of two documents of one version, the first."""
+        """Store a signed roster and return the valid one: of two documents of one version, the first."""
         with self._db.write() as db:
             values = {"version": version, "document": signed.document, "signature": signed.signature}
             db.execute(upsert(rosters).values(**values).on_conflict_do_nothing())
-            # Each lists everybody: all of them would grow with the square of the members.
+            # Each roster lists everybody: storing all would grow with the square of the members.
             db.execute(delete(rosters).where(rosters.c.version <= version - _KEPT_ROSTERS))
             row = db.execute(select(rosters).where(rosters.c.version == version)).one()
             return SignedRoster(row.document, row.signature)
 
     def version(self) -> int:
-        """Return the version of the membership: it grows with every change."""
+        """Return the version of the membership, which grows with every change."""
         with self._db.read() as db:
             return _version(db)
 
@@ -340,26 +339,26 @@ def why_revoked(db: Connection, serial: str) -> str | None:
 
 
 def renewed_at(db: Connection, table: Table, serial: str, name: str, now: float) -> float | None:
-    """Return since when a later certificate of this name is in use; None when none is, or not for long enough.
+    """Return since when a later certificate of this name is in use; None if none is, or not for long enough.
 
     table: `certificates` or `leads`.
     """
-    # SQLite numbers rows in the order of their making; two certificates may be of one second.
+    # SQLite numbers rows in order of insertion; two certificates may be of one second.
     number = literal_column(f"{table.name}.rowid", Integer)
     mine = table.alias("mine")
-    own = select(literal_column("mine.rowid", Integer)).select_from(mine).where(mine.c.serial == serial)
+    this_row = select(literal_column("mine.rowid", Integer)).select_from(mine).where(mine.c.serial == serial)
     later = (
         table.c.name == name,
         table.c.first_used.is_not(None),
         table.c.issued <= now + CLOCK_SKEW_S,
-        number > own.scalar_subquery(),
+        number > this_row.scalar_subquery(),
     )
     since = db.scalar(select(func.min(table.c.first_used)).where(*later))
     return since if since is not None and not 0 <= now - since < GRACE_S else None
 
 
 def _revoke_certificate(db: Connection, serial: str, name: str, reason: str, now: float) -> bool:
-    """Record a revocation; False when it was recorded before."""
+    """Record a revocation; False if it was recorded before."""
     row = upsert(revocations).values(serial=serial, name=name, reason=reason, at=now)
     return bool(db.execute(row.on_conflict_do_nothing()).rowcount)
 
@@ -370,7 +369,7 @@ def _silo(db: Connection, name: str, now: float) -> Silo | None:
 
 
 def _to_silo(row: RowMapping, now: float) -> Silo:
-    """Read a silo; one that was seen in the future, by a clock that was ahead, was never seen."""
+    """Read a silo; one last seen in the future, by a wrong clock, counts as never seen."""
     raw = row["data"]
     lists = ("shape", "classes", "holds", "metrics")  # the first rows of 0.1.0 lack the last two
     data = DataOffer(**raw | {name: tuple(raw.get(name, ())) for name in lists}) if raw else DataOffer()
@@ -411,11 +410,11 @@ def _bump(db: Connection) -> None:
 
 
 UNLISTED_BEFORE = "leads_unlisted_before"
-"""When a database got its list of leads; until then a certificate of the authority was enough."""
+"""When a database got its list of leads; before that, a certificate of the authority was enough."""
 
 
 class LeadStore:
-    """The leads of the consortium, revoked ones included."""
+    """The leads of the consortium, including revoked ones."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._db = database
@@ -424,7 +423,7 @@ class LeadStore:
     def status(self, peer: PeerCertificate) -> MembershipStatus:
         """Return whether a lead's certificate is revoked, renewed, or in force; records its first use.
 
-        A lead from before the list is listed when it first calls, unless its name is listed with another certificate.
+        A lead from before the list is added at its first call, unless its name is listed with another certificate.
         """
         name, now = peer.identity.name, self._clock()
         with self._db.read() as db:
@@ -445,7 +444,7 @@ class LeadStore:
         return MembershipStatus(None, member=True)
 
     def all(self) -> list[Lead]:
-        """Return every certificate that a lead was given, by name, the oldest of a name first."""
+        """Return every certificate of the leads, by name, the oldest of a name first."""
         with self._db.read() as db:
             rows = db.execute(
                 select(leads, revocations.c.reason.label("revoked"))
@@ -459,14 +458,14 @@ class LeadStore:
         return any(lead.name == name and lead.revoked is None for lead in self.all())
 
     def add(self, lead: Lead) -> None:
-        """List a certificate; one that is listed already stays as it is."""
+        """List a certificate; one that is listed already is unchanged."""
         values = {c: getattr(lead, c) for c in leads.c.keys() if c != "number"}  # noqa: SIM118
         with self._db.write() as db:
             if db.execute(select(leads.c.serial).where(leads.c.serial == lead.serial)).first() is None:
                 db.execute(insert(leads).values(**values))
 
     def revoke(self, name: str, reason: str) -> bool:
-        """Revoke all certificates of a lead; False when none of this name is in force."""
+        """Revoke all certificates of a lead; False if none of this name is in force."""
         if not self.is_lead(name):
             return False
         now = self._clock()

@@ -15,9 +15,9 @@ from service_core.pki.identity import PeerCertificate
 
 
 class RunState(Enum):
-    """The life of a run. A paused or failed run keeps what it has and can be resumed; nothing works on it until then.
+    """The states of a run. A paused or failed run keeps its data and can be resumed; it does nothing until then.
 
-    PAUSED: the lead decides, because too few hospitals can go on   FAILED: something unforeseen happened
+    PAUSED: the lead decides, because too few hospitals can continue   FAILED: an unexpected error
     """
 
     WAITING = "waiting"
@@ -33,7 +33,7 @@ class RunState(Enum):
 
     @property
     def comes_from(self) -> tuple[RunState, ...]:
-        """The states that a run may be in before this one; `RunStore` moves it, and refuses all others."""
+        """The states that may precede this one; `RunStore` makes the transition, and refuses all others."""
         return _COMES_FROM[self]
 
 
@@ -50,7 +50,7 @@ _COMES_FROM = {
 
 
 class ObjectKind(Enum):
-    """What an object is to a run."""
+    """What an object is for a run."""
 
     MANIFEST = "manifest"
     BASE = "base"
@@ -63,16 +63,16 @@ class ObjectKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class DataOffer:
-    """What a silo declares about its data.
+    """A silo's declaration of its data.
 
     Attributes:
         nominal_size: privacy units
-        holds: the classes that it has, where it says so
-        train_examples, test_examples: at most so many; 0 where it does not say
-        metrics: what its evaluations can send beside correct answers
-        masks: whether its version sends updates under masks
-        labels_digest: of its label dictionary, where it says so
-        coarse_labels: whether that has names that stand for one of several classes
+        holds: the classes that it has, if declared
+        train_examples, test_examples: upper bounds; 0 if not declared
+        metrics: what its evaluations can send besides correct answers
+        masks: whether its version supports masked updates
+        labels_digest: of its label dictionary, if declared
+        coarse_labels: whether its dictionary has names that stand for one of several classes
         validation_only: whether it evaluates models and trains none
     """
 
@@ -92,7 +92,7 @@ class DataOffer:
 
 @dataclass(frozen=True, slots=True)
 class IssuedCertificate:
-    """A certificate that a silo was given. serial and fingerprint: lower-case hex; enrolled: by an invitation."""
+    """A certificate of a silo. serial and fingerprint: lower-case hex; enrolled: by an invitation."""
 
     serial: str
     name: str
@@ -108,7 +108,7 @@ class IssuedCertificate:
 class Silo:
     """A hospital: `revoked` or a member. proofs: its renewals as (previous key, signature).
 
-    validation_only: invited to evaluate models and never asked to train; `data` says what it states of itself.
+    validation_only: invited to evaluate models and never asked to train; `data` has its own declaration.
     """
 
     name: str
@@ -124,7 +124,7 @@ class Silo:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """A certificate that a lead was given. revoked: the reason, or None."""
+    """A certificate of a lead. revoked: the reason, or None."""
 
     serial: str
     name: str
@@ -141,7 +141,7 @@ class Lead:
 
 
 class MembershipStatus(NamedTuple):
-    """What the lists say of a certificate at one moment.
+    """A certificate's status at one moment.
 
     revoked: the reason it was revoked, or None   member: a silo or lead of this name and key is in force, or an
     invitation of this serial is open   renewed_at: since when its successor is in use, or None
@@ -154,7 +154,7 @@ class MembershipStatus(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InvitationRow:
-    """An invitation that was issued. used, fingerprint, certificate: by which key, and the serial that it got."""
+    """An issued invitation. used, fingerprint, certificate: when, by which key, the resulting serial."""
 
     serial: str
     name: str
@@ -203,17 +203,17 @@ class StoredRun:
 
     @property
     def parent(self) -> str:
-        """The id of the run that this one goes on from; empty where there is none."""
+        """The id of the run that this one continues; empty if there is none."""
         start = json.loads(self.manifest).get("start")
         return str(start["run"]) if start else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Steering:
-    """What a lead changed of a run under way, and which classes each silo was seen to hold.
+    """A lead's changes to a running run, and the classes that each silo was seen to have.
 
-    attempt: how often the run was resumed   quorum: 0 for the manifest's   extended_s: seconds that the round
-    `extended_round` got.
+    attempt: how often the run was resumed   quorum: 0 for the manifest's   extended_s: seconds added to the round
+    `extended_round`.
     """
 
     run_id: str
@@ -225,13 +225,13 @@ class Steering:
     holds: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def extension(self, round: int) -> float:
-        """Return how many more seconds the lead gave a round."""
+        """Return how many seconds the lead added to a round."""
         return self.extended_s if self.extended_round == round else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RoundRow:
-    """A round of a run: open, or closed with its record. base: what each silo of the cohort was sent."""
+    """A round of a run: open, or closed with its record. base: sent to each silo of the cohort."""
 
     run_id: str
     record: RoundRecord
@@ -248,7 +248,7 @@ class RoundRow:
 
 
 class EvaluationSummary(NamedTuple):
-    """What a closed round measured, for an accuracy. Fields as in `RoundRecord`."""
+    """The sums of a closed round that an accuracy needs. Fields as in `RoundRecord`."""
 
     correct: tuple[float, ...]
     examples: tuple[float, ...]

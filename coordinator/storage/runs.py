@@ -32,15 +32,15 @@ from service_core.storage.sqlite import Database
 
 log = logging.getLogger(__name__)
 _LEVELS = {"refused": logging.WARNING, "lost": logging.WARNING}
-"""Of events in the log; all others are for information."""
+"""Log levels of events; all others are informational."""
 
 
 WITHDRAWN = "withdrawn"
-"""The kind of the event that says that a silo has withdrawn from a run: it is what is known of it."""
+"""The kind of event that records a silo's withdrawal from a run."""
 FETCHED = "fetched"
-"""The kind of the event that says that a lead has read a run's state, as an export does."""
+"""The kind of event that records that a lead has read a run's state, as an export does."""
 _EVENT_CHARS = 4000
-"""Of one event: it is kept for good, and every lead that watches gets it."""
+"""Length limit of one event: it is stored for good, and sent to every watching lead."""
 _COUNTS = select(runs.c.state, func.count().label("number")).group_by(runs.c.state)
 
 
@@ -60,12 +60,11 @@ class RunStore:
         weights: tuple[str, int] | None = None,
         other: tuple[str, int] | None = None,
     ) -> StoredRun:
-        """Add a waiting run or return that of its request id; raises ConfigError (E-CFG-02) if it asked for another.
+        """Add a waiting run or return that of its request id; raises ConfigError (E-CFG-02) if the two differ.
 
-        sizes: training and test examples that its silos declare, 0 where they do not say.
-        start: the server state (digest, size) that a run begins with whose manifest names its start
-        weights: the object that silos fill the model with before round 0
-        other: the model that is measured beside, needed until the closing evaluation is closed.
+        sizes: training and test examples that its silos declare, 0 if not declared. start: the server state (digest,
+        size) of a run whose manifest names its start weights: the object that silos fill the model with before round 0
+        other: the model that is measured as well, needed until the closing evaluation is closed.
         """
         with self._db.write() as db:
             existing = _of_request(db, run.request_id)
@@ -73,8 +72,8 @@ class RunStore:
                 if existing.spec != run.spec or existing.parent != run.parent:
                     raise ConfigError(
                         "E-CFG-02",
-                        f"expected the request {run.request_id!r} to ask for what it asked for when it made "
-                        f"{existing.id}, found another configuration: use a new request id for a new run",
+                        f"expected the request {run.request_id!r} to have the configuration of {existing.id}, found "
+                        "another one: use a new request id for a new run",
                     )
                 return existing
             while db.execute(select(runs.c.id).where(runs.c.id == run.id)).first():
@@ -97,7 +96,7 @@ class RunStore:
             return _run(db, run.id)
 
     def declared_sizes(self, run_id: str) -> list[tuple[str, float, float]]:
-        """Return (silo, training examples, test examples) as they were declared when the run was submitted."""
+        """Return (silo, training examples, test examples) as declared when the run was submitted."""
         with self._db.read() as db:
             rows = db.execute(select(declared_sizes).where(declared_sizes.c.run_id == run_id))
             return [(row.silo, row.train, row.test) for row in rows]
@@ -107,7 +106,7 @@ class RunStore:
             return _of_request(db, request_id)
 
     def get(self, run_id: str) -> StoredRun:
-        """Return a run by its id; raises ConfigError (E-RUN-10) when there is none."""
+        """Return a run by its id; raises ConfigError (E-RUN-10) if there is none."""
         with self._db.read() as db:
             return _run(db, run_id)
 
@@ -128,9 +127,9 @@ class RunStore:
             return [_to_run(row) for row in db.execute(select(runs).order_by(runs.c.created.desc(), runs.c.id))]
 
     def page(self, after: str, size: int) -> list[StoredRun]:
-        """Return at most so many runs, newest first; after: the id of the last one before them, empty: the newest.
+        """Return up to `size` runs, newest first; after: the id of the last run before them, empty: from the newest.
 
-        Raises ConfigError (E-RUN-10) when there is no such run.
+        Raises ConfigError (E-RUN-10) if there is no such run.
         """
         newest = select(runs).order_by(runs.c.created.desc(), runs.c.id).limit(size)
         with self._db.read() as db:
@@ -141,7 +140,7 @@ class RunStore:
             return [_to_run(row) for row in db.execute(newest)]
 
     def newest_records(self, run_ids: Collection[str]) -> dict[str, RoundRecord]:
-        """Return the record of the last closed round of each run that has one, in one statement."""
+        """Return the record of each run's last closed round, if any, in one SQL statement."""
         closed = rounds.c.run_id.in_(run_ids), rounds.c.is_open == 0
         last = select(rounds.c.run_id, func.max(rounds.c.round)).where(*closed).group_by(rounds.c.run_id)
         newest = select(rounds.c.run_id, rounds.c.record).where(tuple_(rounds.c.run_id, rounds.c.round).in_(last))
@@ -149,7 +148,7 @@ class RunStore:
             return {row.run_id: RoundRecord.of(row.record) for row in db.execute(newest)}
 
     def evaluations(self, run_ids: Collection[str]) -> dict[str, list[EvaluationSummary]]:
-        """Return what the closed rounds of each run measured, in order, in one statement that reads nothing else."""
+        """Return the measurements of each run's closed rounds, in order, in one SQL statement of these alone."""
         facts = [rounds.c.record[name].label(name) for name in EvaluationSummary._fields]
         closed = select(rounds.c.run_id, *facts).where(rounds.c.run_id.in_(run_ids), rounds.c.is_open == 0)
         evaluated: dict[str, list[EvaluationSummary]] = {run_id: [] for run_id in run_ids}
@@ -159,7 +158,7 @@ class RunStore:
         return evaluated
 
     def unfinished(self) -> list[StoredRun]:
-        """Return the runs that are waiting or running, oldest first."""
+        """Return the waiting and running runs, oldest first."""
         return [run for run in reversed(self.all()) if not run.state.ended]
 
     def counts(self) -> dict[RunState, int]:
@@ -178,7 +177,7 @@ class RunStore:
             return [(row.id, row.closed, row.rounds) for row in db.execute(newest.limit(most))]
 
     def begin(self, run_id: str, state_object: str, size: int) -> StoredRun:
-        """Set a run to running; a new one gets this server state. Raises StateError (E-RUN-11) when it has ended."""
+        """Set a run to running; a new one gets this server state. Raises StateError (E-RUN-11) if it has ended."""
         with self._db.write() as db:
             run = live_run(db, run_id)
             if run.state_object is None:
@@ -189,7 +188,7 @@ class RunStore:
             return _run(db, run_id)
 
     def end(self, run_id: str, state: RunState, reason: str) -> StoredRun:
-        """End a run; raises StateError (E-RUN-11) where it may not come from the state that it is in."""
+        """End a run; raises StateError (E-RUN-11) if its present state does not allow it."""
         with self._db.write() as db:
             self._end(db, _run(db, run_id), state, reason)
             return _run(db, run_id)
@@ -202,7 +201,7 @@ class RunStore:
     def resume(self, run_id: str, quorum: int = 0) -> StoredRun:
         """Set a paused or failed run to waiting again; quorum: from now on, 0 changes nothing.
 
-        Raises StateError (E-RUN-11) when it is neither.
+        Raises StateError (E-RUN-11) if it is neither.
         """
         with self._db.write() as db:
             _move(db, run := _run(db, run_id), RunState.WAITING, "resumed", reason="", ended=0.0)
@@ -215,9 +214,9 @@ class RunStore:
             _change_run(db, run_id, bytes_down=runs.c.bytes_down + down)
 
     def open_round(self, run_id: str, round: int, kind: TaskKind, cohort: Sequence[str], base: str = "") -> None:
-        """Open a round; one that is open already stays open, with what it has received.
+        """Open a round; an open one stays open, with its received updates.
 
-        base: what it begins from, where that is no object.
+        base: its start, if that is no object.
         """
         with self._db.write() as db:
             live_run(db, run_id)
@@ -237,7 +236,7 @@ class RunStore:
             return None if row is None else _to_round(row)
 
     def included_before(self, run_id: str, silo: str, round: int) -> int:
-        """Return 1 + the last training round before this one that has an update of a silo; 0 when none has."""
+        """Return 1 + the last training round before this one with an update of a silo; 0 if none has."""
         earlier = select(rounds.c.round, rounds.c.record).where(
             rounds.c.run_id == run_id,
             rounds.c.round < round,
@@ -269,9 +268,9 @@ class RunStore:
     ) -> StoredRun:
         """Store a round's result, the server state after it (digest, size) and the run's progress.
 
-        The closing evaluation has no new state (None) and finishes the run. model_digest: empty where it is not known.
-        replaces: a run whose state goes when this one is finished, since a hospital's sums are no longer to be in it.
-        Raises StateError (E-RUN-11) when the run has ended in between.
+        The closing evaluation has no new state (None) and finishes the run. model_digest: empty if unknown. replaces: a
+        run whose state is deleted when this one is finished, since it contains a withdrawn hospital's sums. Raises
+        StateError (E-RUN-11) if the run has ended in between.
         """
         train, now = record.kind.trains, self._clock()
         with self._db.write() as db:
@@ -285,7 +284,7 @@ class RunStore:
             for name, why in record.cut.items():
                 self._event(db, run_id, "cut", record.round, name, f"round {record.round + 1}: {name}'s {why}")
             for name, why in record.missing.items():
-                if why.startswith("E-RUN-44"):  # by the round itself; what a silo refused or was told has its event
+                if why.startswith("E-RUN-44"):  # by the round itself; refusals by or of a silo have events of their own
                     self._event(db, run_id, "refused", record.round, name, why)
             progress: dict[str, object] = {
                 "accuracy": record.accuracy,
@@ -305,28 +304,28 @@ class RunStore:
             if not train:
                 self._end(db, run, RunState.FINISHED, round=record.round)
             if not train and replaces:
-                text = f"its sums are taken out by {run_id}; the state that had them is deleted here"
+                text = f"its sums were taken out by {run_id}; the state that contained them is deleted here"
                 self._drop_state(db, replaces, run.members[0], text)
             closed = _run(db, run_id)
         self._db.checkpoint()
         return closed
 
     def note_model(self, run_id: str, state_object: str, model_digest: str) -> None:
-        """Store the digest of the model in a server state, unless the run has a newer state by now."""
+        """Store the digest of the model in a server state, unless the run has a newer state."""
         newest = (runs.c.id == run_id, runs.c.state_object == state_object)
         with self._db.write() as db:
             db.execute(update(runs).where(*newest).values(model_digest=model_digest))
 
     def keep_coverage(self, run_id: str, coverage: ClassCoverage, question: str = "") -> None:
-        """Store which classes a run teaches, and say it. question: for the lead; the run is paused with it at once.
+        """Store the classes that a run trains, with an event. question: to the lead; it pauses the run at once.
 
-        Raises StateError (E-RUN-11) when the run has ended.
+        Raises StateError (E-RUN-11) if the run has ended.
         """
         with self._db.write() as db:
             run = live_run(db, run_id)
             _change_run(db, run_id, coverage=coverage.facts())
-            if said := coverage.sentences():
-                self._event(db, run_id, "classes", text="\n".join(said))
+            if sentences := coverage.sentences():
+                self._event(db, run_id, "classes", text="\n".join(sentences))
             if question:
                 self._end(db, run, RunState.PAUSED, question)
 
@@ -335,7 +334,7 @@ class RunStore:
             self._event(db, run_id, kind, round, silo, text)
 
     def withdraw(self, run_id: str, silo: str, text: str) -> bool:
-        """Note that a silo has withdrawn from a run, once; return whether that is new."""
+        """Record a silo's withdrawal from a run, once; return whether it is new."""
         with self._db.write() as db:
             same = (events.c.run_id == run_id, events.c.kind == WITHDRAWN, events.c.silo == silo)
             if db.execute(select(events.c.number).where(*same)).first():
@@ -344,7 +343,7 @@ class RunStore:
             return True
 
     def drop_state(self, run_id: str, silo: str, text: str) -> None:
-        """Let go of a run's state, since a silo's data are no longer to be in it."""
+        """Delete a run's state, which contains a withdrawn silo's data."""
         with self._db.write() as db:
             self._drop_state(db, run_id, silo, text)
 
@@ -353,7 +352,7 @@ class RunStore:
         self._event(db, run_id, "taken out", silo=silo, text=text)
 
     def events_of(self, run_id: str, kind: str) -> list[EventRow]:
-        """Return the events of a run that are of one kind."""
+        """Return a run's events of one kind."""
         with self._db.read() as db:
             query = select(events).where(events.c.run_id == run_id, events.c.kind == kind).order_by(events.c.number)
             return [EventRow(**row._mapping) for row in db.execute(query)]
@@ -365,7 +364,7 @@ class RunStore:
             return [EventRow(**row._mapping) for row in db.execute(newer)]
 
     def software(self, run_id: str) -> dict[str, str]:
-        """Return with which software each silo, and under "" the coordinator, last took part in a run."""
+        """Return the software with which each silo, and under "" the coordinator, last took part in a run."""
         noted = select(events.c.silo, events.c.text).where(events.c.run_id == run_id, events.c.kind == "software")
         with self._db.read() as db:
             return {row.silo: row.text for row in db.execute(noted.order_by(events.c.number))}
@@ -387,7 +386,7 @@ def add_event(
 
 
 def note_object(db: Connection, digest: str, run_id: str, kind: ObjectKind, round: int, size: int) -> None:
-    """Record what an object is to a run, inside an open transaction; again is harmless."""
+    """Record an object's role in a run, inside an open transaction; repeated calls are harmless."""
     values = {"digest": digest, "run_id": run_id, "kind": kind.value, "round": round, "size": size}
     db.execute(upsert(objects).values(values).on_conflict_do_nothing())
 
@@ -401,7 +400,7 @@ def _change_round(db: Connection, run_id: str, round: int, **values: object) -> 
 
 
 def require_state(run: StoredRun, states: Iterable[RunState], verb: str) -> StoredRun:
-    """Return a run; raises StateError (E-RUN-11) unless it is in one of these states. verb: what it cannot be else."""
+    """Return a run; raises StateError (E-RUN-11) unless it is in one of these states. verb: for the message."""
     if run.state not in states:
         valid = " or ".join(state.value for state in states)
         raise StateError(
@@ -411,13 +410,13 @@ def require_state(run: StoredRun, states: Iterable[RunState], verb: str) -> Stor
 
 
 def _move(db: Connection, run: StoredRun, state: RunState, verb: str, **values: object) -> None:
-    """Bring a run into another state: the one place that does. Raises as `require_state`."""
+    """Change a run's state: the only place that does. Raises as `require_state`."""
     require_state(run, state.comes_from, verb)
     _change_run(db, run.id, state=state.value, **values)
 
 
 def live_run(db: Connection, run_id: str) -> StoredRun:
-    """Read a run inside an open transaction; raises StateError (E-RUN-11) when it has ended."""
+    """Read a run inside an open transaction; raises StateError (E-RUN-11) if it has ended."""
     return require_state(_run(db, run_id), LIVE, "continued")
 
 

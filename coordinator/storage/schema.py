@@ -1,4 +1,4 @@
-"""The tables of the coordinator's database. Tensors are not here: an object is a file, its digest is its name."""
+"""The tables of the coordinator's database. Tensors are not here: an object is a file named by its digest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ silos = sa.Table(
     sa.Column("software", sa.String, nullable=False, default=""),
     sa.Column("data", sa.JSON),
     sa.Column("last_seen", sa.Float, nullable=False, default=0.0),
-    sa.Column("validation_only", sa.Integer, nullable=False, server_default=sa.text("0")),  # 1: it is asked no training
+    sa.Column("validation_only", sa.Integer, nullable=False, server_default=sa.text("0")),  # 1: never asked to train
 )
 
 certificates = sa.Table(
@@ -61,7 +61,7 @@ leads = sa.Table(
     sa.Column("first_used", sa.Float),
 )
 
-alarms = sa.Table(  # of identities that two parties may hold
+alarms = sa.Table(  # identities that two parties may use
     "alarms",
     metadata,
     sa.Column("name", sa.String, primary_key=True),
@@ -78,8 +78,8 @@ invitations = sa.Table(
     sa.Column("expires", sa.Float, nullable=False),
     sa.Column("withdrawn", sa.Float),
     sa.Column("used", sa.Float),
-    sa.Column("fingerprint", sa.String),  # of the key that used it
-    sa.Column("certificate", sa.String),  # serial of what it got
+    sa.Column("fingerprint", sa.String),  # the key that used it
+    sa.Column("certificate", sa.String),  # serial of the issued certificate
     sa.Column("validation_only", sa.Integer, nullable=False, server_default=sa.text("0")),
 )
 
@@ -141,16 +141,16 @@ rounds = sa.Table(
     sa.Column("record", sa.JSON(none_as_null=True)),  # as `RoundRecord.to_dict`, from the round's close on
 )
 
-secagg_seals = sa.Table(  # the one set of a masked round, until its close
+secagg_seals = sa.Table(  # the fixed set of a masked round, until its close
     "secagg_seals",
     metadata,
     sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
     sa.Column("round", sa.Integer, primary_key=True),
     sa.Column("kind", sa.String, primary_key=True),
-    sa.Column("seal", sa.LargeBinary, nullable=False),  # the message, as every member gets it
+    sa.Column("seal", sa.LargeBinary, nullable=False),  # the message that every member gets
 )
 
-steering = sa.Table(  # of runs that a lead has intervened in, and what their rounds have shown
+steering = sa.Table(  # a lead's interventions in runs, and the classes that their rounds have shown
     "steering",
     metadata,
     sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
@@ -159,10 +159,10 @@ steering = sa.Table(  # of runs that a lead has intervened in, and what their ro
     sa.Column("excluded", sa.JSON, nullable=False),
     sa.Column("extended_round", sa.Integer, nullable=False),
     sa.Column("extended_s", sa.Float, nullable=False),
-    sa.Column("holds", sa.JSON, nullable=False),  # {silo: classes}, by what it sent last
+    sa.Column("holds", sa.JSON, nullable=False),  # {silo: classes}, from its last update
 )
 
-declared_sizes = sa.Table(  # what silos had declared of their data when the run was submitted
+declared_sizes = sa.Table(  # silos' declared data sizes when the run was submitted
     "declared_sizes",
     metadata,
     sa.Column("run_id", sa.ForeignKey("runs.id"), primary_key=True),
@@ -184,11 +184,11 @@ contributions = sa.Table(
     sa.Column("object_digest", sa.String, nullable=False),
     sa.Column("size", sa.Integer, nullable=False),
     sa.Column("received", sa.Float),  # set when it was committed
-    sa.Column("policy", sa.String),  # of its attestation, like what follows; null: it has none
+    sa.Column("policy", sa.String),  # this and the next columns: its attestation; null: none
     sa.Column("seq", sa.Integer),
     sa.Column("head", sa.String),
     sa.Column("restored", sa.Integer),
-    sa.Column("sealed", sa.LargeBinary),  # of each silo's newest committed update, and of those that are on their way
+    sa.Column("sealed", sa.LargeBinary),  # for each silo's newest committed update, and for uncommitted ones
     sa.Column("sealed_in_receipt", sa.Integer, nullable=False, server_default=sa.text("0")),  # 1: the silo is of 0.1.0
     sa.Index("contributions_of_round", "run_id", "round"),
     sa.Index("contributions_sealed", "silo", sqlite_where=sa.text("sealed IS NOT NULL")),
@@ -227,7 +227,7 @@ events = sa.Table(
 
 
 def row_values(table: sa.Table, record: object) -> dict[str, object]:
-    """Return the values of a record that has an attribute for every column."""
+    """Return the column values of a record that has an attribute for every column."""
     return {column.name: getattr(record, column.name) for column in table.c}
 
 
@@ -244,7 +244,7 @@ CREATE TABLE IF NOT EXISTS policies (silo VARCHAR NOT NULL PRIMARY KEY, digest V
 
 
 def _scores_and_attestations(db: sqlite3.Connection) -> None:
-    """Complete a file of version 1, which was not counted up when tables and columns were added."""
+    """Complete a file of version 1, whose number was not raised when tables and columns were added."""
     sql(_TABLES_OF_VERSION_1)(db)
     columns = {row[1] for row in db.execute("PRAGMA table_info(attestations)")}
     for column, kind in (("sealed", "BLOB NOT NULL DEFAULT x''"), ("restored", "INTEGER NOT NULL DEFAULT 0")):
@@ -293,7 +293,7 @@ WHERE is_open = 0"""
 
 
 def _one_record_of_a_round(db: sqlite3.Connection) -> None:
-    """Bring into the row of a round what columns and the tables of scores, judgements and metrics said of it."""
+    """Move the columns and tables of scores, judgements and metrics into the row of their round."""
     db.execute("ALTER TABLE rounds ADD COLUMN record JSON")
     rows = db.execute(_CLOSED)
     names = [column[0] for column in rows.description]
@@ -320,16 +320,16 @@ CREATE TABLE secagg_seals (
 
 def _validation_only_members(db: sqlite3.Connection) -> None:
     tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
-    for table in {"silos", "invitations"} & tables:  # a file without them is refused, as another one
+    for table in {"silos", "invitations"} & tables:  # a file without them is refused later
         db.execute(f"ALTER TABLE {table} ADD COLUMN validation_only INTEGER NOT NULL DEFAULT 0")
 
 
 def _classes_of_runs(db: sqlite3.Connection) -> None:
-    if db.execute("SELECT name FROM sqlite_master WHERE name = 'runs'").fetchone():  # else refused, as another file
+    if db.execute("SELECT name FROM sqlite_master WHERE name = 'runs'").fetchone():  # otherwise refused later
         db.execute("ALTER TABLE runs ADD COLUMN coverage JSON")
 
 
-# Of what a hospital's ledger has spent, 1 kB for its eyes alone, only the newest is ever given back.
+# Only a ledger's newest sealed figures (1 kB, readable by its hospital only) are ever returned.
 _ATTESTATIONS_WITH_UPDATES = """
 ALTER TABLE contributions ADD COLUMN policy VARCHAR;
 ALTER TABLE contributions ADD COLUMN seq INTEGER;
@@ -356,7 +356,7 @@ MIGRATIONS: tuple[Step, ...] = (
     sql(_SEALS),
     _validation_only_members,
     sql("CREATE INDEX runs_newest_first ON runs (created DESC, id);"),
-    # A receipt, 2 kB with its certificate, is signed again where one is asked for: the rows have all that it says.
+    # A receipt (2 kB with its certificate) is signed again on request: the rows have all its fields.
     sql("ALTER TABLE contributions DROP COLUMN receipt;"),
     _classes_of_runs,
     sql(_ATTESTATIONS_WITH_UPDATES),

@@ -1,4 +1,4 @@
-"""Masked runs: the object with everybody's keys, and the one set of each round that is not closed."""
+"""Masked runs: the object with all members' keys, and the fixed set of each round that is not closed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from protos.wire.tasks import TaskKey
 from service_core.storage.sqlite import Database
 
 _MOST_ANSWERS = 1 << 53
-"""Of a silo that states more no more is kept."""
+"""A silo's stated number of answers is capped at this."""
 
 
 class MaskedRunStore:
     """Keys and sets of masked runs.
 
-    Guarantees: a run has one object of keys and a round has one set, whatever is asked for later.
+    Guarantees: a run has one object of keys and a round has one set; neither ever changes.
     """
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
@@ -32,7 +32,7 @@ class MaskedRunStore:
         self._clock = clock
 
     def note_answers(self, silo: str, number: int) -> int:
-        """Keep how many answers in masked runs a silo knows of; return the most that it has stated before."""
+        """Store how many answers in masked runs a silo remembers; return its highest number so far."""
         name = f"masked answers {silo}"
         with self._db.read() as db:
             before = db.scalar(select(counters.c.value).where(counters.c.name == name)) or 0
@@ -44,19 +44,19 @@ class MaskedRunStore:
         return before
 
     def keys(self, run_id: str) -> str | None:
-        """Return the digest of the object with everybody's keys; None before it is stored."""
+        """Return the digest of the object with all members' keys; None before it is stored."""
         with self._db.read() as db:
             return _object(db, run_id, ObjectKind.KEYS)
 
     def census(self, run_id: str) -> str | None:
-        """Return the digest of the object that proves how many hospitals a class has; None before it is stored."""
+        """Return the digest of the object that proves the number of hospitals per class; None before it is stored."""
         with self._db.read() as db:
             return _object(db, run_id, ObjectKind.CENSUS)
 
     def keep_census(self, run_id: str, digest: str, size: int, text: str) -> None:
-        """Store which object proves the census of a run, and delete the task that it was; text: of the event.
+        """Store the object that proves a run's census, and delete the census task; text: of the event.
 
-        Raises StateError (E-RUN-11) when the run has ended.
+        Raises StateError (E-RUN-11) if the run has ended.
         """
         with self._db.write() as db:
             live_run(db, run_id)
@@ -65,14 +65,14 @@ class MaskedRunStore:
             add_event(db, self._clock(), run_id, "census", text=text)
 
     def drop_census(self, run_id: str) -> None:
-        """Forget a census that not all have answered; none of it was opened."""
+        """Forget an unfinished census; none of it was opened."""
         with self._db.write() as db:
             _delete_census(db, run_id)
 
     def keep_keys(self, run_id: str, digest: str, size: int, text: str) -> str:
-        """Store which object has everybody's keys, unless one is known; return which it is. text: of the event.
+        """Store the object with all members' keys, unless there is one; return the stored one. text: of the event.
 
-        Raises StateError (E-RUN-11) when the run has ended.
+        Raises StateError (E-RUN-11) if the run has ended.
         """
         with self._db.write() as db:
             live_run(db, run_id)
@@ -83,20 +83,20 @@ class MaskedRunStore:
             return digest
 
     def seal(self, run_id: str, round: int, kind: TaskKind) -> pb.SecaggSeal | None:
-        """Return the set of a round; None where it is not sealed, or closed."""
+        """Return the set of a round; None if it is not fixed, or the round closed."""
         with self._db.read() as db:
             return sealed(db, run_id, round, kind)
 
     def updates(self, run_id: str, round: int, kind: TaskKind) -> Mapping[str, str] | None:
-        """Return the digests of a sealed round's updates by silo; None where it is not sealed, or closed."""
+        """Return the digests of the updates in a round's set, by silo; None if it is not fixed, or the round closed."""
         with self._db.read() as db:
             return sealed_updates(db, run_id, round, kind)
 
     def keep_seal(self, seal: pb.SecaggSeal, kind: TaskKind, text: str) -> pb.SecaggSeal:
-        """Store the set of an open round, unless one is known; return which it is. text: of the event.
+        """Store the set of an open round, unless there is one; return the stored one. text: of the event.
 
-        From then on no other update of the round is taken. Raises StateError: E-RUN-11 when the run has ended,
-        E-RUN-50 when the round is not open.
+        From then on no other update of the round is taken. Raises StateError: E-RUN-11 if the run has ended, E-RUN-50
+        if the round is not open.
         """
         with self._db.write() as db:
             live_run(db, seal.run_id)
@@ -120,7 +120,7 @@ def sealed(db: Connection, run_id: str, round: int, kind: TaskKind) -> pb.Secagg
 
 
 def sealed_updates(db: Connection, run_id: str, round: int, kind: TaskKind) -> Mapping[str, str] | None:
-    """Return the digests of a sealed round's updates by silo, inside an open transaction; None where it is not."""
+    """Return the digests of the updates in a round's set, by silo, in an open transaction; None if it is not fixed."""
     seal = sealed(db, run_id, round, kind)
     if seal is None:
         return None

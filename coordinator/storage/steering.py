@@ -1,4 +1,4 @@
-"""What a lead changes of a run under way: who is asked, how many must deliver, how long a round waits."""
+"""A lead's changes to a running run: who is asked, how many must deliver, how long a round waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service_core.storage.sqlite import Database
 
 
 class SteeringStore:
-    """The steering of runs; a run that nobody intervened in has the defaults."""
+    """The steering of runs; runs without an intervention have the defaults."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
@@ -23,13 +23,13 @@ class SteeringStore:
             return read(db, run_id)
 
     def excluded(self, run_ids: Collection[str]) -> dict[str, tuple[str, ...]]:
-        """Return whom runs do without, of those in which somebody intervened."""
+        """Return the excluded silos by run, for runs with an intervention."""
         with self._db.read() as db:
             rows = db.execute(select(steering.c.run_id, steering.c.excluded).where(steering.c.run_id.in_(run_ids)))
             return {row.run_id: tuple(row.excluded) for row in rows}
 
     def exclude(self, run_id: str, silo: str, readmit: bool) -> bool:
-        """Ask a silo no more, or again; return whether that changes anything."""
+        """Exclude a silo, or readmit it; return whether that changes anything."""
         with self._db.write() as db:
             before = read(db, run_id).excluded
             others = [name for name in before if name != silo]
@@ -38,13 +38,13 @@ class SteeringStore:
             return after != before
 
     def extend(self, run_id: str, round: int, seconds: float) -> None:
-        """Give an open round more time, beside what it was given before."""
+        """Add time to an open round, on top of earlier extensions."""
         with self._db.write() as db:
             now = read(db, run_id)
             change(db, run_id, extended_round=round, extended_s=now.extension(round) + seconds)
 
     def note_classes(self, run_id: str, holds: Mapping[str, Sequence[str]]) -> None:
-        """Keep which classes silos hold, by their newest updates."""
+        """Store the classes of silos, by their newest updates."""
         with self._db.write() as db:
             before = read(db, run_id).holds
             if any(list(before.get(name, ())) != list(classes) for name, classes in holds.items()):

@@ -22,11 +22,11 @@ OBJECTS = "blobs/objects"
 WEIGHTS = "blobs/weights"
 """Unfinished uploads of leads."""
 LOCK_FILE = "service.lock"
-"""Names the one service of a home."""
+"""Locks a home for its one service."""
 
 
 def lock_home(home: Path) -> FolderLock:
-    """Take a home for the one service or command that may change it; raises as `FolderLock`."""
+    """Lock a home for the one service or command that may change it; raises as `FolderLock`."""
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     return FolderLock(home, LOCK_FILE, "another coordinator")
 
@@ -41,7 +41,7 @@ class CoordinatorStore:
         accept_loss: bool = False,
         rehearsal: bool = False,
     ) -> None:
-        """Open the database of a home; as `Database`. accept_loss: go on with an older or new one."""
+        """Open a home's database, as `Database`. accept_loss: continue with an older or new one."""
         if not rehearsal:
             private_home(home)
         self.database = Database(

@@ -12,18 +12,18 @@ from fl_core.errors import UnavailableError
 from service_core.storage.object_store import partial_size
 
 QUOTA_BYTES = 8 << 30
-"""Default room for one silo's unfinished uploads."""
+"""Default quota for one silo's unfinished uploads."""
 _TAKEOVER_S = 10.0
 
 
 @dataclass(slots=True)
 class OpenUpload:
-    """An upload under way. digest: of all of its bytes, where its last stream brought them all."""
+    """An upload in progress. digest: of all its bytes, if its last stream brought them all."""
 
     digest: str | None = None
     writer: asyncio.Lock = field(default_factory=asyncio.Lock)
     end: Callable[[], object] | None = None
-    """Ends the stream that writes it now."""
+    """Ends the stream that is writing it."""
 
 
 class UploadRegistry:
@@ -39,7 +39,7 @@ class UploadRegistry:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def path(self, silo: str, contribution: str) -> Path:
-        """Return the file of an upload, which need not exist yet; its folder is made."""
+        """Return the file of an upload, which may not exist yet; its folder is created."""
         folder = self._folder / silo
         folder.mkdir(mode=0o700, exist_ok=True)
         return folder / contribution
@@ -76,5 +76,5 @@ class UploadRegistry:
         (self._folder / silo / contribution).unlink(missing_ok=True)
 
     def forget(self, contribution: str) -> None:
-        """Drop an upload that is finished or will not be."""
+        """Drop an upload that is finished or abandoned."""
         self._uploads.pop(contribution, None)

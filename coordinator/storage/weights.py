@@ -1,4 +1,4 @@
-"""Weights that leads send before they submit a run: resumable at every byte, and objects once they are whole."""
+"""Weights that leads send before they submit a run: resumable at every byte, and objects once complete."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from service_core.storage import disk
 from service_core.storage.object_store import ObjectStore
 
 QUOTA_BYTES = 2 << 30
-"""Room for one lead's unfinished weights."""
+"""Quota for one lead's unfinished weights."""
 UNUSED = 4
-"""Objects that wait for a run that begins with them; the oldest make room for new ones."""
+"""Objects that wait for a run to use them; the oldest make room for new ones."""
 STREAMS = 2
 _ANNOUNCED = 64
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -26,11 +26,11 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 class WeightsUploads:
     """Uploads of weights by leads. Calls may come from any thread; `uploads` and `stream` belong to the event loop.
 
-    Guarantees: an object that no run begins with is deleted at the next start of the service at the latest.
+    Guarantees: an unused object is deleted at the next start of the service at the latest.
     """
 
     def __init__(self, folder: Path, objects: ObjectStore, referenced: Callable[[], set[str]]) -> None:
-        """referenced: gives the digests of all objects that runs need."""
+        """referenced: returns the digests of all objects that runs need."""
         self.uploads = UploadRegistry(folder, QUOTA_BYTES)
         self._objects = objects
         self._referenced = referenced
@@ -40,11 +40,11 @@ class WeightsUploads:
         self._lock = threading.Lock()
 
     def open(self, lead: str, digest: str, size: int) -> int:
-        """Take an announcement and return how much of it is here: all of it only where it is an object.
+        """Accept an announcement and return how many bytes are here; all of them only if it is an object.
 
-        Raises as `finish` where all bytes came and were not made an object, because the disk was full or a crash came
-        between; ProtocolError (E-WIRE-06) on a digest that is none or a size that no weights have; UnavailableError
-        (E-RUN-38) when the disk's reserve would be used.
+        Raises as `finish` if all bytes arrived but were not made an object, because the disk was full or after a crash;
+        ProtocolError (E-WIRE-06) on an invalid digest or an impossible size; UnavailableError (E-RUN-38) if the disk's
+        reserve would be used.
         """
         if not _DIGEST.fullmatch(digest):
             raise ProtocolError("E-WIRE-06", f"expected a digest in lower-case hex, found {digest[:80]!r}")
@@ -53,7 +53,7 @@ class WeightsUploads:
         with self._lock:
             with self._objects.lock:
                 if self._objects.holds(digest):
-                    self.uploads.discard(lead, digest)  # what this lead had sent of it before another one was done
+                    self.uploads.discard(lead, digest)  # this lead's part, sent before another lead finished
                     return size
             have = self.uploads.size(lead, digest)
             if have == size:
@@ -76,7 +76,7 @@ class WeightsUploads:
             return have
 
     def announced(self, lead: str, digest: str) -> int:
-        """Return the size of weights that a lead has opened; raises ProtocolError (E-WIRE-06) where it has not."""
+        """Return the size of weights that a lead has opened; raises ProtocolError (E-WIRE-06) if it has not."""
         with self._lock:
             size = self._announced.get((lead, digest))
         if size is None:
@@ -87,7 +87,7 @@ class WeightsUploads:
 
     @asynccontextmanager
     async def stream(self) -> AsyncIterator[None]:
-        """Hold one of the streams that bring weights; raises UnavailableError (E-NET-12) when all are taken."""
+        """Hold one of the streams for weights; raises UnavailableError (E-NET-12) if all are taken."""
         if self._streams >= STREAMS:
             raise UnavailableError("E-NET-12", f"expected at most {STREAMS} uploads of weights at once: try again")
         self._streams += 1
@@ -97,16 +97,16 @@ class WeightsUploads:
             self._streams -= 1
 
     def finish(self, lead: str, digest: str, received: str | None) -> None:
-        """Turn a whole upload into an object. received: the digest of its bytes, computed here when it is None.
+        """Turn a complete upload into an object. received: the digest of its bytes, computed here if None.
 
-        Raises ProtocolError (E-WIRE-04) and forgets the bytes when they have another digest.
+        Raises ProtocolError (E-WIRE-04) and deletes the bytes if they have another digest.
         """
         with self._lock:
             self._finish(lead, digest, received)
 
     def _finish(self, lead: str, digest: str, received: str | None) -> None:
         with self._objects.lock:
-            if self._objects.holds(digest):  # another lead was done before
+            if self._objects.holds(digest):  # another lead finished first
                 self.uploads.discard(lead, digest)
             else:
                 self._objects.commit(self.uploads.path(lead, digest), digest, received)

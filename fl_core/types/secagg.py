@@ -86,8 +86,9 @@ class Secagg:
         if not MIN_MASKED <= members <= MAX_MASKED or drawn < MIN_MASKED:
             raise ConfigError(
                 "E-CFG-02",
-                f"expected {MIN_MASKED} to {MAX_MASKED} hospitals in each masked round, since of two each knows the "
-                f"other from the sum, found {members} and a cohort of {drawn}: ask more, or set secagg=off",
+                f"expected {MIN_MASKED} to {MAX_MASKED} hospitals in each masked round, since two members could each "
+                f"read the other's part of the sum, found {members} and a cohort of {drawn}: ask more, or set "
+                "secagg=off",
             )
         if rounds > MAX_ROUNDS:
             raise ConfigError(

@@ -1,9 +1,10 @@
-"""One accountant for everything a hospital releases: subsampled training steps and full-participation sums together.
+"""One accountant for all of a hospital's releases: subsampled training steps and full-participation sums together.
 
 A history is a list of mechanisms (z, q, steps): the Gaussian mechanism with noise z times the l2 sensitivity, over a
-Poisson sample of rate q, so many times. Two accountants of Opacus compose it: RDP (Mironov, CSF 2017) and PRV (Gopi,
-Lee and Wutschitz, NeurIPS 2021). Budgets are kept with RDP at one fixed order, a valid privacy filter for adaptively
-chosen jobs (Feldman and Zrnic, NeurIPS 2021); PRV is tighter, and for information. Adjacency: add or remove one unit.
+Poisson sample of rate q, applied `steps` times. Two accountants of Opacus compose it: RDP (Mironov, CSF 2017) and PRV
+(Gopi, Lee and Wutschitz, NeurIPS 2021). Budgets are kept with RDP at one fixed order, a valid privacy filter for
+adaptively chosen jobs (Feldman and Zrnic, NeurIPS 2021); PRV is tighter, and only informs. Adjacency: add or remove one
+unit.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ ORDERS: tuple[float, ...] = (
     *range(11, 64),
     *(64, 80, 96, 128, 192, 256, 384, 512, 768, 1024),
 )
-"""Orders of RDP. Opacus' own list ends at 63, which overstates light plans by a factor of 3; above 1029 its binomials
-overflow."""
+"""Orders of RDP. Opacus' list ends at 63, which overstates the epsilon of small plans by a factor of 3; above 1029 its
+binomials overflow."""
 _PRECISION, _MAX_NOISE = 1e-4, 1e6
 _MIN_NOISE, _MAX_STEPS = 1e-6, 2**53
-"""Less noise counts as none, since its square vanishes; more steps are no exact float."""
+"""Less noise counts as none, since its square underflows; larger numbers of steps are not exact in floats."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Mechanism:
-    """The Gaussian mechanism on Poisson samples: noise is std / sensitivity, rate the sampling rate, steps how many."""
+    """The Gaussian mechanism on Poisson samples. noise: std / sensitivity; rate: sampling rate; steps: applications."""
 
     noise: float
     rate: float = 1.0
@@ -56,21 +57,21 @@ History = Sequence[Mechanism]
 
 
 def aggregated(history: Iterable[Mechanism]) -> list[Mechanism]:
-    """Join mechanisms of equal noise and rate, since PRV's cost grows with the number of entries."""
+    """Merge mechanisms with equal noise and rate, since PRV's cost grows with the number of entries."""
     steps: dict[tuple[float, float], int] = {}
     for m in history:
         steps[m.noise, m.rate] = steps.get((m.noise, m.rate), 0) + m.steps
     return [Mechanism(noise, rate, n) for (noise, rate), n in sorted(steps.items())]
 
 
-# Opacus is imported where it is needed: it takes seconds to load, and most processes of a federation never account.
+# Imported on demand: Opacus takes seconds to load, and most processes of a federation never compute epsilon.
 
 
 @lru_cache(maxsize=1)
 def _analysis() -> Any:  # noqa: ANN401
-    """Return Opacus' analysis of RDP, loaded by its file: it is numpy, and the package around it imports torch.
+    """Return Opacus' analysis of RDP, loaded from its file: it needs only numpy, but its package imports torch.
 
-    A hospital's page and commands that add up spending take 50 MB so, where they took 700 and seconds more.
+    A hospital's page and commands that add up spending take 50 MB this way, instead of 700 and some seconds.
     """
     if (loaded := sys.modules.get("opacus.accountants.analysis.rdp")) is not None:
         return loaded
@@ -95,7 +96,7 @@ def rdp(history: Iterable[Mechanism], orders: Sequence[float] = ORDERS) -> NDArr
     return total
 
 
-@lru_cache(maxsize=4096)  # a hospital solves for the noise of one plan in every round, by the same steps
+@lru_cache(maxsize=4096)  # a hospital solves for the noise of one plan in every round, with the same calls
 def _rdp_of_a_step(noise: float, rate: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -142,7 +143,7 @@ _MAX_EXPONENT = 700.0
 
 
 def replace_one(epsilon: float, delta: float) -> tuple[float, float]:
-    """Return what add-or-remove privacy means when one record is replaced: (2 eps, (1 + e^eps) delta)."""
+    """Convert add-or-remove privacy to the replacement of one record: (2 eps, (1 + e^eps) delta)."""
     factor = 1 + math.exp(epsilon) if epsilon < _MAX_EXPONENT else math.inf
     return 2 * epsilon, min(1.0, factor * delta) if delta > 0 else 0.0
 
@@ -157,7 +158,7 @@ class PrivacyFilter:
 
     @classmethod
     def of(cls, epsilon: float, delta: float) -> PrivacyFilter:
-        """Choose the order for a budget: 1 + sqrt(ln(1/delta) / rho), rho being the zCDP that it allows."""
+        """Choose the order for a budget: 1 + sqrt(ln(1/delta) / rho), where rho is the zCDP that it allows."""
         if not 0 < epsilon < math.inf:
             raise ConfigError("E-PRIV-20", f"expected a finite budget epsilon > 0, found {epsilon}")
         log = math.log(1 / _valid(delta))
@@ -180,7 +181,7 @@ class PrivacyFilter:
 
 @dataclass(frozen=True, slots=True)
 class RdpBound:
-    """A bound on RDP at one order: exactly what a plan costs."""
+    """A bound on RDP at one order: exactly the cost of a plan."""
 
     order: float
     bound: float
@@ -199,10 +200,10 @@ _ROUNDING = 1e-12
 
 
 def solve_noise(epsilon: float, delta: float, history: Callable[[float], History]) -> float:
-    """Return the least noise multiplier z for which `history(z)` fits a budget, by the filter that ledgers use.
+    """Return the smallest noise multiplier z for which `history(z)` fits a budget, by the ledger's filter.
 
-    history: what is released in all at noise z. Raises ConfigError (E-PRIV-12) when what stands beside training takes
-    the whole budget.
+    history: all releases at noise z. Raises ConfigError (E-PRIV-12) if the releases other than training use up the
+    whole budget.
     """
     budget = PrivacyFilter.of(epsilon, delta)
 

@@ -1,4 +1,4 @@
-"""Finds which sums and steps a method requests in a round, by a dry run on synthetic examples."""
+"""Determines which sums and steps a method requests in a round, by a dry run on synthetic examples."""
 
 from __future__ import annotations
 
@@ -30,18 +30,17 @@ from privacy.mechanisms.record.independence import blanks, check_independence, c
 
 StepsOf = Callable[[float], int]
 SIZE = 100.0
-"""Examples that the silo of the dry run declares."""
+"""Declared size of the dry run's silo."""
 _PROBED: set[Hashable] = set()
-"""What passed in this process: the hospitals of a simulation, and the rounds of one, ask about the same losses."""
+"""Checks passed in this process: the hospitals and rounds of a simulation use the same losses."""
 
 
 @dataclass(slots=True)
 class DataRequirements:
-    """The calls of one round: steps of each training, sums over training examples, and whether counts are asked for.
+    """The requests of one round: steps of each training, sums over training examples, and whether counts are requested.
 
-    closing: steps of each training in the closing evaluation   weights: of the parts that one number weighs, for a silo
-    of `SIZE` examples   moments: the round in which second moments are asked for, -1 for none   survey: the same of a
-    survey.
+    closing: steps of each training in the closing evaluation   weights: of the parts weighed by one number, for a silo
+    of `SIZE` examples   moments: the round that requests second moments, -1 for none   survey: the same for a survey.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -121,11 +120,12 @@ def dry_run(
     probe: bool = True,
     personal: bool = False,
 ) -> DataRequirements:
-    """Run two rounds of a method, the first of which gives it prototypes, and return what the second asked for.
+    """Run two rounds of a method, the first of which gives it prototypes, and return the requests of the second.
 
-    Of a method that ends after so many exchanges all of these are run, and what they ask for is returned together.
-    steps_of: epochs -> steps   probe: check that examples' losses are apart, once per process for one method, network
-    and batch; raises as `check_independence`   personal: with personal models, which some methods train further.
+    For a method that ends after a fixed number of exchanges, all of them are run, and their requests returned together.
+    steps_of: epochs -> steps   probe: check that each example's loss is independent of the others, once per process
+    for one method, network and batch; raises as `check_independence`   personal: with personal models, which some
+    methods train further.
     """
     context = RoundContext(n_silos=1, n_classes=len(schema.classes), rounds=4, cohort=1)
     needs, subject = DataRequirements(), (type(method), method, str(model), schema, train.batch_size, personal)

@@ -1,6 +1,6 @@
 """The measures of a model, each defined once: JSON, tables, pages, CSV, the card, comparisons and trackers list them.
 
-A new one is an entry of `MEASURES`.
+To add one, add an entry to `MEASURES`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from privacy.accounting.uncertainty import LEVEL, NOTHING, Estimate, EvaluationN
 class EvaluationResult:
     """The counts of an evaluation.
 
-    correct, examples: (C,) sums as they were released, with this noise   personal: scores of personal models
-    withheld: those of them that noise hides.
+    correct, examples: (C,) sums as released, with this noise   personal: scores of personal models withheld: scores
+    that noise hides.
     """
 
     correct: Sequence[float] = ()
@@ -35,7 +35,7 @@ class EvaluationResult:
 
     @classmethod
     def of(cls, record: RoundRecord, noise: RunNoise) -> EvaluationResult:
-        """Read what a round measured, in a run with this noise."""
+        """Read a round's measurements, in a run with this noise."""
         return cls(
             record.correct,
             record.examples,
@@ -52,7 +52,7 @@ class EvaluationResult:
 
     @property
     def balanced_sums(self) -> Sums:
-        """Return what the balanced accuracy is computed from."""
+        """Return the arguments of the balanced accuracy."""
         counts = balanced_counts(self.correct, self.examples, self.clinical, self.several_labels)
         return *counts, self.noise
 
@@ -65,11 +65,11 @@ class EvaluationResult:
 class Measure:
     """A measure of a model.
 
-    name: in JSON, CSV and trackers   label: for people   title: of its picture   estimate: its value, with the range
-    of what noise or bins leave open   interval: for the sampling of test images, of a value without noise
-    sums, of_sums: of a measure that is computed from sums over test images, those and how   percent: whether it is a
-    share   personal: whether it is of personal models, which are measured after a round's training   json: the name of
-    the field that says that it is withheld; empty where JSON has the measure in another object.
+    name: in JSON, CSV and trackers   label: for people   title: of its picture   estimate: its value, with the
+    uncertainty from noise or bins   interval: for the sampling of test images, of a value without noise sums, of_sums:
+    for a measure computed from sums over test images, the sums and the formula   percent: it is a share personal: it
+    measures personal models, after a round's training   json: the name of the field that marks it as withheld; empty
+    if JSON has the measure in another object.
     """
 
     name: str
@@ -84,11 +84,11 @@ class Measure:
     json: str
 
     def text(self, value: Estimate) -> str:
-        """Write a value for people."""
+        """Format a value for people."""
         return value.text() if self.percent or value.point is None else f"{value.point:.3f}"
 
     def with_interval(self, result: EvaluationResult) -> str:
-        """Write it with the interval for the sampling of test images."""
+        """Format it with the interval for the sampling of test images."""
         value, interval = self.estimate(result), self.interval(result)
         if value.point is None or interval is None:
             return self.short(value)
@@ -97,7 +97,7 @@ class Measure:
         return f"{self.text(value)} ({interval.low:.3f} to {interval.high:.3f})"
 
     def short(self, value: Estimate) -> str:
-        """Write it for a column of many: that it is withheld, without why."""
+        """Format it for a column: a withheld value without the reason."""
         return "withheld" if value.withheld else self.text(value)
 
 
@@ -127,7 +127,7 @@ def _of_sums(
 def _measured(
     of_sums: SumsMeasure, correct: tuple[float, ...], examples: tuple[float, ...], noise: EvaluationNoise | None
 ) -> Estimate:
-    """Measure sums. Closed rounds do not change, and a noisy one takes half a millisecond per class."""
+    """Measure sums, with a cache: closed rounds do not change, and a noisy one takes half a millisecond per class."""
     return of_sums(correct, examples, noise, LEVEL)
 
 
@@ -148,7 +148,7 @@ def _personal(name: str, label: str, title: str) -> Measure:
 
 
 def plain(share: float) -> Estimate:
-    """Estimate from a number without an interval: -1 is none yet, any other outside [0, 1] is withheld."""
+    """Estimate from a number without an interval: -1 means not yet measured, others outside [0, 1] are withheld."""
     return NOTHING if share == -1 else uncertainty.accuracy([share], [1.0], None)
 
 
@@ -161,7 +161,7 @@ BALANCED = _of_sums(
     interval=intervals.mean_of_shares,
     json="balanced_withheld",
 )
-"""By this runs and hospitals are compared."""
+"""Runs and hospitals are compared by this measure."""
 ACCURACY = _of_sums(
     "accuracy",
     "accuracy",
@@ -200,14 +200,14 @@ def of_model() -> list[Measure]:
 
 
 def measured(result: EvaluationResult) -> Iterator[tuple[Measure, Estimate]]:
-    """Yield the measures of an evaluation, including those that noise hides."""
+    """Yield the measures of an evaluation, including those hidden by noise."""
     for measure in MEASURES:
         if (value := measure.estimate(result)) != NOTHING:
             yield measure, value
 
 
 def as_json(result: EvaluationResult) -> dict[str, object]:
-    """Write the measures of the global model, except those that other objects have."""
+    """Return the measures of the global model, except those in other objects."""
     fields: dict[str, object] = {}
     for measure in of_model():
         if measure.json:
@@ -218,7 +218,7 @@ def as_json(result: EvaluationResult) -> dict[str, object]:
 
 
 def personal_json(scores: Mapping[str, float], withheld: Collection[str] = ()) -> dict[str, object]:
-    """Return the scores of personal models and their fairness; empty where none was measured.
+    """Return the scores of personal models and their fairness; empty if none was measured.
 
     withheld: scores with too much noise. They are null and named in `withheld_scores`, as is a score outside [0, 1].
     """

@@ -1,4 +1,4 @@
-"""Projects what a run will cost each hospital, from public facts alone, before it starts."""
+"""Projects what a run will cost each hospital, from public facts only, before it starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from privacy.profiles.base import Projection
 class Preview(TypedDict):
     """The projection of a run as plain values; epsilon and epsilon_most are the largest.
 
-    silos: of each its `Projection`, and as noise_unreserved what its noise would be without a reserve
+    silos: the `Projection` of each, and as noise_unreserved its noise without a reserve
     """
 
     profile: str
@@ -52,13 +52,13 @@ def preview(run: CompiledRun) -> Preview:
 
 
 def sampling_delta(manifest: RunManifest, silos: Sequence[Projection]) -> float:
-    """Bound what noise from tables of finite precision adds to delta over a whole run: (1 + e^eps) t.
+    """Bound the delta added by noise from tables of finite precision over a whole run: (1 + e^eps) t.
 
     t: the distance of one number's noise from the discrete Gaussian, times all numbers of all releases.
     """
     numbers = sum(
         math.prod(shape) for part in manifest.layout.values() for shape in (*part.shapes.values(), part.weight_shape)
     )
-    releases = max(s.steps + 4 * (s.rounds + 1) for s in silos) * 2  # twice: a reserve repeats at most as much again
+    releases = max(s.steps + 4 * (s.rounds + 1) for s in silos) * 2  # twice: a reserve repeats at most everything
     largest = max(s.epsilon_most for s in silos)
     return min(1.0, (1 + math.exp(min(largest, 700.0))) * numbers * releases * TOTAL_VARIATION)

@@ -1,7 +1,7 @@
-"""Allowed ranges of the numbers of a private run: outside, float arithmetic could break a proved bound.
+"""Allowed ranges of the numbers of a private run: outside them, float arithmetic could break a proved bound.
 
 One table, checked by the coordinator when a run is frozen and by each hospital on the manifest that it received.
-`text()` is what the explanation of E-PRIV-20 prints.
+`text()` is printed in the explanation of E-PRIV-20.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from privacy.accounting.record_config import DpConfig
 
 
 class AllowedRange(NamedTuple):
-    """A range from `low` to `high`; off: 0 is allowed too, and switches something off."""
+    """A range from `low` to `high`; off: 0 is allowed too, and switches the option off."""
 
     low: float
     high: float
@@ -101,7 +101,7 @@ _GROUPS: tuple[tuple[AllowedRange, tuple[str, ...]], ...] = (
     (AllowedRange(1, 10**5, True), ("other counts of a method or model", "other counts of privacy")),
     (AllowedRange(1e-6, 1e4, True), ("other numbers of a model", "other numbers of privacy")),
 )
-RANGES: Mapping[str, AllowedRange] = {name: found for found, names in _GROUPS for name in names}
+RANGES: Mapping[str, AllowedRange] = {name: allowed for allowed, names in _GROUPS for name in names}
 
 
 def text() -> str:
@@ -111,8 +111,8 @@ def text() -> str:
 def check(manifest: RunManifest, terms: DpConfig) -> None:
     """Raise RefusedError (E-PRIV-20) on a number of a private run that is outside its range.
 
-    The converter has read the manifest, so that its fields have their types: options of the method and the model alone
-    can be any plain value.
+    The converter has read the manifest, so its fields have their types; only options of the method and the model can be
+    any plain value.
     """
     for name, value, key in _numbers(manifest, terms):
         if not RANGES[key].holds(value):
@@ -122,11 +122,11 @@ def check(manifest: RunManifest, terms: DpConfig) -> None:
 
 
 _Number = tuple[str, float, str]
-"""What a message calls it, its value, its key in the table."""
+"""Its name in messages, its value, its key in the table."""
 
 
 def _numbers(manifest: RunManifest, terms: DpConfig) -> Iterator[_Number]:
-    """List the numbers of a manifest, single ones before what is computed from them."""
+    """List the numbers of a manifest, then those computed from them."""
     single: Mapping[str, float] = {
         "rounds": manifest.rounds,
         "cohort": manifest.cohort,
@@ -160,11 +160,11 @@ def _of_config(prefix: str, config: TrainConfig | DpConfig) -> Iterator[_Number]
 
 
 def _of_method(manifest: RunManifest) -> Iterator[_Number]:
-    """List a method's numbers: an option that is not in the table is a strength, or a count where it is whole."""
+    """List a method's numbers: an option outside of the table counts as a strength, or as a count if it is whole."""
     defaults = {f.name: f.default for f in fields(method_class(manifest.method.name))}
     for option, value in manifest.method.options.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
-            continue  # words are the method's to check
+            continue  # the method checks words
         whole = type(defaults.get(option)) is int
         keys = (f"{manifest.method.name}.{option}", f"method.{option}")
         other = "other counts of a method or model" if whole else "other strengths of a method"
@@ -180,7 +180,7 @@ def _of_model(options: Mapping[str, object]) -> Iterator[_Number]:
 
 
 def _of_steps(manifest: RunManifest) -> Iterator[_Number]:
-    """List the steps of the longest call of `sgd` at the largest hospital: planning lists them one by one."""
+    """List the steps of the longest call of `sgd` at the largest hospital, since planning lists them one by one."""
     train, key = manifest.train, "epochs x units / train.batch_size"
     method_epochs = [v for k, v in manifest.method.options.items() if k.endswith("epochs") and isinstance(v, int)]
     most = max([train.epochs, *method_epochs]) * max(m.units for m in manifest.members)

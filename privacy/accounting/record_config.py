@@ -1,4 +1,4 @@
-"""The terms of a private run, as its manifest states them: what is bounded, how noisy it is, and to what budget."""
+"""The terms of a private run in its manifest: bounds, noise, and budget."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ Rng = Annotated[str, bounded(one_of, ("secure", "test"))]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DpConfig:
-    """What both kinds of differential privacy state.
+    """Terms of both kinds of differential privacy.
 
     Attributes:
-        epsilon, delta: the budget of the whole run, for each hospital on its own; epsilon = inf is the plain run
+        epsilon, delta: the budget of the whole run, for each hospital separately; epsilon = inf is the plain run
         clip: bound of a unit's gradient, or of a silo's update
         metric_noise: noise / sensitivity of evaluation
-        test_data: "private" (evaluation is noisy and charged) or "public", where test examples are published anyway
+        test_data: "private" (evaluation is noisy and charged) or "public", if test examples are published anyway
         weights: "size" (hospitals count by declared size) or "uniform" (each counts once, whatever its size)
-        reserve_rounds: repetitions of the costliest round that fit into the budget beside the run, after a crash
+        reserve_rounds: repetitions of the costliest round, after a crash, that fit into the budget besides the run
         rng: "secure", or "test", which is reproducible and private to nobody
-        placement: "local" (each silo's noise is enough by itself) or "distributed" (each adds a part, under masks)
+        placement: "local" (each silo's noise is enough alone) or "distributed" (each adds a part, under masks)
     """
 
     epsilon: PositiveOrInfinite = 8.0
@@ -56,12 +56,12 @@ class DpConfig:
 
     @property
     def central(self) -> bool:
-        """Whether the coordinator adds the noise, who may leave it out."""
+        """Whether the coordinator adds the noise, and so must be trusted."""
         return False
 
     @property
     def distributed(self) -> bool:
-        """Whether noise is shared out, so that it is enough in sums alone (`shared_noise`)."""
+        """Whether noise is shared, so that only sums have enough (`shared_noise`)."""
         return self.placement == "distributed"
 
     def derived(self, rounds: int) -> Mapping[str, float]:  # noqa: ARG002
@@ -73,17 +73,16 @@ class DpConfig:
 class RecordDpConfig(DpConfig):
     """Record-level differential privacy of one run; the noise of training is solved from the budget.
 
-    clip: C1, bound of one unit's gradient   physical_batch: examples whose gradients are held at once
-    coupled: treatment of losses that mix examples: "split" (clip C1 per unit, C2 = coupled_clip_ratio * C1 per
-    microbatch; sensitivity C1 + 2 C2), "micro" (everything per microbatch; 2 C1) or "off" (such terms are left out)
-    statistics_bound, statistics_noise: without effect; manifests carry them
-    microbatch: expected examples of a microbatch   coupled_every: steps from one coupled term to the next
-    prototype_bound: R, bound of one unit's feature offset   count_weight: lambda / R, the weight of counts in the joint
-    query   prototype_noise: noise / sensitivity of a prototype release   prototype_every: rounds between releases
-    min_count: classes of fewer units (by the noisy count, plus two standard deviations) are suppressed; 0: none
-    count_noise: noise / sensitivity of the class counts   max_per_unit: examples of one unit in a step (0: all)
-    placement: "distributed" is for the one release of a method that trains by no steps (analytic); noise on class
-    counts and evaluations stays each silo's own.
+    clip: C1, bound of one unit's gradient   physical_batch: examples whose gradients are computed at once coupled:
+    treatment of losses that mix examples: "split" (clip C1 per unit, C2 = coupled_clip_ratio * C1 per microbatch;
+    sensitivity C1 + 2 C2), "micro" (everything per microbatch; 2 C1) or "off" (such terms are left out)
+    statistics_bound, statistics_noise: without effect; manifests contain them microbatch: expected examples of a
+    microbatch   coupled_every: steps from one coupled term to the next prototype_bound: R, bound of one unit's feature
+    offset   count_weight: lambda / R, the weight of counts in the joint query   prototype_noise: noise / sensitivity
+    of a prototype release   prototype_every: rounds between releases min_count: classes of fewer units (by the noisy
+    count, plus two standard deviations) are suppressed; 0: none count_noise: noise / sensitivity of the class counts
+    max_per_unit: examples of one unit in a step (0: all) placement: "distributed" is only for the single release of a
+    method without training steps (analytic); noise on class counts and evaluations stays each silo's own.
     """
 
     omitted_at_default: ClassVar[frozenset[str]] = frozenset({"placement"})
@@ -126,13 +125,13 @@ class RecordDpConfig(DpConfig):
 
 
 MIN_NOMINAL = 100
-"""What every hospital of at most so many units declares of its size."""
+"""Smaller hospitals declare this size."""
 
 
 def round_to_two_digits(n: int) -> int:
-    """Round a number of units up to two significant digits, to at least 100: what a hospital declares of its size.
+    """Round a number of units up to two significant digits, at least 100: the declared size of a hospital.
 
-    A size above the true one is sound: it divides, and sets the sampling rate.
+    A size above the true one is safe: it is the divisor, and sets the sampling rate.
     """
     step = int(10 ** max(1, len(str(n)) - 2))
     return max(MIN_NOMINAL, -(-n // step) * step)

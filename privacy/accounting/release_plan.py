@@ -1,7 +1,7 @@
-"""The release plan of a private run at one hospital: every release of every round, planned before any data is touched.
+"""The release plan of a private run at one hospital: every release of every round, planned before data are read.
 
 Rates and steps follow from the declared size of the hospital, never from a count: q = min(1, B / N), steps per call of
-`sgd` = round(epochs / q). Each hospital solves its own noise, so that all end at the same epsilon.
+`sgd` = round(epochs / q). Each hospital solves for its own noise, so that all end at the same epsilon.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from privacy.mechanisms.noise import grid
 
 TRAIN, TEST = "train", "test"
 HOSPITAL = "hospital"
-"""All that a hospital has: what silo-level privacy hides."""
+"""All data of a hospital: the unit of silo-level privacy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One planned release: what for, over which collection of records, and its mechanism, as it is charged.
+    """One planned release: its purpose, its collection of records, and its mechanism, as it is charged.
 
-    shared: how its noise is shared out, None where all of it is the silo's own.
+    shared: how its noise is shared, None if all of it is the silo's own.
     """
 
     purpose: str
@@ -54,9 +54,9 @@ class Release:
 
 
 class ReleaseAllowance:
-    """The releases that a round may make, taken one by one before they touch an example.
+    """The releases that a round may make, taken one by one before examples are read.
 
-    Guarantees: what was not planned is never released.
+    Guarantees: unplanned releases are never made.
     """
 
     def __init__(self, planned: Sequence[Release]) -> None:
@@ -75,7 +75,7 @@ class ReleaseAllowance:
 
 @dataclass(frozen=True, slots=True)
 class SamplingSchedule:
-    """How a hospital of a declared number of units samples: q = min(1, B / N), and the steps of so many epochs."""
+    """Sampling of a hospital with a declared number of units: q = min(1, B / N), and the steps of so many epochs."""
 
     train: TrainConfig
     units: int
@@ -85,7 +85,7 @@ class SamplingSchedule:
         return min(1.0, self.train.batch_size / self.units)
 
     def steps(self, epochs: float) -> int:
-        """Return the steps of one call of `sgd`: round(epochs / q), cut at the schedule's `max_steps`."""
+        """Return the steps of one call of `sgd`: round(epochs / q), at most the schedule's `max_steps`."""
         planned = max(1, round(epochs / self.rate))
         return min(planned, self.train.max_steps) if self.train.max_steps else planned
 
@@ -94,11 +94,11 @@ class SamplingSchedule:
 class ReleasePlan:
     """One hospital's part in a private run; steps_per_call: the steps of each call of `sgd` in a round.
 
-    evaluates_global_model: the model received is evaluated, where the method has a global model   personal: personal
+    evaluates_global_model: the received model is evaluated, if the method has a global model   personal: personal
     models are evaluated, on the test records, and on a public test set with class counts   closing_steps: of each call
-    of `sgd` in the closing evaluation   personal_at_end: personal models are evaluated there, and in no round
-    moment_round: the round that releases second moments; -1 for none   shared: how their noise is shared out
-    survey_round: the round that answers a survey, of records of both splits; -1 for none.
+    of `sgd` in the closing evaluation   personal_at_end: personal models are evaluated only there moment_round: the
+    round that releases second moments; -1 for none   shared: how their noise is shared survey_round: the round that
+    answers a survey, about records of both splits; -1 for none.
     """
 
     terms: RecordDpConfig
@@ -131,8 +131,8 @@ class ReleasePlan:
     ) -> ReleasePlan:
         """Plan a run from a dry run of its method. units: the hospital's declared number of records or groups.
 
-        Raises RefusedError (E-PRIV-16) when a loss mixes examples undeclared or in a way that is no longer offered, and
-        when the method asks for a sum that has no bound, or for more than one linear release of shared noise.
+        Raises RefusedError (E-PRIV-16) if a loss mixes examples without declaring it or in a way that is no longer
+        offered, and if the method requests a sum without a bound, or more than one linear release of shared noise.
         """
         rates = SamplingSchedule(train, max(units, 1))
         needs = dry_run(method, model, schema, train, rates.steps, personal=personal)
@@ -189,12 +189,12 @@ class ReleasePlan:
         return treatment(self.coupling, self.terms.coupled)
 
     def is_coupled(self, step: int) -> bool:
-        """Return whether a step has the coupled term: every `coupled_every`-th, from the first on."""
+        """Return whether a step has the coupled term: every `coupled_every`-th, starting with the first."""
         return self.coupled and step % self.terms.coupled_every == 0
 
     @cached_property
     def noise(self) -> float:
-        """Return z of the training steps, the moments or the survey: the least with which the run fits the budget."""
+        """Return z of the training steps, the moments or the survey: the smallest that fits the run into the budget."""
         return solve_noise(self.terms.epsilon, self.terms.delta, self._history)
 
     @property
@@ -206,8 +206,8 @@ class ReleasePlan:
     def rows(self) -> int:
         """Return the fixed shape of the batches for per-unit gradients, a public constant.
 
-        As few batches as `physical_batch` allows for a sample two standard deviations above the expected one, of equal
-        shape.
+        It needs the fewest equal batches that `physical_batch` allows for a sample two standard deviations above the
+        expected one.
         """
         most, sample = self.terms.physical_batch, self.batch + 2 * math.sqrt(self.batch * (1 - self.rate))
         return min(most, 8 * math.ceil(sample / math.ceil(sample / most) / 8))
@@ -235,7 +235,7 @@ class ReleasePlan:
 
     @property
     def survey(self) -> tuple[Release, ...]:
-        """The one answer to a survey, charged to both splits: a patient is in one of them."""
+        """The single answer to a survey, charged to both splits: a patient is in one of them."""
         return self._survey(None)
 
     def _survey(self, noise: float | None) -> tuple[Release, ...]:
@@ -262,9 +262,9 @@ class ReleasePlan:
         public: bool = False,
         surveys: bool = True,
     ) -> list[Release]:
-        """List what one round releases.
+        """List the releases of one round.
 
-        prototypes: the hospital submits any; counts, surveys: not released before; public: there is a public test set.
+        prototypes: the hospital submits some; counts, surveys: not released before; public: there is a public test set.
         """
         needed = (self.needs_class_counts and train) or (self._measures_personal(train) and public)
         return self._releases(round, train, prototypes, counts and needed, None, surveys)
@@ -291,7 +291,7 @@ class ReleasePlan:
 
     @property
     def costliest(self) -> list[Release]:
-        """Return what a repeated round releases at most; of a run that trains at its end, a round and that end."""
+        """Return the most that one repeated round releases; in a run that trains at its end, with that end."""
         releases = self._releases(self._costliest_round, True, True, self.needs_class_counts or self.personal, None)
         return releases + (self._releases(self.rounds, False, False, False, None) if self.closing_steps else [])
 

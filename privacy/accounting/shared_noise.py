@@ -1,15 +1,15 @@
-"""Noise that the silos of a masked sum share out: each adds a part, and only the sum is ever seen.
+"""Shared noise in a masked sum: each silo adds a part, and only the sum is ever seen.
 
-Every sum that is opened has at least m updates, which honest silos hold the coordinator to. Of these at most c belong
-to silos that tell the coordinator their noise, or add none. So with a discrete Gaussian of standard deviation
+Every opened sum has at least m updates, which honest silos enforce. At most c of these belong to silos that reveal
+their noise to the coordinator, or add none. So with a discrete Gaussian of standard deviation
 
-    sigma_s = z D / sqrt(m - c)        D: the sensitivity
+sigma_s = z D / sqrt(m - c)        D: the sensitivity
 
-of each silo, what hides one of them is at least a sum of m - c, which is as private as the Gaussian of standard
-deviation z D but for 3e-68 (Kairouz, Liu and Steinke, "The Distributed Discrete Gaussian Mechanism for Federated
-Learning with Secure Aggregation", ICML 2021; tests/privacy/profiles/test_shared_noise.py). That is what is charged. Two
-other figures are stated beside it: with all n silos there and honest, and with a silo's own noise alone, which is all
-that is left where masks fail or all others collude.
+per silo, each silo is hidden by a sum of at least m - c noises, which is as private as the Gaussian of standard
+deviation z D except for 3e-68 (Kairouz, Liu and Steinke, "The Distributed Discrete Gaussian Mechanism for Federated
+Learning with Secure Aggregation", ICML 2021; tests/privacy/profiles/test_shared_noise.py). That is charged. Two other
+figures are reported with it: with all n silos present and honest, and with a silo's own noise only, which is all that
+remains if masks fail or all others collude.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SharedNoise:
-    """How many silos a round has (n), a sum has at least (m), and may collude (c)."""
+    """The number of silos in a round (n), the minimum in a sum (m), and how many may collude (c)."""
 
     silos: int
     smallest_sum: int
@@ -39,7 +39,7 @@ class SharedNoise:
     def of(cls, manifest: RunManifest) -> SharedNoise:
         """Read the terms from a masked run.
 
-        Raises ConfigError: E-PRIV-16 on a run without masks, E-CFG-02 where nobody or too many would collude.
+        Raises ConfigError: E-PRIV-16 on a run without masks, E-CFG-02 if c is 0 or too large.
         """
         n = manifest.cohort_size
         if manifest.secagg is None:
@@ -60,20 +60,20 @@ class SharedNoise:
 
     @property
     def share(self) -> float:
-        """Return a silo's own standard deviation in units of the promised one."""
+        """Return a silo's own standard deviation in units of the guaranteed one."""
         return 1 / math.sqrt(self.smallest_sum - self.colluding)
 
     def of_all(self, noise: float) -> float:
-        """Return the noise multiplier if all n silos are in the sum and honest, given the promised z."""
+        """Return the noise multiplier if all n silos are in the sum and honest, given the guaranteed z."""
         return noise * self.share * math.sqrt(self.silos)
 
     def alone(self, noise: float) -> float:
-        """Return the noise multiplier of one silo's own noise, given the promised z."""
+        """Return the noise multiplier of one silo's own noise, given the guaranteed z."""
         return noise * self.share
 
     @classmethod
     def read(cls, facts: Mapping[str, object]) -> SharedNoise:
-        """Read what `facts` wrote; raises KeyError, TypeError or ValueError on anything else."""
+        """Read the output of `facts`; raises KeyError, TypeError or ValueError on anything else."""
         n, m, c = (int(str(facts[name])) for name in ("silos", "smallest_sum", "colluding"))
         if not 0 < c < m <= n:
             raise ValueError(f"expected 0 < c < m <= n, found c = {c}, m = {m}, n = {n}")
@@ -86,10 +86,10 @@ class SharedNoise:
 
 @dataclass(frozen=True, slots=True)
 class SharedFigures:
-    """What shared noise comes to for one silo of a run: epsilons of all its releases, of whom a run promises it to.
+    """The privacy of shared noise for one silo of a run: epsilons of all its releases, under three assumptions.
 
-    promised: while at most c collude   all_honest: all are there and honest   alone: masks fail, or all others collude
-    noise_alone: the least of its own noise over the sensitivity.
+    promised: at most c collude   all_honest: all are present and honest   alone: masks fail, or all others collude
+    noise_alone: the smallest ratio of its own noise to the sensitivity.
     """
 
     terms: SharedNoise

@@ -1,20 +1,20 @@
-"""What noise leaves of an accuracy: an interval, or nothing.
+"""The uncertainty of a noisy accuracy: an interval, or no number.
 
-An accuracy is a ratio of two noisy sums, which can be anything: it is shown with an interval, or not at all.
-The interval covers the noise of privacy alone, not the luck of a test set.
+An accuracy is a ratio of two noisy sums, which can take any value: it is shown with an interval, or not at all. The
+interval covers the noise of privacy, not the sampling of a test set.
 
-The interval of the ratio. With A and D the noisy sums over R rows of right answers and of examples, s the standard
+The interval of the ratio. With A and D the noisy sums over R rows of correct answers and of examples, s the standard
 deviation of each row's noise and p the true ratio, A - p D has mean 0 and variance R s^2 (1 + p^2); the interval
-holds every p in [0, 1] for which A - p D is within q standard deviations of 0 (Fieller, "Some problems in interval
-estimation", JRSS B 16, 1954). It exists where D is significantly above 0.
+contains every p in [0, 1] for which A - p D is within q standard deviations of 0 (Fieller, "Some problems in interval
+estimation", JRSS B 16, 1954). It exists if D is significantly above 0.
 
-Where a row whose noisy count is below 1 arrives as zeros, a row of n examples, m of them answered right, has with
-u = (1 - n) / s and P = Phi(-u), the probability that it is kept,
+If rows with a noisy count below 1 arrive as zeros, a row of n examples, m of them answered correctly, has with u = (1 -
+n) / s and P = Phi(-u), the probability that it is kept,
 
-    E[row of A] = m P,   E[row of D] = n P + s phi(u)
+E[row of A] = m P,   E[row of D] = n P + s phi(u)
 
-so A - p D is off by between -((1 - p) n (1 - P) + p s phi(u)) and p (n (1 - P) - s phi(u)) per row: the interval admits
-the worst of both, and of the variance, over all n and m <= n.
+so A - p D is off by between -((1 - p) n (1 - P) + p s phi(u)) and p (n (1 - P) - s phi(u)) per row: the interval allows
+for the worst of both, and of the variance, over all n and m <= n.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ IMPOSSIBLE = "no counts can be these"
 UNBOUNDED = "its noise has no bound"
 LEVEL = 0.95
 LAST = 5
-"""Rounds whose mean stands beside the best one, which is chosen on test data."""
+"""Rounds whose mean is shown beside the best one, which is chosen on test data."""
 WIDEST = 0.5
-"""Intervals that are wider say less than they seem to."""
+"""Wider intervals are withheld, since their numbers would mislead."""
 GRID_SLACK = 1.002
-"""What rounding to a grid may add to the standard deviation of a release."""
+"""Factor by which rounding to a grid may increase the standard deviation of a release."""
 ROUNDED = 2e-3
-"""What rounding each record's contribution toward zero may take off a sum, and so move a ratio of two."""
+"""How much rounding each record's contribution toward zero may lower a sum, and so change a ratio of two."""
 _MAX_NUMBER = 1e100
-"""Numbers beyond it are no counts, and their squares and sums no numbers."""
+"""Larger numbers are no counts, and their squares and sums overflow."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationNoise:
-    """The noise on one class's sums: `draws` independent ones of standard deviation `std`, on either sum.
+    """The noise on one class's sums: `draws` independent ones of standard deviation `std`, on both sums.
 
-    std: infinite where nothing but noise is released   suppressed: rows with a noisy count below 1 are zeros central:
-    one draw, whatever the number of hospitals.
+    std: infinite if only noise is released   suppressed: rows with a noisy count below 1 are zeros   central: one
+    draw, whatever the number of hospitals.
     """
 
     std: float
@@ -88,11 +88,11 @@ class Estimate:
         return f"{100 * self.point:.1f} % (95 %: {100 * self.low:.1f} to {100 * self.high:.1f} %)"
 
     def short(self) -> str:
-        """Write it for a column of many: that it is withheld, without why."""
+        """Format it for a column: a withheld value without the reason."""
         return "withheld" if self.withheld else self.text()
 
     def facts(self, name: str = "accuracy", prefix: str = "") -> dict[str, float | bool | None]:
-        """Write it for machines: the number under `name`, and its interval and whether it is withheld beside it."""
+        """Convert it for machines: the number under `name`, with its interval and whether it is withheld."""
         return {
             name: self.point,
             f"{prefix}accuracy_low": self.low,
@@ -111,8 +111,8 @@ def accuracy(
 ) -> Estimate:
     """Estimate sum(correct) / sum(examples) from noisy sums per class; without noise it is that ratio.
 
-    Guarantees: for any numbers, a share in [0, 1] within an interval in [0, 1], or none; the interval holds the ratio
-    of the sums without noise with probability `level`.
+    Guarantees: for any numbers, a share in [0, 1] within an interval in [0, 1], or none; the interval contains the
+    ratio of the sums without noise with probability `level`.
     """
     right, of = math.fsum(map(_finite, correct)), math.fsum(map(_finite, examples))
     if noise is None:
@@ -136,7 +136,7 @@ def by_class(
 def balanced(
     correct: Sequence[float], examples: Sequence[float], noise: EvaluationNoise | None, level: float = LEVEL
 ) -> Estimate:
-    """Estimate the mean accuracy over classes that have test examples; withheld where one class is."""
+    """Estimate the mean accuracy over classes with test examples; withheld if that of one class is."""
     each = 1 - (1 - level) / max(len(examples), 1)
     estimates = [e for e in by_class(correct, examples, noise, each) if e != NOTHING]
     return next((e for e in estimates if e.withheld), _mean(estimates))
@@ -149,8 +149,8 @@ SumsMeasure = Callable[[Sequence[float], Sequence[float], EvaluationNoise | None
 def best(rounds: Sequence[Sums], measure: SumsMeasure = accuracy) -> Estimate:
     """Estimate the largest accuracy over rounds.
 
-    The largest of noisy numbers is the luckiest one, so its interval comes from intervals that hold for all rounds at
-    once. A round that is withheld may have been the best.
+    The largest of noisy numbers tends to be a lucky one, so its interval comes from intervals that hold for all rounds
+    at once. A withheld round may have been the best.
     """
     level = 1 - (1 - LEVEL) / max(len(rounds), 1)
     estimates = [e for e in (measure(*sums, level) for sums in rounds) if e != NOTHING]
@@ -166,10 +166,10 @@ def best(rounds: Sequence[Sums], measure: SumsMeasure = accuracy) -> Estimate:
 def mean_of_last(
     rounds: Sequence[Sums], measure: SumsMeasure = accuracy, last: int = LAST, level: float = LEVEL
 ) -> Estimate:
-    """Estimate the mean of a measure over the last so many rounds, of all where there are fewer.
+    """Estimate the mean of a measure over the last `last` rounds, or all if there are fewer.
 
-    Nothing where one of them has no test example, withheld where one is. Its interval comes from intervals that hold
-    for all of these rounds at once.
+    Empty if one of them has no test example, withheld if one is. Its interval comes from intervals that hold for all of
+    these rounds at once.
     """
     newest = rounds[-last:]
     each = 1 - (1 - level) / max(len(newest), 1)
@@ -181,13 +181,13 @@ def mean_of_last(
 
 @dataclass(frozen=True, slots=True)
 class RunNoise:
-    """What is noisy of a run.
+    """Which results of a run are noisy.
 
     Attributes:
-        evaluation: the noise on one hospital's sums as it sends them; None where they are sent as they were counted
-        scores: names of personal models' scores that are means of noisy shares, whose noise nobody knows
-        counts: the noise on counts by part, infinite where its size is not known here; none without privacy
-        rows: what is known of released sums per class; None where nothing is
+        evaluation: the noise on one hospital's sums as sent; None if they are exact counts
+        scores: names of personal models' scores that are means of noisy shares, with unknown noise
+        counts: the noise on counts by part, infinite if its size is unknown here; none without privacy
+        rows: bounds on released sums per class; None if there are none
     """
 
     evaluation: EvaluationNoise | None = None
@@ -237,10 +237,10 @@ _NORMAL = NormalDist()
 def interval(
     right: float, of: float, std: float, rows: int, suppressed: bool, level: float
 ) -> tuple[float, float, float] | None:
-    """Return a point of [0, 1] and its interval for the ratio of `rows` rows; None where noise leaves none.
+    """Return a point in [0, 1] and its interval for the ratio of `rows` rows; None if the noise permits none.
 
-    std: of the noise on one row, on either side   suppressed: rows with a noisy count below 1 are zeros
-    Guarantees: with probability `level` the ratio without noise is in the interval, or there is none.
+    std: of the noise on one row, on both sums   suppressed: rows with a noisy count below 1 are zeros Guarantees: with
+    probability `level` the ratio without noise is in the interval, or there is none.
     """
     row, wide = _rows_of(std, suppressed), _NORMAL.inv_cdf((1 + level) / 2) * math.sqrt(rows)
     if not of - rows * row.gained - wide * math.sqrt(row.spread) > 0:
@@ -252,18 +252,18 @@ def interval(
     def bottom(cut: float, p: float) -> float:
         return cut - p * of - rows * _at(row.above, p) - wide * math.sqrt(_at(row.variance, p))
 
-    if bottom(right, 1.0) > 0 or top(right, 0.0) < 0:  # no share explains these sums: less can be said than it seems
+    if bottom(right, 1.0) > 0 or top(right, 0.0) < 0:  # no share is consistent with these sums
         return None
     # p D is in [0, D], so that moving A there moves it nearer to every p D: what the interval held, it holds.
     cut = min(max(right, 0.0), of)
     # Both fall in p, since D is larger than all that is added to its slope.
-    point = cut / of  # within both, but for the last bits of a root
+    point = cut / of  # within both, except for the last bits of a root
     return point, min(point, _root(partial(bottom, cut))), max(point, _root(partial(top, cut)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The worst one row can do, at shares p = 0, 1 / _SHARES, ..., 1; convex in p, so that chords are above it.
+    """The worst case of one row, at shares p = 0, 1 / _SHARES, ..., 1; convex in p, so that chords are above it.
 
     below, above: how far the mean of (row of A) - p (row of D) can be off   variance: of it   gained, spread: how far
     the mean of D's row can be above n, and its variance.
@@ -288,7 +288,7 @@ def _rows_of(std: float, suppressed: bool) -> _Rows:
     if not suppressed:
         none = tuple(0.0 for _ in shares)
         return _Rows(none, none, tuple(square * (1 + p * p) for p in shares), 0.0, square)
-    # From rows without an example to rows that are never dropped, finely where a count may be near 1.
+    # From rows without an example to rows that are never dropped, in fine steps near a count of 1.
     sizes = sorted({*(8 * std * k / 200 for k in range(201)), *(k / 20 for k in range(61))})
     rows = [(n, *_moments(n, std)) for n in sizes]
     lost = [(n * (1 - kept), std * density) for n, kept, density, _, _ in rows]

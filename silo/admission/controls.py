@@ -299,7 +299,8 @@ class HospitalControls:
         if not is_own and (sealed or any(a.sealed for a in self.store.attested())):
             raise StateError(
                 "E-BUDGET-18",
-                f"expected what this hospital stated of its ledger, found event {seen.seq}, which is not under its key",
+                f"expected an earlier statement of this hospital's ledger, found event {seen.seq}, which is not "
+                "signed with its key",
             )
 
     def check(self, seen: Attestation) -> None:
@@ -341,7 +342,7 @@ class HospitalControls:
         with self._recording(request, private=False):
             policy = self.policy()
             if manifest.kind.trains and self.home.validation_only:
-                raise training_refused(manifest.rounds, "it joined for validation alone")
+                raise training_refused(manifest.rounds, "this hospital joined for validation only")
             policy.check_request(manifest)
             if manifest.secagg is not None and policy.secagg.confirmed_peers:
                 identity = SiloIdentity(self.home.path)
@@ -547,7 +548,7 @@ def _require_declared(dataset: SiloDataset, declared: Collection[str]) -> None:
         raise DataError(
             "E-DATA-05",
             f"expected records of the declared classes {sorted(declared)} in {dataset.origin}, found {undeclared}: "
-            "declare these as well in policy.toml ([privacy] labels), or take them out",
+            "add them to policy.toml ([privacy] labels), or remove the records",
         )
 
 

@@ -51,4 +51,6 @@ def with_all(error: RefusedError, missing: list[MissingRequirement]) -> RefusedE
     """Return a refusal that names all missing requirements, if there is more than one."""
     if error.code not in NOT_READY or len(missing) < 2:
         return error
-    return RefusedError(error.code, "not ready for private runs, lacks " + "; ".join(f"{w} ({r})" for w, r in missing))
+    return RefusedError(
+        error.code, "not ready for private runs, missing: " + "; ".join(f"{w} ({r})" for w, r in missing)
+    )

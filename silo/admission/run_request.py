@@ -111,11 +111,11 @@ def _compared_with(manifest: RunManifest) -> str:
 
 
 NAMED = (
-    "the coordinator hears which classes this hospital trains, except those that its policy hides and those below its "
+    "the coordinator learns which classes this hospital trains, except those that its policy hides and those below its "
     "smallest counts"
 )
 COUNTED = (
-    "it is counted under masks at how many hospitals each class is trained; of a class that this hospital alone has, "
+    "the number of hospitals per class is counted under masks; of a class that this hospital alone has, "
     "the sums are its own, without its name"
 )
 """How a question describes the counting of classes: before a plain run, and before a masked one."""
@@ -127,7 +127,7 @@ def describe_request(run: CompiledRun) -> str:
     what = f"{manifest.method.name} on {manifest.data}, {kind.length(manifest.rounds)}"
     lead = f", asked for by {manifest.lead}" if manifest.lead else ""
     lead += f", {kind.goes_on} {manifest.start}" if manifest.start else ""
-    lead += ", with the results of each hospital that lets them be shown" if manifest.evaluation.by_hospital else ""
+    lead += ", with the results of each hospital that allows it" if manifest.evaluation.by_hospital else ""
     lead += "".join(f", with the code {extension}" for extension in manifest.extensions)
     tail = f"; {run.updates.reading}"
     if kind.measures and TEST not in profile.protected:

@@ -16,7 +16,7 @@ from silo.cli.options import Classes, DataRootOption, grey_window, label_space
 if TYPE_CHECKING:
     from fl_core.datasets import CheckReport
 
-data = typer.Typer(no_args_is_help=True, help="Look at data before it is served.")
+data = typer.Typer(no_args_is_help=True, help="Check data before serving it.")
 Reference = Annotated[
     str, typer.Argument(help="digits/hospital2, isic2019/center3, folder:PATH or manifest:FILE.csv.", metavar="REF")
 ]
@@ -29,10 +29,10 @@ def check(
     data_root: DataRootOption = None,
     classes: Classes = None,
     window: Annotated[
-        str | None, typer.Option("--window", help="CENTRE,WIDTH of DICOM's grey values, as the run declares them.")
+        str | None, typer.Option("--window", help="Window CENTRE,WIDTH of DICOM grey values, as in the run.")
     ] = None,
     deep: Annotated[
-        bool, typer.Option("--deep/--no-deep", help="Decode every image to its end, and compare all of them.")
+        bool, typer.Option("--deep/--no-deep", help="Decode every image completely, and compare all of them.")
     ] = True,
     as_json: Json = False,
 ) -> None:

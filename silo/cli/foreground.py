@@ -59,7 +59,7 @@ class Printer:
         with self._lock:
             try:
                 if self._missing:
-                    text = f"{self._missing} lines before this one could not be written here"
+                    text = f"{self._missing} lines before this one could not be written"
                     self._show("lines_missing", text, {"lines": self._missing})
                     self._missing = 0
                 self._show(event.event, event.text, event.facts)
@@ -138,7 +138,7 @@ def serve(
             with ShutdownSignals(service=True) as signals, ExitStack() as beside:
                 if page:
                     file = load("consilium.pages.hospital.command:show_beside", "--page")(settings.home, beside)
-                    show(event("page", f"the page opens by the file {file}"))
+                    show(event("page", f"open the page with the file {file}"))
                 service.start()
                 notify(READY)
                 while not signals.received and not service.wait(POLL_S):

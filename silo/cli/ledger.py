@@ -25,7 +25,7 @@ from silo.reports.disclosure import Unprotected
 from silo.storage.home import Home
 from silo.storage.tasks import UnprotectedUpdate
 
-app = typer.Typer(no_args_is_help=True, help="The privacy ledger: what records were used for, and their budgets.")
+app = typer.Typer(no_args_is_help=True, help="The privacy ledger: how records were used, and their budgets.")
 budget = typer.Typer(no_args_is_help=True, help="Budgets of collections of records.")
 app.add_typer(budget, name="budget")
 
@@ -98,7 +98,7 @@ def verify(home: SiloHome) -> CommandResult:
 @app.command()
 @command
 def register(
-    data: Annotated[str, typer.Option("--data", help="The data, as `silo serve` takes it.", metavar="REF")],
+    data: Annotated[str, typer.Option("--data", help="The data, as for `silo serve`.", metavar="REF")],
     name: Annotated[str | None, typer.Option("--name", help="The collection's name. Default: the reference.")] = None,
     data_root: DataRootOption = None,
     *,
@@ -132,9 +132,9 @@ def register(
 @budget.command("set")
 @command
 def set_budget(
-    collection: Annotated[str, typer.Argument(help="NAME/train, NAME/test or hospital; NAME: both of its own.")],
-    epsilon: Annotated[float, typer.Option("--epsilon", help="For all runs together, for ever.")],
-    delta: Annotated[float, typer.Option("--delta", help="Less than 1 / (10 units).")],
+    collection: Annotated[str, typer.Argument(help="NAME/train, NAME/test or hospital; NAME alone: both splits.")],
+    epsilon: Annotated[float, typer.Option("--epsilon", help="Total of all runs, for ever.")],
+    delta: Annotated[float, typer.Option("--delta", help="Less than 1 / (10 x number of units).")],
     reason: Annotated[str, typer.Option("--reason", help="Why, for the record.")],
     operator: Annotated[str | None, typer.Option("--operator", help="Who. Default: the user.")] = None,
     *,
@@ -155,7 +155,7 @@ def set_budget(
 @app.command()
 @command
 def release(
-    entry: Annotated[str, typer.Argument(help="The entry, as `silo ledger show --entries` names it.")],
+    entry: Annotated[str, typer.Argument(help="The entry's name in `silo ledger show --entries`.")],
     *,
     home: SiloHome,
 ) -> CommandResult:
@@ -170,7 +170,7 @@ def release(
 @command
 def restore(
     acknowledge: Annotated[
-        bool, typer.Option("--acknowledge-spend", help="Yes: what may have been spent since then is to be charged.")
+        bool, typer.Option("--acknowledge-spend", help="Confirm that the most that may be missing is charged.")
     ] = False,
     operator: Annotated[str | None, typer.Option("--operator", help="Who. Default: the user.")] = None,
     *,
@@ -303,7 +303,7 @@ def _shown(
         if OUT.is_terminal:
             yield _LEGEND
     else:
-        yield "Nothing is registered in this home's ledger: `silo ledger register --data REF` enters data."
+        yield "Nothing is registered in this home's ledger: run `silo ledger register --data REF`."
     for c in collections:
         if c["epsilon_masks_broken"] > c["epsilon"]:
             yield (
@@ -341,9 +341,7 @@ def _sentence(collections: Sequence[Json]) -> str:
     """Summarise the table in one sentence."""
     limited = [c for c in collections if c["budget"] is not None]
     if not limited:
-        return (
-            "No collection of records has a budget, so no private run may use any: `silo ledger budget set` gives one."
-        )
+        return "No collection has a budget, so private runs are refused: set one with `silo ledger budget set`."
     most = max(limited, key=lambda c: c["used"] or 0.0)
     others = len(collections) - len(limited)
     return (

@@ -49,7 +49,7 @@ def program() -> Program:
 
     return Program(
         "silo",
-        "One hospital's part of a federation: join it, serve data that never leaves, see what came of it. "
+        "One hospital's part of a federation: join, serve data that never leaves, see the results. "
         "`coordinator explain CODE` explains every error.",
         COMMANDS,
         READING,

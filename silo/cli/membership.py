@@ -20,21 +20,22 @@ def join(
     token: Annotated[
         str | None,
         typer.Argument(
-            help="The invitation, one line that begins with consilium1. Who is on this machine can read it there: "
-            "better --token-file, or - for standard input."
+            help="The invitation, one line that begins with consilium1. Other users of this machine can read "
+            "arguments: prefer --token-file."
         ),
     ] = None,
     token_file: Annotated[
-        Path | None, typer.Option("--token-file", help="A file that holds the invitation; - reads standard input.")
+        Path | None, typer.Option("--token-file", help="A file with the invitation; - reads standard input.")
     ] = None,
     signed: Annotated[
-        Path | None, typer.Option("--signed", help="The answer to `silo request`, where no invitation is given out.")
+        Path | None, typer.Option("--signed", help="The answer to `silo request`, instead of an invitation.")
     ] = None,
     fingerprint: Annotated[
-        str | None, typer.Option("--authority", help="The authority's fingerprint, from the lead; another is refused.")
+        str | None,
+        typer.Option("--authority", help="The authority's fingerprint, from the lead; any other is refused."),
     ] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="Make a new key although this home has a certificate.")
+        bool, typer.Option("--again", help="Create a new key although this home has a certificate.")
     ] = False,
     *,
     home: SiloHome,
@@ -63,7 +64,7 @@ def join(
         "validation_only": home.validation_only,
     }
     takes_part = (
-        "in evaluations alone: nothing is ever trained here"
+        "in evaluations only: nothing is ever trained here"
         if home.validation_only
         else "in runs, as policy.toml allows"
     )
@@ -121,9 +122,7 @@ def fingerprint(home: SiloHome) -> CommandResult:
     )
 
 
-peers = typer.Typer(
-    no_args_is_help=True, help="The other hospitals: whose keys are accepted, and who waits for consent."
-)
+peers = typer.Typer(no_args_is_help=True, help="The other hospitals: accepted keys, and keys that wait for consent.")
 
 
 @peers.command("show")
@@ -144,9 +143,9 @@ def show_peers(home: SiloHome) -> CommandResult:
 @peers.command()
 @command
 def accept(
-    name: Annotated[str, typer.Argument(help="The silo's name, as `silo peers show` has it.")],
+    name: Annotated[str, typer.Argument(help="The silo's name in `silo peers show`.")],
     fingerprint: Annotated[
-        str, typer.Argument(help="Its fingerprint, as that hospital reads it from its own machine.")
+        str, typer.Argument(help="Its fingerprint, read out by that hospital from its own machine.")
     ],
     home: SiloHome,
 ) -> CommandResult:

@@ -59,7 +59,7 @@ def _referenced(database: Path) -> set[str]:
 def backup(
     target: BackupFolder,
     ledger_key: Annotated[
-        bool, typer.Option("--with-ledger-key", help="Copy the ledger's key as well; keep it apart instead.")
+        bool, typer.Option("--with-ledger-key", help="Copy the ledger's key as well; better keep it apart.")
     ] = False,
     *,
     home: SiloHome,
@@ -88,7 +88,7 @@ def backup(
 
 @command
 def restore(
-    source: Annotated[Path | None, typer.Argument(help="What `silo backup` wrote.", metavar="FROM")] = None,
+    source: Annotated[Path | None, typer.Argument(help="The folder that `silo backup` wrote.", metavar="FROM")] = None,
     accept_loss: AcceptLoss = False,
     *,
     home: AnyHome,
@@ -136,18 +136,20 @@ def restore(
 @command
 def doctor(
     data: Annotated[
-        str | None, typer.Option("--data", help="Also look at this data, image by image.", metavar="REF")
+        str | None, typer.Option("--data", help="Also check these data, image by image.", metavar="REF")
     ] = None,
     data_root: DataRootOption = None,
     classes: Annotated[
-        str | None, typer.Option("--classes", help="The label space, where the data needs it.", metavar="A,B,...")
+        str | None, typer.Option("--classes", help="The label space, if the data need it.", metavar="A,B,...")
     ] = None,
     device: Annotated[
-        str | None, typer.Option("--device", help="Also look at this device: cpu, cuda, cuda:N or auto.")
+        str | None, typer.Option("--device", help="Also check this device: cpu, cuda, cuda:N or auto.")
     ] = None,
     token_file: Annotated[
         Path | None,
-        typer.Option("--token-file", help="Before joining: try the way with this invitation; - reads standard input."),
+        typer.Option(
+            "--token-file", help="Before joining: test the connection with this invitation; - reads standard input."
+        ),
     ] = None,
     *,
     home: AnyHome,
@@ -171,7 +173,7 @@ def doctor(
 @command
 def health(
     connected: Annotated[
-        bool, typer.Option("--connected", help="Ask for a session with the coordinator, too.")
+        bool, typer.Option("--connected", help="Also require a session with the coordinator.")
     ] = False,
     *,
     home: SiloHome,

@@ -51,27 +51,27 @@ AnyHome = Annotated[Home, Depends(_any_home)]
 """Also accepts a home with an interrupted command, for commands that finish or inspect it."""
 LogFormatOption = Annotated[
     LogFormat | None,
-    typer.Option("--log-format", help=f"Log to standard error, as text or JSON, instead. Default: ${VARIABLE}."),
+    typer.Option("--log-format", help=f"Log to standard error instead, as text or JSON. Default: ${VARIABLE}."),
 ]
 MetricsOption = Annotated[
     str | None,
     typer.Option(
         "--metrics",
         metavar="[HOST:]PORT",
-        help="Serve metrics for Prometheus there, on loopback alone; for instance 9465. Default: nowhere.",
+        help="Serve metrics for Prometheus on this loopback port, for instance 9465. Default: off.",
     ),
 ]
 MetricsBudgetsOption = Annotated[
     bool,
     typer.Option(
         "--metrics-budgets",
-        help="With --metrics: also what the ledger says was spent of each budget, for whoever may use this machine.",
+        help="With --metrics: also each budget's spending, visible to everybody on this machine.",
     ),
 ]
 AnswerAfterOption = Annotated[
     float,
     typer.Option(
-        "--answer-after", help="Hold answers of private runs for so many seconds of training, or a multiple of them."
+        "--answer-after", help="Send answers of private runs only at multiples of so many seconds of training."
     ),
 ]
 PageOption = Annotated[
@@ -79,7 +79,7 @@ PageOption = Annotated[
 ]
 DataRootOption = Annotated[
     Path | None,
-    typer.Option("--data-root", help="Where named data sets lie. Default: $CONSILIUM_DATA_ROOT."),
+    typer.Option("--data-root", help="Folder of named data sets. Default: $CONSILIUM_DATA_ROOT."),
 ]
 
 Classes = Annotated[
@@ -90,18 +90,18 @@ ImageCacheOption = Annotated[
     float,
     typer.Option(
         "--image-cache",
-        help="GiB of decoded images to keep, in a nameless file of the home that ends with the service; 0: none.",
+        help="GiB of decoded images to cache in the home while the service runs; 0: none.",
     ),
 ]
 FeatureCacheOption = Annotated[
     float,
     typer.Option(
         "--feature-cache",
-        help="GiB of features that frozen models made of the examples, kept in the home; 0: take part in no such run.",
+        help="GiB of features of frozen models to cache in the home; 0: refuse such runs.",
     ),
 ]
 PulseFloorOption = Annotated[
-    float, typer.Option("--pulse-floor", help="Least seconds between signs of life, whatever is asked for.")
+    float, typer.Option("--pulse-floor", help="Minimum seconds between pulses, whatever the coordinator asks for.")
 ]
 
 
@@ -110,7 +110,7 @@ def metrics_address(text: str | None, budgets: bool) -> LoopbackAddress | None:
     from service_core.loopback import LoopbackAddress
 
     if budgets and text is None:
-        raise ConfigError("E-CFG-02", "expected --metrics with --metrics-budgets, found none: say where to serve them")
+        raise ConfigError("E-CFG-02", "expected --metrics with --metrics-budgets, found none: add a port")
     return None if text is None else LoopbackAddress.parse(text)
 
 

@@ -42,8 +42,8 @@ def show_policy(home: SiloHome) -> CommandResult:
 _EMPTY = {
     "runs.methods": "any",
     "runs.leads": "any",
-    "survey.allow": "none: every number of a survey is suppressed",
-    "privacy.labels": "what the publisher of the data names, or --holds",
+    "survey.allow": "none: surveys get no numbers",
+    "privacy.labels": "the classes of the published data, or --holds",
 }
 """The meaning of an empty list; for all others: none."""
 
@@ -57,7 +57,7 @@ def _text(value: object, empty: str) -> str:
 @app.command()
 @command
 def check(
-    file: Annotated[Path | None, typer.Argument(help="A file to look at. Default: the one in force.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="The file to check. Default: the one in force.")] = None,
     *,
     home: SiloHome,
 ) -> CommandResult:
@@ -84,7 +84,7 @@ def check(
 def approve(
     run: Annotated[
         str | None,
-        typer.Argument(help="A run's id or name, or `latest`: the only one that waits. Without it: all."),
+        typer.Argument(help="A run's id or name, or `latest` if only one waits. Default: list all."),
     ] = None,
     deny: Annotated[bool, typer.Option("--deny", help="Decide against it.")] = False,
     *,
@@ -117,7 +117,7 @@ def approve(
         }
         for a in approvals
     ]
-    none = "No run has asked for a decision. One that has just been started asks within a minute."
+    none = "No run waits for a decision. A run that was just started asks within a minute."
     rows = [(a.run_id, a.name, word[a.decided], local_time(a.asked), a.about, spends.get(a, "-")) for a in approvals]
     head = ("run", "name", "decision", "asked", "what it asks for", "what it would spend")
     shown: list[str | TextTable] = [TextTable("Runs", head, rows) if approvals else none]

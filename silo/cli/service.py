@@ -38,18 +38,21 @@ def serve(
     ] = "auto",
     nominal_size: Annotated[
         float | None,
-        typer.Option("--nominal-size", help="Number of training examples or patients to declare. Default: rounded up."),
+        typer.Option(
+            "--nominal-size",
+            help="Number of training examples or patients to declare. Default: the true number, rounded up.",
+        ),
     ] = None,
     holds: Annotated[
         str | None,
         typer.Option(
             "--holds",
-            help="Classes to declare as held here, A,B,..., to the coordinator: a round waits longer for the only "
-            "hospital that has one, and a private run must be over all of them, unless [privacy] labels says more.",
+            help="Classes A,B,... to declare to the coordinator: a round waits longer for the only hospital with a "
+            "class, and a private run must include all of them, unless [privacy] labels says more.",
         ),
     ] = None,
     no_prototypes: Annotated[
-        bool, typer.Option("--no-prototypes", help="Never submit class prototypes, whatever a run asks for.")
+        bool, typer.Option("--no-prototypes", help="Never submit class prototypes to any run.")
     ] = False,
     answer_after: AnswerAfterOption = 0.0,
     pulse_floor: PulseFloorOption = 1.0,
@@ -96,4 +99,4 @@ def _log_of(home: Path | None) -> audit_log.LogOwner:
     return audit_log.LogOwner(place, lambda: identity.load().identity.uri, identity.authority_pem)
 
 
-log = audit_log.make_app(_log_of, help="The audit log: who called or ordered what, when, and with which outcome.")
+log = audit_log.make_app(_log_of, help="The audit log: who did what, when, and with which result.")

@@ -34,7 +34,7 @@ def status(home: SiloHome) -> CommandResult:
     with open_store(home.database) as store:
         about = certificate, addresses, identity.renewal_due(), PeerStatus.of(identity, store), store
         trains = policy_in_force.trains(home)
-        part = KeyValues([("takes part", "in evaluations alone: nothing is trained here")])
+        part = KeyValues([("takes part", "in evaluations only: nothing is trained here")])
         return CommandResult({**status_json(*about), "trains": trains}, [*([] if trains else [part]), *_shown(*about)])
 
 
@@ -156,14 +156,14 @@ def _shown(
             names = ", ".join(lost[:SHOWN]) + (", ..." if len(lost) > SHOWN else "")
             title += f"; without {pluralize(len(lost), 'record')} that could not be read ({names})"
         if run.privacy and any(task.evaluation and task.evaluation.noise is None for task in run.tasks):
-            title += "; counted here without noise, and nothing of that leaves"
+            title += "; counted here without noise, and stays here"
         contents = UpdateContents.from_json(run.leaves)
         yield evaluations(title, run.tasks, measures=contents is None or contents.measures)
         yield from (f"{run.run_id}: {line}" for line in classes.get(run.run_id, ()))
         newest = next((t.evaluation for t in reversed(run.tasks) if t.evaluation and t.evaluation.clinical), None)
         if newest is not None and newest.clinical is not None:
             by_class = clinical_report.class_rows(newest.clinical, newest.classes)
-            title = "The newest model on the own test images"
+            title = "The newest model on this hospital's test images"
             yield TextTable(title, clinical_report.class_head(newest.clinical), by_class, titled=True)
 
 

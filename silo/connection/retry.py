@@ -201,7 +201,7 @@ def passing(error: FederationError) -> FederationError:
 
 def to_federation_error(error: grpc.RpcError, watch: IdleWatch | None = None) -> FederationError:
     if watch is not None and watch.expired:
-        return UnavailableError("E-NET-12", "no byte moved for too long; the connection is opened anew")
+        return UnavailableError("E-NET-12", "no byte moved for too long; opening a new connection")
     if isinstance(error, grpc.Call):
         if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in (error.details() or ""):
             return ProtocolError("E-WIRE-06", f"expected messages of at most 4 MiB, found more: {error.details()}")

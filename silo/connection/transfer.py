@@ -180,7 +180,7 @@ class Transfer:
         )
         reply = self._unary(lambda stub: stub.Open, request)
         if reply.have > entry.size:
-            raise ProtocolError("E-WIRE-06", f"expected at most {entry.size} bytes to be there, found {reply.have}")
+            raise ProtocolError("E-WIRE-06", f"expected at most {entry.size} bytes to have arrived, found {reply.have}")
         return reply.have, reply.receipt if reply.HasField("receipt") else None
 
     def _put(self, entry: OutboxEntry, file: Path, have: int, stop: CancelToken, progress: ProgressFn) -> None:

@@ -100,7 +100,7 @@ class SiloIdentity:
             return peer  # a repeated answer: it was installed before a crash
         key = self._next_key()
         if certificates.spki(certificates.public_key(cert)) != certificates.spki(key.public_key()):
-            raise _wrong_certificate("it is for another key than the one that waits here")
+            raise _wrong_certificate("it is for another key than this home's")
         if not self.joined:
             pins = None if roster is None else self._pins(peer, ca_pem).first(roster)
             private_files.write_public(self.folder / "ca.crt", ca_pem)

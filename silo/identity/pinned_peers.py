@@ -84,14 +84,15 @@ class PinnedPeers:
             if roster.version < before.version:
                 raise RefusedError(
                     "E-ID-14",
-                    f"expected a roster of version {before.version} or later, found {roster.version}: somebody puts "
-                    "back an old list, perhaps one that still holds a revoked silo. Ask the lead; the newer one stays",
+                    f"expected a roster of version {before.version} or later, found {roster.version}: somebody sent "
+                    "an old list, perhaps with a silo that was revoked. The newer one stays; ask the lead",
                 )
             if roster.version == before.version and signed.document != pinned.signed.document:
                 raise RefusedError(
                     "E-ID-14",
                     f"expected the roster of version {before.version} that is pinned, found another one of that "
-                    "version: two lists were given out. Compare `silo fingerprint` with another hospital, ask the lead",
+                    "version: two different lists exist. Compare `silo fingerprint` with another hospital, ask the "
+                    "lead",
                 )
         pins, change = _decide(pinned, roster, accept_additions)
         pinned._pin(signed, pins)
@@ -212,5 +213,5 @@ def _objection(member: RosterMember, pinned: PinnedPeers, accept_additions: bool
     if had not in (None, member.fingerprint) and not renewed_from(member, pinned.consortium, had):
         return "E-ID-16: another key under a known name, without a signature of the key that is pinned"
     if member.name not in pinned.pins and not accept_additions:
-        return "E-ID-16: a new member, and the policy asks for the operator's consent"
+        return "E-ID-16: a new member, and the policy requires the operator's consent"
     return None

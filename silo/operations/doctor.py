@@ -130,7 +130,7 @@ class Examination:
 
         policy = Policy.read(self.home.policy)
         if not policy.digest and self.home.had_policy.exists():
-            yield checks.problem("policy", f"{self.home.policy} was here before and is gone", "put it back")
+            yield checks.problem("policy", f"{self.home.policy} was removed", "put it back")
             return
         if not policy.digest:
             yield checks.warning(
@@ -141,7 +141,9 @@ class Examination:
             return
         facts = f"epsilon up to {policy.privacy.epsilon:g}, approval {policy.runs.approve}"
         if policy.privacy.rng == "test":
-            yield checks.problem("policy", "it accepts repeatable noise, which protects nobody", 'set rng = "secure"')
+            yield checks.problem(
+                "policy", "it accepts reproducible noise, which does not protect", 'set rng = "secure"'
+            )
         elif not policy.privacy.require:
             yield checks.warning(
                 "policy", f"it also accepts runs without privacy ({facts})", "set require to a profile"
@@ -196,8 +198,8 @@ class Examination:
 
         files = FeatureCache(self.home.features, 0).files()
         if damaged := [file.path.name for file in files if not file.sound]:
-            remedy = "nothing: it is made again when a run needs it"
-            yield checks.warning("features", f"{damaged[0]} does not hold what was written", remedy)
+            remedy = "nothing: they are computed again when a run needs them"
+            yield checks.warning("features", f"{damaged[0]} is damaged", remedy)
         sound = [file for file in files if file.sound]
         size, lost = sum(file.size for file in files), sum(file.left_out for file in sound)
         text = f"{pluralize(len(sound), 'set')} of features kept, {size / 2**20:.0f} MiB"
@@ -215,7 +217,7 @@ class Examination:
         if not any(walls):
             yield checks.ok("worker", text)
         else:
-            yield checks.warning("worker", text, "docs/operations/install.md says what each wall needs")
+            yield checks.warning("worker", text, "see docs/operations/install.md for what each measure needs")
 
     def _attested(self) -> Attestation:
         """Return the furthest end of the ledger that others have seen, as this home recorded it."""
@@ -241,7 +243,7 @@ class Examination:
             credentials, addresses = self.invitation.credentials, self.invitation.addresses
         else:
             remedy = "silo doctor --token-file FILE tries the way there before you join"
-            yield checks.warning("network", "not looked at: where the coordinator is, is not known yet", remedy)
+            yield checks.warning("network", "not checked: the coordinator's address is not known yet", remedy)
             return
         yield from checks.proxy(addresses)
         for address in addresses:

@@ -80,7 +80,7 @@ class Health:
     def require(self, connected: bool) -> None:
         """Raise UnavailableError (E-NET-01) unless the service is alive and, if `connected`, has a session."""
         if not self.alive:
-            raise UnavailableError("E-NET-01", f"expected a service that lives, found that {self.why}: look at its log")
+            raise UnavailableError("E-NET-01", f"expected a running service, found that {self.why}: see its log")
         if connected and not self.connected:
             raise UnavailableError(
                 "E-NET-01",

@@ -27,14 +27,14 @@ CONNECTED = MetricFamily(f"{_P}_connected", "gauge", "Whether there is a session
 ROUND_SECONDS = MetricFamily(
     f"{_P}_round_training_seconds",
     "histogram",
-    "Seconds that this machine computed for a round, of rounds whose computation ended well",
+    "Seconds of computation per round, of rounds that were computed without error",
     ("kind",),
 )
-UPDATES = MetricFamily(f"{_P}_updates_sent", "counter", "Updates for which the coordinator's receipt was kept")
+UPDATES = MetricFamily(f"{_P}_updates_sent", "counter", "Updates with a receipt of the coordinator")
 REFUSALS = MetricFamily(f"{_P}_refusals", "counter", "Tasks that this hospital refused, by the error's code", ("code",))
 ERRORS = MetricFamily(f"{_P}_errors", "counter", "Calls that failed and sessions that were lost, by code", ("code",))
-SENT = MetricFamily(f"{_P}_sent_bytes", "counter", "Bytes of updates that were handed to the connection")
-RECEIVED = MetricFamily(f"{_P}_received_bytes", "counter", "Bytes of models and manifests that arrived")
+SENT = MetricFamily(f"{_P}_sent_bytes", "counter", "Bytes of updates sent")
+RECEIVED = MetricFamily(f"{_P}_received_bytes", "counter", "Bytes of models and manifests received")
 SPENT = MetricFamily(
     f"{_P}_privacy_spent_epsilon",
     "gauge",

@@ -133,7 +133,7 @@ class Unprotected(NamedTuple):
             which = "It used" if self.updates == 1 else f"{self.unregistered} of them used"
             text += f" {which} data that is not registered in the ledger and may contain the same records."
         if self.unknown:
-            text += f" Whether {pluralize(self.unknown, 'earlier update')} had privacy was not noted."
+            text += f" Whether {pluralize(self.unknown, 'earlier update')} had privacy was not recorded."
         return text.strip()
 
 
@@ -208,7 +208,7 @@ class DisclosureSummary:
             return "Nothing has left this hospital"
         fits = {run.fits for run in self.runs}
         if False in fits:
-            return "An update that left this hospital was larger than its numbers"
+            return "An update that left this hospital was larger than its declared numbers"
         if None in fits:
             return "Updates have left this hospital; of some, only the size is known"
         return "No image has left this hospital"

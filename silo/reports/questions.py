@@ -120,12 +120,9 @@ def _request(approval: Approval) -> RunRequest | None:
 def _spends(request: RunRequest | None, basis: PolicyAndLedger) -> tuple[tuple[SpendingPreview, ...] | None, str]:
     """Return what a run would spend, and a sentence about it."""
     if request is None:
-        return None, "What it would spend is not known: an earlier version of this software was asked."
+        return None, "Its cost is unknown: an earlier version of this software got the request."
     if not request.private:
-        return (), (
-            "It promises no differential privacy: it spends nothing of any budget, and no bound holds for what its "
-            "updates tell."
-        )
+        return (), ("It has no differential privacy: it spends no budget, and nothing bounds what its updates reveal.")
     if request.charges is None:
         return None, "It spends nothing here: this hospital is not among its members."
     if basis.ledger_error:
@@ -135,7 +132,7 @@ def _spends(request: RunRequest | None, basis: PolicyAndLedger) -> tuple[tuple[S
     try:
         previews = preview(basis.ledger, basis.policy, request, basis.fingerprint)
     except ConfigError as error:
-        return None, f"What it would spend cannot be computed: {error}"
+        return None, f"Its cost cannot be computed: {error}"
     if previews is None:
         return None, (
             "What it would spend is not known, because the ledger does not have the data that is served, or has "

@@ -69,15 +69,15 @@ class SurveyPreview:
 
     def floor(self, least: int) -> str:
         """Describe the smallest number that may leave."""
-        return f"at least {least} {self.counts}" + ("" if self.named else "; patients are not known here")
+        return f"at least {least} {self.counts}" + ("" if self.named else "; the data name no patients")
 
     def sentence(self) -> str:
         if self.noise:
             return (
-                f"Numbers of {self.counts} leave with noise of standard deviation {self.noise:.3g} on each; what is "
-                "shown here are the true ones, which stay."
+                f"Numbers of {self.counts} leave with noise of standard deviation {self.noise:.3g} on each; the true "
+                "ones, shown here, stay."
             )
-        return f"Exactly these numbers leave. A number that is not 0 is of {self.floor(self.least)}."
+        return f"Exactly these numbers leave. Each number other than 0 counts {self.floor(self.least)}."
 
     def cells(self) -> list[tuple[str, str, str, str, str]]:
         """Return the rows as text, in the columns of `head`."""
@@ -205,8 +205,8 @@ class RunRequest:
             ),
             RequestLine(
                 "Noise",
-                "from a secret source" if self.rng == "secure" else "that can be repeated: it protects nobody",
-                "only secret noise" if floors.rng == "secure" else "also noise that can be repeated",
+                "from a secret source" if self.rng == "secure" else "that can be reproduced: it protects nobody",
+                "only secret noise" if floors.rng == "secure" else "also reproducible noise",
             ),
         ]
         if self.survey is not None:
@@ -248,11 +248,11 @@ class RunRequest:
         leaves = {CLINICAL: "all of it leaves", ACCURACY: f"only {accuracies} leave", NOTHING: "nothing leaves"}
         allowed = leaves[limits.send]
         if "by_hospital" in self.parts:
-            more += ", shown under this hospital's name beside the sums"
+            more += ", also shown under this hospital's name"
             allowed += "; under its name too" if limits.by_hospital else "; shown in sums alone"
         if self.models and limits.send != NOTHING:
             more += f"; {pluralize(self.models, 'model')}, counted exactly: of a class with one test image "
-            more += "here, the counts say what the model made of that image"
+            more += "here, the counts reveal the model's answer for that image"
             left = f": {', '.join(self.few)}" if self.few else ""
             allowed += (
                 f"; no class of fewer than {limits.min_examples} test images{left}" if limits.min_examples else ""

@@ -96,7 +96,7 @@ def _first_answer(
     credentials: Credentials,
     diagnose: Callable[[Address, Credentials], Diagnosis],
 ) -> pb.Membership:
-    failure: FederationError = UnavailableError("E-NET-01", "the invitation names no address of the coordinator")
+    failure: FederationError = UnavailableError("E-NET-01", "the invitation has no address of the coordinator")
     for address in addresses:
         connection = Connection.over(address, connect(address))
         try:

@@ -231,7 +231,7 @@ class SecaggMember:
             )
             row, cohort = self.store.secagg.row(key), _cohort(masked_run.terms, key)
             opened = silo_side.answer(masked_run.terms.run, masked_run.keys, opening, row, cohort=cohort)
-            self._tell_once((key, opened.seal_hash), "opened", f"{key}: the shares that open its set were given", key)
+            self._tell_once((key, opened.seal_hash), "opened", f"{key}: the shares that open its set were sent", key)
             shares = [pb.SecaggShare(block=b, dealer=u, slot=v, share=share) for b, u, v, share in opened.shares]
             answer = pb.SecaggShares(
                 run_id=key.run_id, round=key.round, kind=key.wire_kind, seal_hash=opened.seal_hash, shares=shares

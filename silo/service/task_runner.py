@@ -367,7 +367,7 @@ class TaskRunner:
         if access.times_charged:
             text = (
                 f"{access.key} was charged before ({access.times_charged} of at most {ATTEMPTS} times), and the "
-                "coordinator has shown no receipt for an update of it: now it is charged again"
+                "coordinator has shown no receipt for it: it is charged again"
             )
             self.emit(event("charged", text, access.key))
 
@@ -411,13 +411,13 @@ class TaskRunner:
         try:
             digest, state = self.outbox.store.manifest_of(terms.beside), self.outbox.state(terms.beside)
             if digest is None or state is None:
-                raise StateError("E-STATE-24", f"expected a model of this hospital alone of {terms.beside}, found none")
+                raise StateError("E-STATE-24", f"expected a local model of this hospital of {terms.beside}, found none")
             kept = CompiledRun.of(_read_manifest(self.outbox.objects.verified(digest), digest))
             if not isinstance(kept.method, LocalOnly) or kept.manifest.schema != manifest.schema:
                 raise StateError("E-STATE-24", f"expected a run of method=local on such data, found {terms.beside}")
             return kept.method.own_model(kept.new_model(), state)
         except (FederationError, FileNotFoundError) as error:
-            self.emit(event("alone", f"{key}: no model of this hospital alone to compare with: {error}", key))
+            self.emit(event("alone", f"{key}: no local model of this hospital to compare with: {error}", key))
             return None
 
     def _prepare(self, task: QueuedTask) -> tuple[PreparedRun, RunData, bool]:

@@ -69,7 +69,7 @@ class Approvals:
                 raise RefusedError(
                     "E-WIRE-17",
                     f"expected at most {MAX_UNDECIDED} runs that wait for the hospital's decision, found one more: "
-                    "have it decide about them (silo approve), then ask again",
+                    "decide about them there (silo approve), then ask again",
                 )
             db.execute(question)
             return None

@@ -111,7 +111,7 @@ class Home:
             place = None
         if place is None or not set(place) <= {"ledger", "key"}:  # a second ledger would be a second budget
             raise StateError(
-                "E-BUDGET-11", f"expected the ledger's place in {path}, found something else: silo ledger place PATH"
+                "E-BUDGET-11", f"expected the ledger's path in {path}, found something else: silo ledger place PATH"
             )
         return {str(k): str(v) for k, v in place.items()}
 

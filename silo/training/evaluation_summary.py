@@ -18,11 +18,11 @@ def estimate(measured: LocalEvaluation) -> Estimate:
 def sentence(measured: LocalEvaluation) -> str:
     share = estimate(measured)
     if share == NOTHING:
-        return "trained; no model or no test examples to measure"
+        return "trained; no model or no test examples to evaluate"
     if share.exact:
         right, of = sum(measured.correct), sum(measured.examples)
-        return f"the received model is right on {right:.0f} of {of:.0f} own test examples"
-    return f"the received model's accuracy on the own test examples: {share.text()}"
+        return f"the received model is right on {right:.0f} of {of:.0f} of this hospital's test images"
+    return f"the received model's accuracy on this hospital's test images: {share.text()}"
 
 
 def overall(measured: LocalEvaluation) -> str:

@@ -478,8 +478,8 @@ class Trainer:
             )
             raise ProtocolError(
                 "E-WIRE-06",
-                f"expected of the coordinator what the server of {prepared.run.method.name} sends, found other names, "
-                f"shapes or types under {different[0]!r}: both sides must run the same version",
+                f"expected the coordinator's message to match the server of {prepared.run.method.name}, found other "
+                f"names, shapes or types in {different[0]!r}: both sides must run the same version",
             )
 
     @staticmethod

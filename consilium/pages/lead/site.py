@@ -182,7 +182,7 @@ def own_certificates(credentials: Credentials) -> tuple[OwnCertificates, str]:
 
 def _resume(client: LeadClient, form: Parameters) -> str:
     info = client.resume(form["run"])
-    return f"{info.run_id} goes on after {info.closed} of {info.rounds} rounds."
+    return f"{info.run_id} continues after {info.closed} of {info.rounds} rounds."
 
 
 def _abort(client: LeadClient, form: Parameters) -> str:

@@ -1,1 +1,1 @@
-"""Noise that leaves with a sum: its source, the discrete Gaussian, and the integer grid that both share."""
+"""Noise for released sums: its source, the discrete Gaussian, and the integer grid that sums and noise share."""

@@ -26,24 +26,24 @@ from torch import Tensor
 from fl_core.errors import ConfigError
 
 MIN_SIGMA, MAX_SIGMA = 4.0, 2.0**40
-"""Standard deviations that noise is drawn with, in units of the grid; below, a sum of several is not one."""
+"""Allowed standard deviations of noise, in units of the grid; below, a sum of several is no discrete Gaussian."""
 MAX_TABLE = 2400.0
 STEP = 256
 """k of the two-level sum."""
 TOTAL_VARIATION = 2.0**-120
-"""Bound on the distance of one number's distribution from the discrete Gaussian: of six levels at most, each a table's
-rounding to 2^-128 and its tails beyond 13.5 sigma (2^-134)."""
+"""Bound on the distance of one number's distribution from the discrete Gaussian: at most six levels, each with a
+table's rounding to 2^-128 and its tails beyond 13.5 sigma (2^-134)."""
 _TAIL = 13.5
 _WORD, _FIXED = 64, 320
 _BLOCK = 1 << 16
 
 Bytes = Callable[[int], bytes]
-"""Gives so many random bytes."""
+"""Returns so many random bytes."""
 
 
 @dataclass(frozen=True)
 class _Alias:
-    """Columns of equal weight: column i is i with a probability of 128 bits, else other[i]; minus `radius`.
+    """Columns of equal weight: column i is i with a probability of 128 bits, otherwise other[i]; minus `radius`.
 
     threshold: the first 64 of these bits   rest: the others, which matter once in 2^64.
     """
@@ -90,14 +90,14 @@ def _drawn(source: Bytes, n: int, sigma: float) -> NDArray[np.int64]:
 
 @lru_cache(maxsize=16)
 def _table(sigma: float) -> _Alias:
-    """Make the table of one sigma with integers alone, so that no rounding of floats is in its probabilities."""
+    """Make the table of one sigma from integers only, so that its probabilities have no float rounding."""
     radius = math.ceil(_TAIL * sigma)
     half = _weights(sigma, radius)
     weights = half[:0:-1] + half
     columns = 1 << (len(weights) - 1).bit_length()
     whole, total = columns << 2 * _WORD, sum(weights)
     shares = [w * whole // total for w in weights] + [0] * (columns - len(weights))
-    shares[radius] += whole - sum(shares)  # what rounding left over: less than one unit of each number
+    shares[radius] += whole - sum(shares)  # the remainder of rounding: less than one unit of each number
     threshold, other = _alias(shares)
     first, rest = ([t >> _WORD for t in threshold], [t & (1 << _WORD) - 1 for t in threshold])
     return _Alias(
@@ -106,7 +106,7 @@ def _table(sigma: float) -> _Alias:
 
 
 def _weights(sigma: float, radius: int) -> list[int]:
-    """Return 2^320 exp(-x^2 / (2 sigma^2)) for x = 0 to radius: each from the one before by two products."""
+    """Return 2^320 exp(-x^2 / (2 sigma^2)) for x = 0 to radius, each from the previous one by two products."""
     with localcontext() as context:
         context.prec = 120
         rate = -1 / (2 * Decimal(sigma) ** 2)

@@ -1,16 +1,16 @@
-"""What a unit may contribute to a sum, and how the sum leaves: rounded to integers, with integer noise.
+"""Bounded contributions of units, and releases of their sums: rounded to integers, with integer noise.
 
-Proofs of privacy hold for real numbers; these functions are where floats meet them. All are total: whatever the floats
-of a unit are, NaN and infinity included, the unit contributes a finite vector within the bound, and nothing is raised,
-logged or counted, since that would tell about it.
+Proofs of privacy hold for real numbers; these functions bridge the gap to floats. All are total: whatever the floats of
+a unit are, NaN and infinity included, the unit contributes a finite vector within the bound, and nothing is raised,
+logged or counted, since that would leak information.
 
-    contribution   v -> v min(1, C / ||v||), rounded down; the zero vector where an entry is not finite
-    release        (round(S / g) + N) g,  N integer noise (discrete_gaussian.py) of parameter z Delta (1 + SLACK) / g
+contribution   v -> v min(1, C / ||v||), rounded down; the zero vector if an entry is not finite
+release        (round(S / g) + N) g,  N integer noise (discrete_gaussian.py) of parameter z Delta (1 + SLACK) / g
 
 S is a sum of contributions computed in floats, off from the exact one by at most `FLOATS` C / 2, and rounding moves two
-neighbouring sums apart by at most g sqrt(d) <= `ROUNDING` C. So one unit moves the integers by at most
-Delta (1 + SLACK) / g, with SLACK = FLOATS + ROUNDING: the sensitivity that noise is scaled to, and z charged for.
-Everything that follows (optimizers, differences, float32 on the wire) is computed from these integers.
+neighbouring sums apart by at most g sqrt(d) <= `ROUNDING` C. So one unit moves the integers by at most Delta (1 +
+SLACK) / g, with SLACK = FLOATS + ROUNDING: the sensitivity that noise is scaled to, and z is charged for. Everything
+that follows (optimizers, differences, float32 in messages) is computed from these integers.
 
 Mironov, "On Significance of the Least Significant Bits for Differential Privacy", CCS 2012; Higham, "Accuracy and
 Stability of Numerical Algorithms", section 4.2, for sums in floating point.
@@ -27,19 +27,19 @@ from torch import Tensor
 from privacy.mechanisms.noise.sources import NoiseSource
 
 FLOATS = 1e-3
-"""Share of the bound by which sums of neighbouring data may be farther apart than they were exactly."""
+"""Share of the bound by which float arithmetic may increase the distance of two neighbouring sums."""
 ROUNDING = 1e-3
 """Share of the bound that rounding to the grid may add to a distance."""
 SLACK = FLOATS + ROUNDING
 _UNIT_ROUNDOFF = 2.0**-24
 _PIECE = 1024
-"""A float32 sum of so many squares, in any order, is at most 6.2e-5 of itself off."""
+"""A float32 sum of this many squares, in any order, has a relative error of at most 6.2e-5."""
 _SAFE = 1.0 + 5e-5
-"""Norms are lengthened by so much: more than such pieces, the root and a factor in float32 can be off."""
+"""Norms are increased by this factor, which exceeds the errors of such pieces, the root and a product in float32."""
 _LARGE = 1e18
-"""Squares of longer float32 vectors overflow: those are measured and added in float64."""
+"""Squares of longer float32 vectors overflow: these are measured and added in float64."""
 EXACT = 1.0 + 1e-12
-"""The same for norms and factors in float64."""
+"""The same factor for norms and products in float64."""
 
 
 def step(bound: float, numbers: int) -> float:
@@ -53,7 +53,7 @@ def rounded(values: Tensor, g: float) -> Tensor:
 
 
 def truncated(values: Tensor, g: float) -> Tensor:
-    """Round to whole multiples of g (int64) toward zero: what is within a bound stays within it."""
+    """Round to whole multiples of g (int64) toward zero: values within a bound stay within it."""
     return (values.double() / g).trunc_().long()
 
 
@@ -76,20 +76,19 @@ def contributions(vectors: Tensor, bound: float) -> Tensor:
 
 
 def factors(squares: Tensor, bound: float) -> Tensor:
-    """Return by what each unit is multiplied (u,), float64, from squared norms (u,); 0 where these are not finite."""
+    """Return the multiplier of each unit (u,), float64, from squared norms (u,); 0 if these are not finite."""
     norm = squares.double().sqrt() * _SAFE
     factor = (bound / norm).clamp(max=1.0)
     return torch.where(torch.isfinite(norm), factor, torch.zeros_like(factor))
 
 
 def square_norms(samples: Sequence[Tensor]) -> Tensor:
-    """Return the squared joint norms (u,), float64, of vectors in parts (u, ...): NaN where an entry is not finite.
+    """Return the squared joint norms (u,), float64, of vectors in parts (u, ...): NaN if an entry is not finite.
 
-    Guarantees: at most 1e-4 of itself off for float32, in any order of its sums; neither overflow nor underflow
-    changes it by more.
+    Guarantees: relative error of at most 1e-4 for float32, in any order of the sums, despite overflow or underflow.
     """
     squares = torch.stack([_square(s.flatten(1)) for s in samples]).sum(0)
-    again = ~(squares < _LARGE**2)  # overflowed, or not finite: rare, and measured again with room for both
+    again = ~(squares < _LARGE**2)  # overflowed, or not finite: rare, so measured again in float64
     if bool(again.any()):
         rows = [s[again].flatten(1).double().abs() for s in samples]
         large = torch.stack([r.square().sum(1) for r in rows]).sum(0)
@@ -98,21 +97,21 @@ def square_norms(samples: Sequence[Tensor]) -> Tensor:
 
 
 def block_of(units: int) -> int:
-    """Return how many contributions may be added in float32 before they are added in float64, of so many in all.
+    """Return how many of `units` contributions may be added in float32 before they are added in float64.
 
-    Of n contributions in float32 blocks of b the sum is off by at most 2^-24 b n of the bound: half of `FLOATS`.
+    The sum of n contributions in float32 blocks of b is off by at most 2^-24 b n of the bound: half of `FLOATS`.
     """
     most = FLOATS / (2 * _UNIT_ROUNDOFF * max(1, units))
     return int(2 ** math.floor(math.log2(max(1.0, most))))
 
 
 def weighted_sum(factor: Tensor, rows: Tensor, block: int) -> Tensor:
-    """Return sum_u factor_u rows_u in float64 of rows (u, ...), by blocks of so many in the rows' own precision.
+    """Return sum_u factor_u rows_u in float64 of rows (u, ...), by blocks of `block` rows in their own precision.
 
-    Rows whose factor is 0 may hold anything. factor: (u,) float64, at most 1.
+    Rows whose factor is 0 may contain anything. factor: (u,) float64, at most 1.
     """
     n, flat = len(rows), rows.flatten(1)
-    # A factor far below 1 would lose its digits in float32, and what is multiplied by 0 must not be NaN.
+    # A factor far below 1 would lose its digits in float32, and a row multiplied by 0 must not be NaN.
     in_float64 = (factor < 1 / _LARGE) & (factor != 1)
     total = torch.zeros(flat.shape[1], dtype=torch.float64, device=rows.device)
     if bool(in_float64.any()):
@@ -133,7 +132,7 @@ def weighted_sum(factor: Tensor, rows: Tensor, block: int) -> Tensor:
 
 
 def _square(rows: Tensor) -> Tensor:
-    """Return squared norms (u,), float64, of rows (u, P): of pieces in their own precision, joined in float64."""
+    """Return squared norms (u,), float64, of rows (u, P): of pieces in their own precision, added in float64."""
     whole = rows.shape[1] // _PIECE * _PIECE
     squares: Tensor = torch.linalg.vector_norm(rows[:, whole:], dim=1).double().square()
     if whole:

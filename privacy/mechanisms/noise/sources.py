@@ -21,7 +21,7 @@ class NoiseSource(Protocol):
     """A source of randomness for mechanisms."""
 
     private: bool
-    """Whether what it protects may be called private."""
+    """Whether results with this noise may be called private."""
 
     def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> Tensor:
         """Draw int64 noise of standard deviation `sigma`, in units of the grid that it is added on."""
@@ -32,21 +32,21 @@ class NoiseSource(Protocol):
         ...
 
     def uniform_of(self, units: UnitKeys, *path: str | int) -> Tensor:
-        """Draw a uniform for each unit (n,): a source that repeats derives it from the unit's key and `path` alone."""
+        """Draw a uniform for each unit (n,); a reproducible source derives it only from the unit's key and `path`."""
         ...
 
     def seed(self, *path: str | int) -> int:
-        """Draw a seed of 63 bits for a library's generator; a source that repeats derives it from `path` alone."""
+        """Draw a seed of 63 bits for a library's generator; a reproducible source derives it only from `path`."""
         ...
 
 
 class UnitKeys(Protocol):
-    """Units with keys, by which a repeatable source tells them apart, wherever they are."""
+    """Units with keys, by which a reproducible source identifies them, wherever they are."""
 
     def __len__(self) -> int: ...
 
     def keys(self) -> NDArray[np.uint64]:
-        """Return a key per unit (n,); made when it is asked for, which a secret source never does."""
+        """Return a key per unit (n,); computed on demand, which a secret source never does."""
         ...
 
 
@@ -55,7 +55,7 @@ class _Bytes(ABC):
 
     @abstractmethod
     def _bytes(self, n: int) -> bytes:
-        """Give the next n bytes."""
+        """Return the next n bytes."""
 
     def uniform(self, n: int) -> Tensor:
         """Draw float64 uniforms of [0, 1) with 53 random bits each (n,)."""
@@ -63,14 +63,14 @@ class _Bytes(ABC):
         return torch.from_numpy(words.astype(np.float64) * 2.0**-53)
 
     def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> Tensor:
-        """Draw int64 noise; raises ConfigError (E-PRIV-20) where the grid is too coarse or too fine for it."""
+        """Draw int64 noise; raises ConfigError (E-PRIV-20) if the grid is too coarse or too fine for it."""
         return discrete.discrete_gaussian(self._bytes, math.prod(shape), sigma).reshape(shape)
 
 
 class SecureNoise(_Bytes):
     """A ChaCha20 keystream under a key from the operating system.
 
-    Guarantees: two instances, and two calls, never use the same keystream; the state is nowhere written.
+    Guarantees: two instances, and two calls, never use the same keystream; the state is never written to disk.
     """
 
     private = True
@@ -99,7 +99,7 @@ class SecureNoise(_Bytes):
 
 
 class SeededNoise(_Bytes):
-    """Reproducible noise for tests and simulations; nothing made with it is private. Each path has its own noise."""
+    """Reproducible noise for tests and simulations; not private. Each path has its own noise."""
 
     private = False
 
@@ -108,7 +108,7 @@ class SeededNoise(_Bytes):
         self._generator = rng.numpy_stream(seed, *path)
 
     def uniform_of(self, units: UnitKeys, *path: str | int) -> Tensor:
-        """Derive each unit's uniform from its key: a unit that comes or goes changes no other's."""
+        """Derive each unit's uniform from its key: adding or removing a unit changes no other's."""
         return torch.from_numpy((_mixed(units.keys() ^ np.uint64(self.seed(*path))) >> np.uint64(11)) * 2.0**-53)
 
     def seed(self, *path: str | int) -> int:
@@ -129,7 +129,7 @@ def random_groups(noise: NoiseSource, units: UnitKeys, groups: int, *path: str |
 
 
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mix the bits of each word (the finaliser of SplitMix64): good enough for tests, and no more."""
+    """Mix the bits of each word (the finaliser of SplitMix64): good enough for tests only."""
     with np.errstate(over="ignore"):
         z = words + np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

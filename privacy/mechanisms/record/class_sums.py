@@ -18,14 +18,14 @@ from privacy.mechanisms.noise.sources import NoiseSource
 from privacy.mechanisms.record.draws import record_keys
 
 ROWS = 64
-"""Examples of a batch of a query, whatever is left of the data: see `pad_batch`."""
+"""Examples per batch of a query, also for the last batch: see `pad_batch`."""
 Subset = Callable[[Tensor], Tensor]
-"""Chooses of the examples of one unit."""
+"""Selects some examples of one unit."""
 
 
 @dataclass(frozen=True)
 class PrivacyUnits:
-    """The examples of each unit: a record of its own, or all examples of a group (patient, lesion)."""
+    """The examples of each unit: a single record, or all examples of a group (patient, lesion)."""
 
     members: Sequence[Tensor]
     of_example: Tensor
@@ -45,7 +45,7 @@ class PrivacyUnits:
         return len(self.members)
 
     def chunks(self, drawn: Tensor, most: int | None, subset: Subset | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield whole units as (index (n,), unit (n,)), about `most` examples at a time: None for all, 0 for a unit."""
+        """Yield whole units as (index (n,), unit (n,)), about `most` examples at a time; None: all, 0: one unit."""
         waiting, size = list[Tensor](), 0
         for u in drawn.tolist():
             members = self.members[u] if subset is None else subset(self.members[u])
@@ -65,7 +65,7 @@ def _joined(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class KeyedUnits:
-    """Units with keys that follow from their contents; drawn: some of them, all without."""
+    """Units with keys that follow from their contents; drawn: a selection of units, all if None."""
 
     units: PrivacyUnits
     examples: Examples
@@ -75,7 +75,7 @@ class KeyedUnits:
         return len(self.units) if self.drawn is None else len(self.drawn)
 
     def keys(self) -> NDArray[np.uint64]:
-        """Return a key per unit: of its records, in whatever order."""
+        """Return a key per unit, from its records in any order."""
         keys = np.zeros(len(self.units), dtype=np.uint64)
         np.add.at(keys, self.units.of_example.numpy(), record_keys(self.examples))
         return keys if self.drawn is None else keys[self.drawn.numpy()]
@@ -85,9 +85,9 @@ class KeyedUnits:
 
 
 def pad_batch(x: Tensor, rows: int) -> Tensor:
-    """Fill a batch (n, ...) with zeros up to a multiple of so many rows.
+    """Fill a batch (n, ...) with zeros up to a multiple of `rows` rows.
 
-    In another shape kernels add in another order, so one unit more could move the bits of all others.
+    Kernels add in another order for another shape, so one additional unit could change the bits of all others.
     """
     return torch.cat((x, x.new_zeros(-len(x) % rows, *x.shape[1:]))) if len(x) % rows else x
 
@@ -105,15 +105,15 @@ def class_sums(
 ) -> Tensors:
     """Release, per class, the sum of vectors and the number of units, jointly and with noise.
 
-    A unit of class c adds clip_R(mean of its vectors) to the sum and lambda to the scaled count; one of several classes
-    adds the mean over its examples, split by class and clipped as a whole. So adding or removing a unit moves the joint
-    vector by at most Delta = sqrt(R^2 + lambda^2), without a factor for the classes. What a unit adds is rounded toward
-    zero to whole multiples of g (grid.py): the sum is exact, and rounding costs nothing.
-    bound: R; weight: lambda; noise std: noise_multiplier * Delta on every entry of all classes, present or not
-    few: classes whose noisy count is below few + 2 std (and below 1) are rows of zeros.
+    A unit of class c adds clip_R(mean of its vectors) to the sum and lambda to the scaled count; a unit with several
+    classes adds the mean over its examples, split by class and clipped as a whole. So adding or removing a unit moves
+    the joint vector by at most Delta = sqrt(R^2 + lambda^2), independent of the number of classes. Contributions are
+    rounded toward zero to whole multiples of g (grid.py): the sum is exact, and rounding adds no sensitivity. bound: R;
+    weight: lambda; noise std: noise_multiplier * Delta on every entry of all classes, present or not few: classes whose
+    noisy count is below few + 2 std (and below 1) are rows of zeros.
 
-    Returns {"sum": (C, d), "count": (C,)} float32. Guarantees: what is noisy is all that depends on the data; a unit
-    with a vector that is not finite adds nothing.
+    Returns {"sum": (C, d), "count": (C,)} float32. Guarantees: the result depends on the data only through the noisy
+    values; a unit with a vector that is not finite adds nothing.
     """
     delta = sensitivity(bound, weight)
     shares = unit_shares(query, examples, units, bound, device)
@@ -134,7 +134,7 @@ def class_counts(
 ) -> Tensor:
     """Release the number of units per class (C,) float32, at least 0, with noise: a unit moves it by at most 1.
 
-    A unit of several classes counts in each by its share of examples.
+    A unit with several classes counts in each by its share of examples.
     """
     unit, label, share = _pairs(units, examples.labels, n_classes)
     shares = UnitShares(unit, label, share.new_zeros(len(unit), 0), share)
@@ -150,9 +150,10 @@ def sensitivity(bound: float, weight: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class UnitShares:
-    """What each unit adds to each of its classes, in float64: not to be released like this.
+    """Each unit's contribution to each of its classes, in float64: not to be released without noise.
 
-    unit, label: (m,) of each pair of a unit and one of its classes   vectors: (m, d)   counts: (m,) of a unit 1 in all.
+    unit, label: (m,) of each pair of a unit and one of its classes   vectors: (m, d)   counts: (m,), 1 in total per
+    unit.
     """
 
     unit: Tensor
@@ -168,7 +169,7 @@ class UnitShares:
 def unit_shares(
     query: ClassSums, examples: Examples, units: PrivacyUnits, bound: float, device: torch.device | None = None
 ) -> UnitShares:
-    """Return each unit's mean vector, split by class, its joint norm at most `bound`."""
+    """Return each unit's mean vector, split by class, with a joint norm of at most `bound`."""
     vectors, n_units = _vectors(query, examples, device), len(units)
     unit, label, counts = _pairs(units, examples.labels, query.n_classes)
     sizes = torch.bincount(units.of_example, minlength=n_units).double()
@@ -191,7 +192,7 @@ def unit_shares(
 def _pairs(units: PrivacyUnits, labels: Tensor, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
     """List the pairs of a unit and one of its classes: unit (m,), label (m,), the share of its examples there (m,).
 
-    Examples of coarse labels have no pair, and are examples of their unit: its shares are 1 in all, or less.
+    Examples with coarse labels have no pair, but count as examples of their unit: its shares add up to at most 1.
     """
     sizes = torch.bincount(units.of_example, minlength=len(units)).double()
     labelled = has_class(labels)
@@ -206,7 +207,7 @@ def _vectors(query: ClassSums, examples: Examples, device: torch.device | None) 
         for x, y in examples.batches(ROWS):
             vectors = query.vectors(pad_batch(x, ROWS).to(device), pad_batch(y.clamp(min=0), ROWS).to(device))
             rows.append(vectors[: len(x)].double().cpu())
-        if not rows:  # a split without an example: its width alone is needed
+        if not rows:  # a split without examples: only its width is needed
             x, y = examples.batch(torch.zeros(0, dtype=torch.long))
             blank = query.vectors(x.new_zeros(ROWS, *x.shape[1:]).to(device), y.new_zeros(ROWS).to(device))
             rows.append(blank[:0].double().cpu())

@@ -1,7 +1,7 @@
 """Randomness inside a unit's contribution: augmentation, dropout, stochastic depth, a unit's own sub-sample.
 
-It is secret, fresh, and independent of which other units are there, and never follows from the run's public seed. In
-tests, where the source repeats, it is a function of (seed, step, the record's content), never of a place in a batch.
+It is secret, fresh, independent of other units, and never derived from the run's public seed. In tests with a
+reproducible source it is a function of (seed, step, the record's content), never of a position in a batch.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from fl_core.types.values import Examples, LossFn
 from privacy.mechanisms.noise.sources import NoiseSource
 
 _KEYS: WeakKeyDictionary[Examples, NDArray[np.uint64]] = WeakKeyDictionary()
-"""Keys of the records of data sets that are in memory: their contents are hashed once."""
+"""Cached keys of records of in-memory data sets, whose contents are hashed once."""
 _BATCH = 256
 _HEAD, _WORDS = 24, 624
-"""Of the state of torch's Mersenne Twister: bytes before its words, and how many of 8 bytes these are."""
+"""In the state of torch's Mersenne Twister: bytes before its words, and the number of 8-byte words."""
 DrawPath = tuple[str | int, ...]
-"""What a draw is for, within a round of a silo: ("sgd", 0, "step", 12)."""
+"""The purpose of a draw, within a round of a silo: ("sgd", 0, "step", 12)."""
 
 
 class Draws:
-    """What one call of `sgd` draws beside its sample and its noise.
+    """The draws of one call of `sgd` besides its sample and its noise.
 
-    unit_by_unit: each unit is computed by itself, so that a layer's draws can follow from its content; only where the
-    source repeats and the model draws at all.
+    unit_by_unit: each unit is computed separately, so that a layer's draws can follow from its content; only if the
+    source is reproducible and the model draws at all.
     """
 
     def __init__(self, noise: NoiseSource, examples: Examples, augment: bool, path: DrawPath, stochastic: bool) -> None:
@@ -61,7 +61,7 @@ class Draws:
         return nullcontext() if self._noise.private else self._for(step, "group", group)
 
     def read(self, index: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Read the records at `index` (B,), augmented where the schedule says so."""
+        """Read the records at `index` (B,), augmented as the schedule says."""
         if not self._augment or not len(index):
             return self._examples.batch(index)
         if self._noise.private:
@@ -87,7 +87,7 @@ class Draws:
 
 
 def record_keys(examples: Examples) -> NDArray[np.uint64]:
-    """Return a key for each record (n,): of its file's name where it is a file, else of its content."""
+    """Return a key for each record (n,): of its file's name if it is a file, otherwise of its content."""
     keys = _KEYS.get(examples)
     if keys is None:
         paths = getattr(examples, "paths", None)

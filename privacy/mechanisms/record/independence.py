@@ -1,10 +1,10 @@
-"""Whether an example's loss depends on that example alone: when others come or go, its gradient may not move.
+"""Tests whether an example's loss depends only on that example: adding or removing others may not change its gradient.
 
-A clip per example bounds what one record changes only where no record changes what another one adds. So examples are
-inserted in front, in the middle and at the end of made-up batches, also zeros, 1e30, infinite and not a number, in
-train mode, at the size of the run's batches and at the smallest, and the loss is asked again after all that. Gradients
-of the examples that stay are compared as a sum under random weights; beside examples that are not finite, by the rows
-of layers' outputs and of their gradients.
+A clip per example bounds the effect of one record only if no record changes another one's contribution. So examples are
+inserted at the front, in the middle and at the end of synthetic batches, including zeros, 1e30, infinite and NaN, in
+train mode, at the size of the run's batches and at the smallest, and the loss is computed again after all that.
+Gradients of the other examples are compared as a sum under random weights; next to examples that are not finite, by the
+rows of layers' outputs and of their gradients.
 
 Layers that draw random numbers in training are in eval mode here; private training draws for each unit in secret. A
 loss that draws numbers itself is refused.
@@ -28,21 +28,21 @@ from fl_core.types.values import ClassSums, Losses, LossFn, MomentSums
 from privacy.mechanisms.record.model_check import validate
 
 MAX_BATCH = 64
-"""Batches of a run are probed at their own size up to this one."""
+"""A run's batches are tested at their own size up to this one."""
 SMALL_BATCHES = (1, 2, 3)
 WORK = 64_000_000
-"""Multiplications of one forward pass over the largest batch: it is smaller where a network is larger."""
+"""Multiplications of one forward pass over the largest batch, which is smaller for larger networks."""
 HEAVY = 20_000_000
-"""Multiplications per example from which on one batch of two is probed, once, in float32."""
+"""From this many multiplications per example, only one batch of two is tested, once, in float32."""
 PROBES = ((torch.float64, 1e-10), (torch.float32, 1e-4))
-"""Precisions, and how far a gradient may move for rounding, relative to its largest entry (at least 1)."""
+"""Precisions, and the tolerated rounding of a gradient, relative to its largest entry (at least 1)."""
 
 
 def check_independence(model: nn.Module, loss: LossFn, schema: Schema, batch_size: int = MAX_BATCH) -> None:
-    """Raise RefusedError (E-PRIV-16) when what one example adds depends on others, or when the loss draws.
+    """Raise RefusedError (E-PRIV-16) if an example's contribution depends on others, or if the loss draws.
 
-    On made-up examples, in float64, or in float32 where the loss itself holds models in float32. Raises ConfigError
-    (E-PRIV-14) on a model with a layer that mixes examples. Leaves the model as it is.
+    Tested on synthetic examples, in float64, or in float32 if the loss itself contains float32 models. Raises
+    ConfigError (E-PRIV-14) on a model with a layer that mixes examples. Does not change the model.
     """
     validate(model)
     twin, drawn = copy.deepcopy(model).train(), DrawDetector(loss)
@@ -70,7 +70,7 @@ def check_independence(model: nn.Module, loss: LossFn, schema: Schema, batch_siz
 
 
 def check_rows(query: ClassSums | MomentSums, schema: Schema) -> None:
-    """Raise RefusedError (E-PRIV-16) when the vector that an example adds to a sum depends on others beside it."""
+    """Raise RefusedError (E-PRIV-16) if the vector that an example adds to a sum depends on other examples."""
     base = blanks(schema, 6, 99)
     batch, kept = _inserted(base, _nonsense_examples(base, len(schema.classes)), [0, 0, 3, 3, 6])
     with torch.no_grad():
@@ -91,7 +91,7 @@ _Batch = tuple[Tensor, Tensor]
 
 @dataclass(slots=True)
 class _Observed:
-    """What the examples that stay show: losses, weighted gradient, layers' rows; and the coupled gradient of all."""
+    """Observations of the other examples: losses, weighted gradient, layers' rows; and the coupled gradient of all."""
 
     losses: Tensor
     gradient: Tensor
@@ -114,7 +114,7 @@ class _Probe:
         return x.to(self.dtype), y
 
     def check(self, n: int, once: bool) -> None:
-        """Refuse when one of n examples moves with what is put around them; once: all finite ones together."""
+        """Refuse if one of n examples changes with its neighbours; once: insert all finite ones together."""
         base, middle = self.batch(n, 99), n // 2
         stay = list(range(n))
         alone = self.observe(base, stay)
@@ -173,7 +173,7 @@ def _flat(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    """Return how far two tensors are apart, relative to the largest entry of the first (at least 1)."""
+    """Return the distance of two tensors, relative to the largest entry of the first (at least 1)."""
     if a.shape != b.shape:
         return float("inf")
     if not a.numel():
@@ -189,7 +189,7 @@ def _nonsense_examples(base: _Batch, classes: int) -> _Batch:
 
 
 def _inserted(base: _Batch, more: _Batch, places: Sequence[int]) -> tuple[_Batch, list[int]]:
-    """Put the examples of `more` before those places of `base`, in rising order; also return where the old ones are."""
+    """Insert examples of `more` before positions of `base`, in rising order; return the old positions too."""
     n, order = len(base[1]), list[int]()
     for k in range(n + 1):
         order += [n + j for j, place in enumerate(places) if place == k]
@@ -207,7 +207,7 @@ def _refused(problem: str) -> RefusedError:
 
 
 class _OutputHooks:
-    """While open, tells of every output of a layer that has trainable parameters of its own."""
+    """While open, reports every output of a layer with trainable parameters of its own."""
 
     def __init__(self, model: nn.Module, on_output: Callable[[nn.Module, Tensor], None]) -> None:
         self._layers = [m for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
@@ -245,7 +245,7 @@ def _multiplications(model: nn.Module, run: Callable[[], Losses]) -> int:
 # ---- where randomness enters a step ----------------------------------------------------------------------------------
 
 _DEEP = 6
-"""How deep a generator is looked for: a function's cells, their attributes, and so on."""
+"""Search depth for a generator: a function's cells, their attributes, and so on."""
 
 
 def disable_random_layers(model: nn.Module, run: Callable[[], object]) -> None:
@@ -277,7 +277,7 @@ def _drawing(model: nn.Module, run: Callable[[], object]) -> list[nn.Module]:
 
 
 class DrawDetector:
-    """Tells whether a loss draws random numbers: from generators that it can reach, or from torch's own."""
+    """Detects whether a loss draws random numbers: from generators that it can reach, or from torch's own."""
 
     def __init__(self, loss: object) -> None:
         self._held = list(_generators(loss, set(), _DEEP))
@@ -287,7 +287,7 @@ class DrawDetector:
         self._before = self._states()
 
     def check(self) -> None:
-        """Raise RefusedError (E-PRIV-16) when one drew since `begin`."""
+        """Raise RefusedError (E-PRIV-16) if a number was drawn since `begin`."""
         if any(not torch.equal(a, b) for a, b in zip(self._before, self._states(), strict=True)):
             raise RefusedError(
                 "E-PRIV-16",

@@ -1,23 +1,23 @@
-"""The noisy release of second moments and class sums: what a head in closed form is solved from.
+"""The noisy release of second moments and class sums, from which a closed-form head is solved.
 
 Dwork, Talwar, Thakurta and Zhang, "Analyze Gauss: Optimal Bounds for Privacy-Preserving Principal Component Analysis",
 STOC 2014, with the sums per class of a ridge regression beside the moments (Wang, "Revisiting Differentially Private
 Linear Regression", UAI 2018). A record of class y with the vector u adds
 
-    v = (svec(u u^T), u (x) e_y),   |v|^2 = |u|^4 + |u|^2 <= 2   for |u| <= 1
+v = (svec(u u^T), u (x) e_y),   |v|^2 = |u|^4 + |u|^2 <= 2   for |u| <= 1
 
-where svec is the lower triangle with entries beside the diagonal sqrt(2) times, so that its length is that of the
-matrix. A group adds the mean of its records' v, which is no longer. One release of Gaussian noise of standard deviation
-s = z sqrt(2) on every number of the sum of v, or s = z where only sums per class are asked for: in the matrix
-itself s on the diagonal and s / sqrt(2) beside it.
+where svec is the lower triangle with off-diagonal entries multiplied by sqrt(2), so that its norm is that of the
+matrix. A group adds the mean of its records' v, which is no longer. The release adds Gaussian noise of standard
+deviation s = z sqrt(2) to every number of the sum of v, or s = z if only sums per class are requested: in the matrix
+itself s on the diagonal and s / sqrt(2) elsewhere.
 
 In integers: u is bounded in float64 and its entries are truncated toward zero to whole multiples of h, so that products
-are whole multiples of h^2 and sums of them are exact; the mean of a group is truncated toward zero once more. No step
-makes any entry larger, so nothing is added to the sensitivity. What is noisy is all that depends on the data.
+are whole multiples of h^2 and their sums are exact; the mean of a group is truncated toward zero once more. No step
+makes an entry larger, so the sensitivity does not grow. The result depends on the data only through noisy values.
 
-Where silos share the noise out, only the sum over them is private, so nothing may be computed of a single release: its
-numbers are whole steps of the grid that masks are added on, and within its bounds, which the sums of the records are
-cut to before their noise; that moves no two of them farther apart.
+If silos share the noise, only the sum over them is private, so nothing may be computed from a single release: its
+numbers are whole steps of the grid that masks are added on, within its bounds. The sums of the records are clipped to
+these bounds before their noise, which does not increase the distance of any two of them.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from privacy.mechanisms.noise.sources import NoiseSource
 from privacy.mechanisms.record.class_sums import ROWS, PrivacyUnits, pad_batch
 
 FINEST = 2.0**-16
-"""h where noise leaves room for it. An int64 holds the sum of the products of two thousand million units then."""
+"""h if the noise permits it. An int64 then holds the sum of the products of two thousand million units."""
 COARSEST = 2.0**-8
-"""The largest h that a grid may ask for: entries of hundreds of features are about a sixteenth."""
+"""The largest h that a grid may require: entries of hundreds of features are about a sixteenth."""
 _EXACT = 2.0**53
 MOST_SENSITIVE = math.sqrt(2.0)
 """How far a unit moves a release with second moments."""
@@ -50,19 +50,19 @@ MOST_SENSITIVE = math.sqrt(2.0)
 
 @dataclass(frozen=True, slots=True)
 class ReleaseGrid:
-    """Where the numbers of a release must lie: whole multiples of `step`, a power of two, of at most `most`."""
+    """The grid of a release's numbers: whole multiples of `step`, a power of two, up to `most`."""
 
     step: float
     most: float
 
     @classmethod
     def of(cls, format: FixedPointFormat, segments: Iterable[str]) -> ReleaseGrid:
-        """Choose what lies on the grid of each of these segments; raises ConfigError as `FixedPointFormat.bound`."""
+        """Choose the grid of each of these segments; raises ConfigError as `FixedPointFormat.bound`."""
         bounds, bits = zip(*((format.bound(s), format.frac_bits(s)) for s in segments), strict=True)
         return cls(2.0 ** -min(bits), min(bounds))
 
     def room(self, std: float) -> float:
-        """Return what sums may be as large as, so that they stay on the grid with their noise.
+        """Return the bound on sums that keeps them on the grid with their noise.
 
         Raises ConfigError (E-PRIV-20) on a grid that is too coarse for sums of moments, or too small for the noise.
         """
@@ -95,10 +95,10 @@ def moment_sums(
 ) -> Tensors:
     """Release a query with noise of `noise_multiplier` times its sensitivity.
 
-    few: sums of classes whose noisy count is below few + 2 std are rows of zeros   on: where noise is shared out, the
-    grid that the sum over silos is made on. Returns what `MomentSums` says; raises as `ReleaseGrid.room`.
-    Guarantees: adding or removing a unit moves (svec(A), B), before the noise, by at most `sensitivity`, whatever its
-    numbers are; a record that is not finite adds nothing.
+    few: sums of classes whose noisy count is below few + 2 std are rows of zeros   on: for shared noise, the grid of
+    the sum over silos. Returns the tensors in `MomentSums`; raises as `ReleaseGrid.room`. Guarantees: adding or
+    removing a unit moves (svec(A), B), before the noise, by at most `sensitivity`, whatever its numbers are; a record
+    that is not finite adds nothing.
     """
     std = noise_multiplier * sensitivity(query)
     h = grid_of(std, on.step if on else 0.0)
@@ -120,7 +120,7 @@ def sensitivity(query: MomentSums) -> float:
 
 
 def grid_of(std: float, step: float = 0.0) -> float:
-    """Return h, a power of two, for noise of this standard deviation: std / h^2 is within what noise is drawn with.
+    """Return h, a power of two, for this standard deviation: std / h^2 is in the range of the noise sampler.
 
     step: a power of two of which h and h^2 are whole multiples; 0 for none.
     """
@@ -131,14 +131,14 @@ def grid_of(std: float, step: float = 0.0) -> float:
 def exact_sums(
     query: MomentSums, examples: Examples, units: PrivacyUnits, h: float, device: torch.device | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums (D, D) in units of h^2 and (C, D) in units of h, int64: not to be released like this."""
+    """Return the sums (D, D) in units of h^2 and (C, D) in units of h, int64: not to be released without noise."""
     a = torch.zeros(query.width, query.width, dtype=torch.long)
     b = torch.zeros(query.n_classes, query.width, dtype=torch.long)
     for index, unit in units.chunks(torch.arange(len(units)), ROWS):
         x, y = examples.batch(index)
         u = grid.truncated(grid.contributions(_vectors(query, x, y.clamp(min=0), device), 1.0), h)
         u, y = torch.where(has_class(y).unsqueeze(1), u, torch.zeros_like(u)), y.clamp(min=0)  # a coarse label adds 0
-        if int(unit[-1]) + 1 == len(unit):  # every unit is a record of its own
+        if int(unit[-1]) + 1 == len(unit):  # every unit is a single record
             a += _products(u, query.second)
             b.index_add_(0, y, u)
             continue
@@ -150,7 +150,7 @@ def exact_sums(
 
 
 def _products(u: Tensor, second: bool) -> Tensor:
-    """Return sum u u^T in int64: products of entries below 2^16 are added exactly in float64 up to 2^21 of them."""
+    """Return sum u u^T in int64: up to 2^21 products of entries below 2^16 are added exactly in float64."""
     wide = u.double()
     return (wide.T @ wide).long() if second else torch.zeros(u.shape[1], u.shape[1], dtype=torch.long)
 
@@ -164,7 +164,7 @@ def _vectors(query: MomentSums, x: Tensor, y: Tensor, device: torch.device | Non
 
 
 def _symmetric_noise(a: Tensor, sigma: float, noise: NoiseSource) -> Tensor:
-    """Add noise of `sigma` on the diagonal and, the same on both sides, of sigma / sqrt(2) beside it."""
+    """Add noise of `sigma` on the diagonal and, symmetrically, of sigma / sqrt(2) elsewhere."""
     if not sigma:
         return a
     size = len(a)

@@ -1,11 +1,11 @@
 """Sums of clipped gradients: per unit for the terms of one example, per microbatch for terms that mix examples.
 
-Two modes give the same sums; `mode_of` chooses the faster one that a model allows:
+Two modes give the same sums; `mode_of` chooses the faster one that a model permits:
 
-    bookkeeping  one backward pass for the gradients of the layers' outputs alone. A layer of few places gives its
-                 norms by Gram matrices and then its clipped sum as one usual gradient; another its per-example
-                 gradients. Autograd's own gradients of the parameters, which nobody wants, are never computed.
-    hooks        per-example gradients of every layer, by Opacus' hooks beside autograd's
+bookkeeping  one backward pass for the gradients of the layers' outputs. A layer with few places gets its norms from
+             Gram matrices and then its clipped sum as one ordinary gradient; other layers get per-example
+             gradients. Autograd's own parameter gradients, which are not needed, are never computed.
+hooks        per-example gradients of every layer, by Opacus' hooks beside autograd's
 
 Bu, Wang, Zha and Karypis, "Differentially Private Optimization on Large Model at Small Cost", ICML 2023.
 """
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from privacy.mechanisms.noise import grid
 
 log = logging.getLogger(__name__)
-# The first layer's input needs no gradient, and the hook of Opacus says so at every step.
+# The first layer's input needs no gradient; Opacus' hook would warn about it at every step.
 warnings.filterwarnings("ignore", message="Full backward hook is firing")
 
 _ROUNDOFF = 2.0**-53
@@ -37,7 +37,7 @@ _ROUNDOFF = 2.0**-53
 Gradients = list[Tensor]
 """One tensor per trainable parameter, in the order of `named_parameters`; sums are float64."""
 PADDING = -1
-"""The unit of a row that fills a batch up to its fixed shape: it is computed, and contributes nothing."""
+"""The unit of a row that fills a batch up to its fixed shape: it is computed, but contributes nothing."""
 MODES = ("bookkeeping", "hooks")
 
 
@@ -48,14 +48,14 @@ class ClippedGradientEngine(Protocol):
         """Sum over units of clip_C(mean over the unit's examples of the gradient), in float64.
 
         losses: computes the examples' losses (n,) in one forward pass; units (n,) numbers their units from 0, rows of
-        `PADDING` at the end   in_all: units of the whole sum that this one is a part of; these alone without it.
+        `PADDING` at the end   in_all: number of units in the whole sum that this is a part of; by default these units.
         Guarantees: a unit whose gradient is not finite contributes zero, and changes no other's share.
         """
         ...
 
 
 class _Call(NamedTuple):
-    """One pass of a batch through a layer."""
+    """One forward pass of a batch through a layer."""
 
     layer: nn.Module
     x: Tensor
@@ -78,7 +78,7 @@ class GhostClipping:
         short: list[tuple[_Call, Tensor]] = []
         samples: dict[nn.Parameter, Tensor] = {}
         for call, dy in zip(calls, grads, strict=True):
-            # Where units may have several examples, one of two must not change how all others of a batch are computed.
+            # If units may have several examples, one of them must not change how the rest of a batch is computed.
             if (
                 not self._grouped
                 and batch.one_row_each
@@ -88,7 +88,7 @@ class GhostClipping:
                 short.append((call, dy))
                 continue
             sampler = sampler_of(call.layer)
-            assert sampler is not None  # `mode_of` saw to it
+            assert sampler is not None  # `mode_of` ensures it
             for p, sample in sampler(call.layer, [call.x], dy).items():
                 samples[p] = samples[p] + sample if p in samples else sample
         samples = {p: batch.by_unit(sample) for p, sample in samples.items()}
@@ -116,12 +116,12 @@ class GhostClipping:
         return [call for call, _ in both], [dy for _, dy in both]
 
     def _note(self, layer: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
-        if torch.is_grad_enabled():  # a reference pass without gradients is none of the batch's
+        if torch.is_grad_enabled():  # a reference pass without gradients does not belong to the batch
             self._calls.append(_Call(layer, inputs[0].detach(), out))
 
 
 class OpacusHooks:
-    """`ClippedGradientEngine` from the per-example gradients of every layer, which Opacus' hooks gather."""
+    """`ClippedGradientEngine` from the per-example gradients of every layer, collected by Opacus' hooks."""
 
     def __init__(self, model: nn.Module, wrapped: GradSampleModule) -> None:
         self._wrapped = wrapped
@@ -153,7 +153,7 @@ class OpacusHooks:
 
 
 class _Batch(NamedTuple):
-    """The units of a batch's rows. Norms are taken in the batch's own shape, as everything is that a unit adds."""
+    """The units of a batch's rows. Norms are computed in the batch's own shape, like all contributions of units."""
 
     of_row: Tensor
     sizes: Tensor
@@ -169,7 +169,7 @@ class _Batch(NamedTuple):
         return cls(of_row, sizes, n_units, n_units == real)
 
     def by_unit(self, sample: Tensor) -> Tensor:
-        """Average per-example gradients (n, ...) over the examples of each unit; rows of no unit are left over."""
+        """Average per-example gradients (n, ...) over the examples of each unit; rows without a unit are dropped."""
         if self.one_row_each:
             return sample
         total = torch.zeros_like(sample).index_add_(0, self.of_row, sample)
@@ -177,7 +177,7 @@ class _Batch(NamedTuple):
 
 
 def mode_of(model: nn.Module) -> str:
-    """Choose the faster mode that works: bookkeeping where each parameter belongs to one layer with a sampler."""
+    """Choose the faster mode that works: bookkeeping if each parameter belongs to one layer with a sampler."""
     owners = [p for layer in _layers(model) for p in layer.parameters(recurse=False) if p.requires_grad]
     supported = all(sampler_of(layer) and not list(layer.children()) for layer in _layers(model))
     shared = len({*owners}) < len(owners)
@@ -186,9 +186,9 @@ def mode_of(model: nn.Module) -> str:
 
 @contextmanager
 def per_unit(model: nn.Module, mode: str | None = None, grouped: bool = False) -> Iterator[ClippedGradientEngine]:
-    """Make a model ready for sums of clipped gradients, and leave it as it was.
+    """Prepare a model for sums of clipped gradients, and restore it afterwards.
 
-    mode: of MODES, chosen without one   grouped: units are groups, which may have several examples each.
+    mode: of MODES, chosen if None   grouped: units are groups, which may have several examples each.
     """
     mode = mode or mode_of(model)
     log.info("per-example gradients: %s", mode)
@@ -208,9 +208,9 @@ def per_unit(model: nn.Module, mode: str | None = None, grouped: bool = False) -
 
 
 def clipped(loss: Tensor, params: Sequence[nn.Parameter], clip: float) -> Gradients:
-    """Return the gradient of one loss, shortened to `clip`, in float64: the share of one microbatch.
+    """Return the gradient of one loss, clipped to `clip`, in float64: the contribution of one microbatch.
 
-    Zero where it is not finite.
+    Zero if it is not finite.
     """
     slopes = torch.autograd.grad(loss, list(params), allow_unused=True)
     grads = [torch.zeros_like(p) if g is None else g for p, g in zip(params, slopes, strict=True)]
@@ -246,7 +246,7 @@ Sampler = Callable[[nn.Module, list[Tensor], Tensor], dict[nn.Parameter, Tensor]
 def conv_grad_sample(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[Tensor, Tensor]:
     """Return per-example gradients of a convolution, exact, at a cost linear in the groups.
 
-    activations: [x (n, i, *space)]; backprops (n, o, *space'). Only Conv2d with groups is ours; the rest is Opacus'.
+    activations: [x (n, i, *space)]; backprops (n, o, *space'). Only Conv2d with groups is ours; Opacus does the rest.
     """
     if not isinstance(layer, nn.Conv2d) or layer.groups == 1 or len(activations[0]) == 0:
         result: dict[Tensor, Tensor] = opacus_conv(layer, activations, backprops)
@@ -282,10 +282,10 @@ def prefers_ghost_norms(layer: nn.Module, backprops: Tensor) -> bool:
 
 
 def ghost_norms(layer: nn.Module, x: Tensor, backprops: Tensor) -> Tensor:
-    """Bound the squared norms (n,), float64, of a layer's per-example gradients, for layers that `prefers_ghost_norms`.
+    """Bound the squared norms (n,), float64, of a layer's per-example gradients, for layers with `prefers_ghost_norms`.
 
-    Places that cancel can make the rounding error larger than the sum itself: a bound on that error is added, 1e-10 of
-    the norm for a model that is not hostile.
+    If places cancel, the rounding error can exceed the sum itself: a bound on that error is added, 1e-10 of the norm
+    for a model that is not adversarial.
     """
     inputs, grads = _places(layer, x, backprops)
     norms = grads.new_zeros(len(grads))
@@ -300,7 +300,7 @@ def ghost_norms(layer: nn.Module, x: Tensor, backprops: Tensor) -> Tensor:
 
 
 def weighted_gradient(layer: nn.Module, x: Tensor, backprops: Tensor, factor: Tensor) -> dict[nn.Parameter, Tensor]:
-    """Return sum_n factor_n g_n, float64, of per-example gradients g_n; one of factor 0 may hold anything."""
+    """Return sum_n factor_n g_n, float64, of per-example gradients g_n; one of factor 0 may contain anything."""
     inputs, grads = _places(layer, x, backprops)
     grads = torch.where(factor.view(-1, 1, 1) > 0, grads * factor.view(-1, 1, 1), torch.zeros_like(grads))
     params = {name: p for name, p in layer.named_parameters(recurse=False) if p.requires_grad}
@@ -326,7 +326,7 @@ def _places(layer: nn.Module, x: Tensor, backprops: Tensor) -> tuple[Tensor, Ten
 
 
 def _patches(layer: nn.Conv2d, x: Tensor) -> Tensor:
-    """Unfold x (n, i, h, w) to what each output place sees (n, i * kernel, places)."""
+    """Unfold x (n, i, h, w) to the inputs of each output place (n, i * kernel, places)."""
     patches: Tensor = unfold2d(
         x, kernel_size=layer.kernel_size, padding=layer.padding, stride=layer.stride, dilation=layer.dilation
     )

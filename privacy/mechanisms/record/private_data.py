@@ -1,17 +1,17 @@
-"""A hospital's examples with record-level differential privacy: noisy training, and noisy sums.
+"""A hospital's examples under record-level differential privacy: noisy training, and noisy sums.
 
 Abadi, Chu, Goodfellow, McMahan, Mironov, Talwar and Zhang, "Deep Learning with Differential Privacy", CCS 2016,
 Algorithm 1, with Poisson samples of constant rate and a constant divisor:
 
-    S     = sum over drawn units of clip_C1(gradient)
-            [ + sum over M microbatches of clip_C2(B / M times the gradient of coupled terms) ]
-    grad  = (round(S / g) + N) g / B,   N integer noise of parameter s / g,   s = z (C1 + 2 C2) (1 + slack)
+S     = sum over drawn units of clip_C1(gradient)
+        [ + sum over M microbatches of clip_C2(B / M times the gradient of coupled terms) ]
+grad  = (round(S / g) + N) g / B,   N integer noise of parameter s / g,   s = z (C1 + 2 C2) (1 + slack)
 
-then penalty, `clip_norm`, shift, weight decay, momentum: computed from these integers (grid.py, which also states the
+then penalty, `clip_norm`, shift, weight decay, momentum: computed from these integers (grid.py, which also defines the
 slack).
 
-A unit is a record, or the group (patient, lesion) that the data names: its gradient is the mean over its examples. The
-coupled terms of a loss see microbatches to which every drawn unit is assigned at random, so that one unit moves one
+A unit is a record, or the group (patient, lesion) named in the data: its gradient is the mean over its examples. The
+coupled terms of a loss see microbatches to which drawn units are assigned at random, so that one unit changes one
 microbatch: its clipped gradient by at most 2 C2. Sums over classes are joint releases of (sum, count).
 """
 
@@ -65,10 +65,10 @@ from privacy.release_log import InMemoryReleaseLog, ReleaseLog
 class DpSgdLocalData:
     """`LocalData` under record-level differential privacy, for one round.
 
-    Guarantees: every release is taken from `allowance` before an example is read; sizes and steps follow from the
-    declared size alone; an empty draw is a step like any other; a unit whose numbers are not finite contributes zero
-    and raises nothing; no unit moves another's share; with infinite clips, no noise and the same batches the gradients
-    are those of `PlainLocalData`.
+    Guarantees: every release is taken from `allowance` before an example is read; sizes and steps depend only on the
+    declared size; an empty sample gives an ordinary step; a unit whose numbers are not finite contributes zero and
+    raises nothing; no unit changes another's contribution. With infinite clips, no noise and the same batches the
+    gradients are those of `PlainLocalData`.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class DpSgdLocalData:
         log: ReleaseLog | None = None,
         sum_grid: ReleaseGrid | None = None,
     ) -> None:
-        """Open a round; sum_grid: what sums over silos are made on, where these share the noise out."""
+        """Open a round; sum_grid: the grid of sums over silos, if these share the noise."""
         self._plain = PlainLocalData(replace(data, progress=None))
         self.lr, self.batch_size = self._plain.lr, self._plain.batch_size
         self._split = {Split.TRAIN: data.train, Split.TEST: data.test}
@@ -103,7 +103,7 @@ class DpSgdLocalData:
         return effective_steps(self._config, steps, self.lr * mu)
 
     def size(self) -> float:
-        """Return the declared number of units, 1 with uniform weights: the true one never leaves."""
+        """Return the declared number of units, or 1 with uniform weights: the true number never leaves."""
         return 1.0 if self._plan.terms.weights == "uniform" else float(self._plan.units)
 
     def sgd(self, model: nn.Module, loss: LossFn, options: SgdOptions = AS_SCHEDULED) -> int:
@@ -147,7 +147,7 @@ class DpSgdLocalData:
         drawn = sources.poisson_sample(self._noise, units, plan.rate, *path, "sample")
         coupled = plan.is_coupled(step)
         micro = coupled and terms.coupled == "micro"
-        # The mean over microbatches of a term that stands beside a mean over B examples: M terms, divided by B below.
+        # The coupled term is a mean over M microbatches, the rest a mean over B examples; all is divided by B below.
         weight = 1.0 if micro else plan.batch / plan.groups
         subset = partial(draws.subset, most=terms.max_per_unit, step=step) if terms.max_per_unit else None
 
@@ -156,7 +156,7 @@ class DpSgdLocalData:
             return self._checked(loss(model, pad_batch(x, rows).to(self._device), pad_batch(y, rows).to(self._device)))
 
         if not micro:
-            rows = 1 if draws.unit_by_unit else plan.rows  # a unit that is computed by itself has a shape of its own
+            rows = 1 if draws.unit_by_unit else plan.rows  # a unit that is computed separately keeps its shape
             for index, unit in units.units.chunks(drawn, 0 if draws.unit_by_unit else rows, subset):
                 number = torch.cat((unit, unit.new_full((-len(unit) % rows,), PADDING)))
                 losses_of = partial(lambda i: losses(i, rows).per_example, index)
@@ -188,7 +188,7 @@ class DpSgdLocalData:
         return losses
 
     def _add_data_free_terms(self, model: nn.Module, named: dict[str, nn.Parameter], options: SgdOptions) -> None:
-        """Add what does not depend on examples: after the noise, before the momentum buffer."""
+        """Add terms that do not depend on examples: after the noise, before the momentum buffer."""
         if options.penalty is not None:
             params = list(named.values())
             slopes = torch.autograd.grad(options.penalty(model), params, allow_unused=True)
@@ -198,7 +198,7 @@ class DpSgdLocalData:
         correct_gradient(named, self._config.clip_norm, options)
 
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
-        """Release a sum over the units of a split with noise; public test examples are summed as they are.
+        """Release a sum over the units of a split with noise; sums over public test examples are exact.
 
         Raises RefusedError: E-PRIV-15 on a release that was not planned, E-PRIV-16 on a query without a joint bound.
         Rounds without a release of prototypes give zeros of weight 0.
@@ -246,7 +246,7 @@ class DpSgdLocalData:
         )
 
     def _survey(self, query: SurveySums) -> Tensors:
-        """Answer a survey once per data version; a repeated question gets the same answer and costs nothing."""
+        """Answer a survey once per data version; a repeated question gets the same answer at no cost."""
         planned, noise = self._plan.survey, self._plan.survey[0].mechanism.noise
         train, test = self._split[Split.TRAIN], self._split[Split.TEST]
         query = known_patients(query, names_patients(train, test))
@@ -291,7 +291,7 @@ def _add(total: Gradients, more: Sequence[Tensor]) -> None:
 
 @contextmanager
 def _trainable_only(model: nn.Module, only: Callable[[str], bool] | None) -> Iterator[dict[str, nn.Parameter]]:
-    """Freeze the other parameters meanwhile, so that no gradient of theirs is computed, clipped or noised."""
+    """Freeze the other parameters inside the block, so that their gradients are not computed, clipped or noised."""
     frozen = [p for name, p in model.named_parameters() if p.requires_grad and only is not None and not only(name)]
     for p in frozen:
         p.requires_grad_(False)

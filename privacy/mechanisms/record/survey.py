@@ -1,10 +1,10 @@
 """The noisy answer to a survey: one release over all questions and all patients of both splits.
 
-A patient adds, to the cells of each question, shares that are 1 in all: with Q questions a vector v with |v|^2 <= Q,
-whatever records it has. Adding or removing it moves the sum of truncated vectors by no more, so discrete Gaussian noise
-of standard deviation z sqrt(Q) on every number of it is a Gaussian mechanism of noise multiplier z. Bins may be as
-narrow as questions allow: noise does not follow them. A question that the hospital does not answer is zeros without
-noise, and says so.
+A patient adds shares with a total of 1 to the cells of each question: with Q questions a vector v with |v|^2 <= Q,
+whatever records the patient has. Adding or removing the patient moves the sum of truncated vectors by no more, so
+discrete Gaussian noise of standard deviation z sqrt(Q) on every number is a Gaussian mechanism of noise multiplier z.
+The width of bins does not change the noise. A question that the hospital does not answer gives zeros without noise, and
+is marked as such.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def sensitivity(query: SurveySums) -> float:
 
 
 def release_name(query: SurveySums, noise_multiplier: float) -> str:
-    """Name a release: equal questions, of which the hospital answers the same, with equal noise have one answer."""
+    """Name a release: equal questions, with the same ones answered and equal noise, share one answer."""
     answered = ",".join(q.name for q in query.questions if query.answers(q))
     return f"survey {document_digest(query.questions)} of {answered} with noise {noise_multiplier!r}"
 

@@ -23,9 +23,9 @@ from privacy.accounting.ranges import CLIP
 from privacy.mechanisms.silo.config import BIT, SiloDpConfig
 
 PART = "clipping"
-"""The part of the bits, and the group of the server's state that holds C_t."""
+"""The update's part with the bits, and the group of the server's state with C_t."""
 _ROUNDING = 1e-6
-"""A clip travels in float32: the ends of its range may be so much further out."""
+"""Tolerance at the ends of the range of a clip, which is sent in float32."""
 SPEC = PartSpec({"within": ()}, ())
 
 
@@ -34,10 +34,9 @@ def initial_clip(terms: SiloDpConfig) -> Tensors:
 
 
 def clip_of(terms: SiloDpConfig, setting: Tensors | None) -> float | None:
-    """Read C_t off a broadcast; None where the plan fixes it.
+    """Read C_t from a broadcast; None if the plan fixes it.
 
-    Raises RefusedError (E-PRIV-15) on a clip that the plan does not have, on a missing one, and outside the range of
-    clips.
+    Raises RefusedError (E-PRIV-15) on a clip that is not in the plan, on a missing one, and outside the range of clips.
     """
     if not terms.adaptive:
         if setting is not None:
@@ -52,12 +51,12 @@ def clip_of(terms: SiloDpConfig, setting: Tensors | None) -> float | None:
 
 
 def below_clip(norm: float, clip: float) -> Part:
-    """Return one silo's part before rounding and noise: 1/2 where its norm is within the clip, else -1/2."""
+    """Return one silo's part before rounding and noise: 1/2 if its norm is within the clip, otherwise -1/2."""
     return Part({"within": torch.tensor(BIT if norm <= clip else -BIT, dtype=torch.float64)}, torch.tensor(1.0))
 
 
 def update_clip(terms: SiloDpConfig, setting: Tensors, answered: Part) -> Tensors:
-    """Return the next round's setting, within the range of clips; the same where nobody answered."""
+    """Return the next round's setting, within the range of clips; unchanged if no silo answered."""
     silos = float(answered.weight)
     if silos <= 0:
         return setting

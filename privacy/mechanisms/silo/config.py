@@ -1,10 +1,10 @@
-"""The terms of a run with silo-level differential privacy, and the noise that follows from them.
+"""The terms of a run with silo-level differential privacy, and the resulting noise.
 
-All releases are Gaussian with sampling rate 1: cohorts are public, so partial participation amplifies nothing. Gaussian
-releases of noise z_i together are one with 1/z^2 = sum 1/z_i^2, whose exact curve is (Balle and Wang, ICML 2018,
-theorem 8)
+All releases are Gaussian with sampling rate 1: cohorts are public, so partial participation gives no amplification.
+Gaussian releases of noise z_i together are one with 1/z^2 = sum 1/z_i^2, whose exact curve is (Balle and Wang, ICML
+2018, theorem 8)
 
-    delta(eps) = Phi(1/(2z) - eps z) - e^eps Phi(-1/(2z) - eps z)
+delta(eps) = Phi(1/(2z) - eps z) - e^eps Phi(-1/(2z) - eps z)
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from privacy.accounting.accountant import Mechanism, solve_noise
 from privacy.accounting.record_config import DpConfig
 
 BIT = 0.5
-"""What a silo can move the sum of the bits by: they are -1/2 and 1/2."""
+"""How far a silo can move the sum of the bits, which are -1/2 and 1/2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiloDpConfig(DpConfig):
-    """Silo-level differential privacy of one run: what a hospital's whole data changes is hidden.
+    """Silo-level differential privacy of one run: it hides the effect of a hospital's whole data.
 
-    clip: C, bound of the joint norm of all that a silo sends in round 0; clip_decay: C_t = C * clip_decay^t, public
-    clipping: "fixed", or "adaptive": C follows the quantile `target_quantile` of the silos' norms at the rate
-    `clip_rate` (adaptive_clipping.py), for which each silo releases a bit per round; bit_noise: std of the noise on it
-    placement: "local" (each silo adds noise of std z C), "central" (the coordinator, who is trusted, adds it once) or
-    "distributed" (each silo adds a part under masks; noise on evaluations stays its own)
-    prototype_scale: public factor of parts with one weight per class, in units of the largest declared size, or of one
-    example with uniform weights   metric_clip: examples that evaluation sums are clipped to
-    allow_large: accept more coordinates than the noise leaves useful.
+    clip: C, bound of the joint norm of a silo's update in round 0; clip_decay: C_t = C * clip_decay^t, public clipping:
+    "fixed", or "adaptive": C follows the quantile `target_quantile` of the silos' norms at the rate `clip_rate`
+    (adaptive_clipping.py), for which each silo releases a bit per round; bit_noise: std of the noise on it placement:
+    "local" (each silo adds noise of std z C), "central" (the trusted coordinator adds it once) or "distributed" (each
+    silo adds a part under masks; noise on evaluations stays its own) prototype_scale: public factor of parts with one
+    weight per class, in units of the largest declared size, or of one example with uniform weights   metric_clip:
+    examples that evaluation sums are clipped to allow_large: accept more coordinates than are useful under the noise.
     """
 
     clip_decay: Annotated[Positive, bounded(at_most, 1)] = 1.0
@@ -91,14 +90,14 @@ class SiloDpConfig(DpConfig):
         return Mechanism(self.bit_noise / BIT)
 
     def history(self, noise: float, trained: int, measured: int) -> list[Mechanism]:
-        """List one silo's releases: `trained` rounds of updates at noise z, `measured` evaluations if charged."""
+        """List one silo's releases: `trained` rounds of updates at noise z, and `measured` evaluations if charged."""
         releases = [Mechanism(noise, 1.0, trained)] if trained else []
         if trained and self.adaptive:
             releases.append(Mechanism(self.bit.noise, 1.0, trained))
         return releases + ([Mechanism(self.metric_noise, 1.0, measured)] if self.test_data == "private" else [])
 
     def noise(self, trained: int, measured: int) -> float:
-        """Return the least z of the update with which so many rounds and evaluations fit, reserve included."""
+        """Return the smallest z of the update with which so many rounds and evaluations fit, including the reserve."""
         more = self.reserve_rounds
         return solve_noise(self.epsilon, self.delta, lambda z: self.history(z, trained + more, measured + more))
 

@@ -1,15 +1,15 @@
-"""Silo-level differential privacy: the joint norm of all that a silo sends is clipped, and noise is added on the grid.
+"""Silo-level differential privacy: the joint norm of a silo's update is clipped, and noise is added on the grid.
 
 McMahan, Ramage, Talwar and Zhang, "Learning Differentially Private Recurrent Language Models", ICLR 2018, with whole
 silos in the place of users. In round t the vector of silo k is everything it sends, block by block,
 
-    V_k = clip_{C_t}( [ x_s / scale_s ]_s )        x_s: weighed totals of part s, and its weights where these are data
+V_k = clip_{C_t}( [ x_s / scale_s ]_s )        x_s: weighed totals of part s, and its weights if these are data
 
 A weight of one number per silo is public: a_k = N_k / max_j N_j of the declared sizes, or 1; it multiplies its block
-before the clip and is sent as it is. Weights per class are data, and part of the vector. Adding or removing all data of
-one silo (its place in the roster stays) moves the sum by at most C_t, so noise z C_t scale_s on block s makes a round
-one Gaussian release of noise z. Noise is integer, on the run's grid; what rounding can add to a norm is taken off C_t.
-Where silos share it out (`SharedNoise`), each adds its part to the update and to the clip's bit.
+before the clip and is sent unchanged. Weights per class are data, and part of the vector. Adding or removing all data
+of one silo (its place in the roster stays) moves the sum by at most C_t, so noise z C_t scale_s on block s makes a
+round one Gaussian release of noise z. Noise is integer, on the run's grid; C_t is lowered by the possible rounding of a
+norm. If silos share the noise (`SharedNoise`), each adds its part to the update and to the clip's bit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from privacy.mechanisms.silo import adaptive_clipping
 from privacy.mechanisms.silo.config import BIT, SiloDpConfig
 
 MAX_NUMBERS = 20_000
-"""Coordinates beyond which noise buries what a few silos can tell: it needs privacy.allow_large=true."""
+"""With more coordinates, noise hides the signal of a few silos: that needs privacy.allow_large=true."""
 _FINE_BITS = 20
 """Bits of the noise's standard deviation below its grid: finer digits of the run's grid are not used."""
 
@@ -49,13 +49,13 @@ class SiloDpGuard(Guard):
     Attributes:
         noise: z of a round's update
         shares: a_k of each silo
-        sized: parts whose weight is a_k; of others it is 1 or 0
+        sized: parts whose weight is a_k; that of others is 1 or 0
         scale: public factor of parts with weights per class
-        broadcast_clip: C_t as broadcast, None while the clip is fixed
-        shared: how noise is shared out, None where each silo's is enough
+        broadcast_clip: C_t as broadcast, None if the clip is fixed
+        shared: how noise is shared, None if each silo's is enough
 
     Guarantees: the bundle keeps its layout; everything that depends on data is clipped, and noisy unless noise is
-    central; evaluation passes as it is where test data is public.
+    central; evaluation passes unchanged if test data are public.
     """
 
     terms: SiloDpConfig
@@ -74,14 +74,14 @@ class SiloDpGuard(Guard):
         return adaptive_clipping.initial_clip(self.terms)
 
     def with_setting(self, setting: Tensors | None) -> SiloDpGuard:
-        """Take a round's clip; raises RefusedError (E-PRIV-15) on one that the plan does not have, or lacks."""
+        """Apply a round's clip; raises RefusedError (E-PRIV-15) on a missing one, or one that is not in the plan."""
         return replace(self, broadcast_clip=adaptive_clipping.clip_of(self.terms, setting))
 
     def next_setting(self, setting: Tensors, answered: Part) -> Tensors:
         return adaptive_clipping.update_clip(self.terms, setting, answered)
 
     def clip_at(self, round: int) -> float:
-        """Return C_t; raises RefusedError (E-PRIV-15) where it follows the norms and was not broadcast."""
+        """Return C_t; raises RefusedError (E-PRIV-15) if it is adaptive and was not broadcast."""
         if self.terms.adaptive and self.broadcast_clip is None:
             raise RefusedError("E-PRIV-15", "expected the clip of this round beside the model, found none")
         return self.terms.clip_at(round) if self.broadcast_clip is None else self.broadcast_clip
@@ -104,7 +104,7 @@ class SiloDpGuard(Guard):
         return noisy
 
     def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
-        """Add central noise to the sum, which is still on the grid; with silos' noise nothing is left to do."""
+        """Add central noise to the sum, which is still on the grid; with silos' noise there is nothing to do."""
         if not self.terms.central:
             return total
         noisy = dict(total)
@@ -123,7 +123,7 @@ class SiloDpGuard(Guard):
     def require_room(self) -> None:
         """Raise ConfigError (E-PRIV-20) unless shared noise fits the grid in round 0; each later round is checked anew.
 
-        A number that was cut to the grid's bound after its noise would no longer be part of a sum of noises.
+        A number clipped to the grid's bound after its noise would make the sum of noises wrong.
         """
         first = replace(self, broadcast_clip=self.terms.clip if self.terms.adaptive else None)
         for names, clip, noise in first._blocks(self.layout, 0):
@@ -139,7 +139,7 @@ class SiloDpGuard(Guard):
     def _require_room(self, segment: str, bound: float, sigma: float) -> None:
         steps = sigma * 2.0 ** (self.grid.frac_bits(segment) - self._fine(segment, sigma))
         most = bound + NOISE_STDS * sigma
-        if most > self.grid.bound(segment) * (1 + 1e-9):  # both were computed in floats
+        if most > self.grid.bound(segment) * (1 + 1e-9):  # both are floats
             raise ConfigError(
                 "E-PRIV-20",
                 f"expected a grid of at least {most:.4g} for {segment!r}, which it can be with noise, "
@@ -163,9 +163,9 @@ class SiloDpGuard(Guard):
         return bounds
 
     def _blocks(self, parts: Mapping[str, object], round: int) -> list[tuple[list[str], float, float]]:
-        """List (parts, clip, noise / clip) of the vectors that are clipped as one: the update, its bit, evaluation.
+        """List (parts, clip, noise / clip) of the vectors that are clipped jointly: the update, its bit, evaluation.
 
-        noise: that of one silo, or at the coordinator the central one.
+        noise: of one silo, or at the coordinator the central one.
         """
         alone = self.shared.alone if self.shared else float
         update = [name for name in sorted(parts) if name not in (*GLOBAL_PARTS, adaptive_clipping.PART)]
@@ -201,11 +201,11 @@ class SiloDpGuard(Guard):
         return dict(part.total) | ({"": part.weight} if part.weight.dim() else {})
 
     def _fine(self, segment: str, sigma: float) -> int:
-        """Return how many bits of the grid are left out, so that noise stays within the reach of float64."""
+        """Return how many bits of the grid are left out, so that noise stays in the range of float64."""
         return max(0, math.floor(math.log2(sigma)) + self.grid.frac_bits(segment) - _FINE_BITS)
 
     def _rounded(self, parts: Bundle, clip: float, noise: float) -> Bundle:
-        """Clip the joint vector to C minus what rounding can add, and round it; zero where a number is not finite."""
+        """Clip the joint vector to C minus the possible rounding, and round it; zero if a number is not finite."""
         slack, norm = 0.0, self._norm(parts)
         for name, part in parts.items():
             scale = self._scale(name)
@@ -213,7 +213,7 @@ class SiloDpGuard(Guard):
                 segment = name if key else f"{name}.weight"
                 step = 2.0 ** (self._fine(segment, noise * clip * scale) - self.grid.frac_bits(segment)) / scale
                 slack += value.numel() * (step / 2) ** 2
-        finite = math.isfinite(norm)  # else the hospital contributes zero: an error would tell that it did
+        finite = math.isfinite(norm)  # otherwise contribute zero: an error would reveal it
         bound = clip - math.sqrt(slack)
         if bound <= 0:
             raise ConfigError("E-PRIV-20", f"privacy.clip={clip}: the grid is too coarse for it; choose a larger one")
@@ -239,7 +239,7 @@ class SiloDpGuard(Guard):
         return self._mapped(parts, noisy, clip * noise)
 
     def _mapped(self, parts: Bundle, change: Callable[[str, Tensor, float], Tensor], sigma: float) -> Bundle:
-        """Change every tensor, in the order of names: what came over the wire may be in another."""
+        """Change every tensor, in the order of names, since received tensors may be in another order."""
         parts_changed = {}
         for name, part in parts.items():
             s = sigma * self._scale(name)
@@ -263,8 +263,8 @@ def coordinates(layout: Layout) -> int:
 def silo_level(run: RunSetup) -> SiloDpGuard:
     """Plan the guard of a run: noise from the member that takes part most often, weights from declared sizes.
 
-    Raises ConfigError: E-PRIV-17 when a size that weighs was not declared, E-PRIV-16 on what silo-level privacy does
-    not   cover: too many coordinates, personal models, weights that follow from data, noise that is not at the silo on
+    Raises ConfigError: E-PRIV-17 if a size used as a weight was not declared, E-PRIV-16 on what silo-level privacy does
+    not cover: too many coordinates, personal models, weights that follow from data, noise that is not at the silo on
     single silos' parts, exact sums over examples; E-PRIV-16, E-CFG-02 as `SharedNoise.of`, E-PRIV-20 as `require_room`.
     """
     manifest, method = run.manifest, run.method

@@ -109,7 +109,7 @@ def test_hospitals_begin_with_weights_that_the_lead_sent_and_end_in_the_bits_of_
         lead.show(second.id, home=world.home)
         said = capsys.readouterr().out
         assert f"starts from {first.id} after round 1" in said
-        assert f"the first run of the chain began with pretrained weights {named.object}" in said
+        assert f"the first run of the lineage began with pretrained weights {named.object}" in said
         export(first.id, out=tmp_path / "models", home=world.home)
         card = " ".join((tmp_path / "models" / f"{first.id}.md").read_text().split())
         assert f"starts from pretrained weights {named.object} (SHA-256 of the file: {named.file}" in card

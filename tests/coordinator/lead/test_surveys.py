@@ -63,8 +63,8 @@ def test_a_number_that_nobody_told_is_none_and_never_0():
     ("unnamed", "counts", "said"),
     [
         (0.0, "patients", ""),
-        (3.0, "images", "No hospital names patients: there each record counts as one"),
-        (2.0, "patients or images", "2 of 3 do not name patients: there each record counts as one"),
+        (3.0, "images", "No hospital names patients: there each record counts as a patient"),
+        (2.0, "patients or images", "2 of 3 do not name patients: there each record counts as a patient"),
     ],
 )
 def test_images_are_called_patients_by_nobody(unnamed, counts, said):
@@ -113,7 +113,7 @@ def test_quantiles_are_bins_of_what_was_told():
 def test_numbers_that_no_records_give_are_named(cells):
     found = answers_of(RUN, state(**cells))
     assert found.implausible == ("classes, 0",)
-    assert "no records give the numbers of classes, 0" in text(found)
+    assert "the numbers of classes, 0 are impossible" in text(found)
     assert answers_of(RUN, state()).implausible == ()
 
 

@@ -146,7 +146,10 @@ def test_measurements_of_a_hospital_stay_out_of_its_log(caplog):
     with caplog.at_level(logging.INFO):
         log_event(
             event(
-                "staged", "round 1: the received model is right on 17 of 40 own test examples", None, {"correct": 17}
+                "staged",
+                "round 1: the received model is right on 17 of 40 of this hospital's test images",
+                None,
+                {"correct": 17},
             ),
             "n",
         )

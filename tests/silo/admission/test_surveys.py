@@ -175,7 +175,7 @@ def test_images_of_data_that_name_no_patients_are_not_counted_as_patients(make, 
         (asked,) = service.store.approvals.all()
         request = RunRequest.from_json(asked.request)
         shown, policy = request.survey, Policy.read(home.policy)
-        said = f"at least 10 {word}" + ("; patients are not known here" if word == "images" else "")
+        said = f"at least 10 {word}" + ("; the data name no patients" if word == "images" else "")
         assert said in shown.sentence()
         assert said in next(c.policy for c in request.compare(policy) if c.what == "Questions")
         assert shown.head[2:4] == ("images", word if more else "images counted")
@@ -216,7 +216,7 @@ def test_what_the_hospital_approves_is_what_leaves(make, tmp_path):
     )
     assert rows["bits", "1 to 8"].becomes == NOT_ANSWERED
     assert not any(row.becomes == SUPPRESSED for row in shown.rows)
-    assert "A number that is not 0 is of at least 10 patients." in shown.sentence()
+    assert "Each number other than 0 counts at least 10 patients." in shown.sentence()
     service.store.approvals.decide(run.name, approved=True)
     hospital.sent()
     assert "the answers of a survey" in next(n.text for n in hospital.notices if n.event == "staged")

@@ -50,7 +50,7 @@ def test_a_line_that_cannot_be_written_ends_nothing(
         assert json.loads(last)["text"] == "there is room again"
     else:
         assert first.endswith("  the first")
-        assert missing.endswith("  2000 lines before this one could not be written here")
+        assert missing.endswith("  2000 lines before this one could not be written")
         assert last.endswith("  there is room again")
 
 

@@ -237,7 +237,7 @@ def test_a_hospital_approves_and_denies_by_id_or_name(capsys, tmp_path):
     home = ["--home", str(place.path)]
     store = SiloStore(place.database)
     assert run(["approve", *home]) == 0
-    assert "No run has asked for a decision" in capsys.readouterr().out
+    assert "No run waits for a decision" in capsys.readouterr().out
     assert store.approvals.ask("run-1", "a" * 64, "skin", "fedmr") is None
     assert [r["decided"] for r in answer(capsys, "approve", *home)["runs"]] == ["waits"]
     fails(capsys, "E-RUN-10", 2, "approve", "nobody", *home)

@@ -91,8 +91,8 @@ def test_what_of_an_evaluation_leaves_is_said_beside_the_word_of_the_policy() ->
         for send in ("clinical", "accuracy", "nothing")
     }
     assert said["basic", "clinical"] == (
-        "correct answers per class; 3 models, counted exactly: of a class with one test image here, the counts say "
-        "what the model made of that image",
+        "correct answers per class; 3 models, counted exactly: of a class with one test image here, the counts "
+        "reveal the model's answer for that image",
         "all of it leaves; 0 of at most 100 runs a day measured models here",
     )
     assert "confusion matrix" in said["clinical", "accuracy"][0]
@@ -184,7 +184,7 @@ def test_a_request_that_cannot_be_read_is_shown_by_its_sentence_alone(tmp_path, 
     asked = Approval("run", "m" * 64, "name", "what it asks", 1.0, None, text)
     found = PendingDecision.of(asked, PolicyAndLedger.of(Home(tmp_path / "home")))
     assert (found.request, found.previews, found.comparisons) == (None, None, ())
-    assert "not known" in found.spends
+    assert "unknown" in found.spends
 
 
 def test_the_names_that_a_policy_knows_are_those_of_the_private_profiles() -> None:

@@ -81,7 +81,8 @@ def test_a_plain_runs_answer_names_the_classes_trained_except_what_the_question_
     assert list(answered(hospital).trains) == [c for c, n in enumerate(counts.tolist()) if n >= enough and c != hidden]
     question = describe_request(CompiledRun.of(run))
     assert question.endswith(
-        "; before round 1 the coordinator hears which classes this hospital trains, except those that its policy hides "
+        "; before round 1 the coordinator learns which classes this hospital trains, except those that its policy "
+        "hides "
         "and those below its smallest counts"
     )
 
@@ -89,9 +90,7 @@ def test_a_plain_runs_answer_names_the_classes_trained_except_what_the_question_
 def test_the_question_of_a_masked_run_says_that_classes_are_counted_and_that_of_a_private_one_says_nothing():
     alone = "of a class that this hospital alone has, the sums are its own, without its name"
     question = describe_request(CompiledRun.of(masked_manifest(secagg=Secagg(1, census=True))))
-    assert (
-        "; before round 1 it is counted under masks at how many hospitals each class is trained; " + alone in question
-    )
+    assert "; before round 1 the number of hospitals per class is counted under masks; " + alone in question
     for run in (private(), masked_manifest(secagg=Secagg(1)), manifest(rounds=0)):
         assert "before round 1" not in describe_request(CompiledRun.of(run))
 

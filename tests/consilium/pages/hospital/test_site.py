@@ -323,7 +323,7 @@ def test_the_version_follows_what_is_shown_and_nothing_else(home) -> None:
     ("size", "noted", "headline"),
     [
         (155_244, True, "No image has left this hospital"),
-        (400_000, True, "An update that left this hospital was larger than its numbers"),
+        (400_000, True, "An update that left this hospital was larger than its declared numbers"),
         (155_244, False, "Updates have left this hospital; of some, only the size is known"),
     ],
 )
