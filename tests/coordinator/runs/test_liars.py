@@ -206,5 +206,5 @@ def test_a_run_of_two_says_once_what_bounds_one_of_them_and_of_each_round_that_n
         run = world.finished(world.submit(manifest("fedavg", rounds=2, names=names)).id, 60)
         said = [text for _, text in events(world, run.id, "warning")]
         assert [text.partition(":")[0] for text in said] == ["fewer than 3 silos", "round 1", "round 2"]
-        assert said[0].startswith("fewer than 3 silos: one of them may move the model by several times")
+        assert said[0].startswith("fewer than 3 silos: one of them can move the model by several times")
         assert said[0].endswith("one refused update pauses the run")
