@@ -1,8 +1,8 @@
-"""From plain values (JSON, TOML, YAML) to dataclasses: nothing unknown, nothing of a wrong type.
+"""From plain values (JSON, TOML, YAML) to dataclasses: unknown names and wrong types are refused.
 
-The dataclass is the schema: its fields' names, types and defaults. One converter serves the options of methods, models
-and privacy profiles, a run's configuration, its manifest and a hospital's policy, so that all refuse alike. Ranges are
-the dataclass's own to check (`validate`).
+The dataclass is the schema: its fields' names, types and defaults. One converter reads the options of methods, models
+and privacy profiles, a run's configuration, its manifest and a hospital's policy, so that all refuse the same input.
+The dataclass checks its ranges itself (`validate`).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from fl_core.suggest import did_you_mean, suggest
 
 T = TypeVar("T")
 Option = str | int | float | bool | list[int] | None
-"""What an option of a method, a model or a privacy profile may hold."""
+"""Possible values of an option of a method, a model or a privacy profile."""
 
 SCALARS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _NAMES = "names with values"
 _Read = Callable[[Any, Any], Any]
 _EXACT = 2**53
-"""Whole numbers up to here are floats, too."""
+"""Whole numbers up to here are exact in floats."""
 _WHOLE = range(-(2**63), 2**63)
 
 
 class ConversionError(ValueError):
     """A value does not fit its dataclass; the message says where, what was expected and what was found.
 
-    unknown: whether a name was found that the dataclass does not have.
+    unknown: the value had a name that the dataclass does not have.
     """
 
     def __init__(self, where: str, message: str, unknown: bool = False) -> None:
@@ -46,8 +46,8 @@ class ConversionError(ValueError):
 def structure(kind: type[T], raw: object, where: str) -> T:
     """Build a dataclass from plain values; `where` names them in messages.
 
-    Raises ConversionError on an unknown or missing name, a wrong type or NaN, and what the dataclass itself raises
-    where a value is out of range. An int is taken for a float, a list for a tuple, and nothing for anything else.
+    Raises ConversionError on an unknown or missing name, a wrong type or NaN, and the dataclass's own error on a value
+    out of range. An int is accepted as a float and a list as a tuple; nothing else is converted.
     """
     try:
         return CONVERTER.structure(raw, kind)
@@ -58,7 +58,7 @@ def structure(kind: type[T], raw: object, where: str) -> T:
 def read_options(kind: type[T], owner: str, options: Mapping[str, object]) -> T:
     """Build the options of a method, a model or a profile.
 
-    Raises ConfigError E-CFG-01 (unknown option), E-CFG-02 (value of a wrong type), or what the options' own check does.
+    Raises ConfigError E-CFG-01 (unknown option), E-CFG-02 (value of a wrong type), or the options' own errors.
     """
     try:
         return structure(kind, options, owner)
@@ -70,9 +70,9 @@ Value = TypeVar("Value")
 
 
 def stated(kind: type, options: Mapping[str, Value]) -> dict[str, Value]:
-    """Leave out options at their default that a method or a model gained later: `omitted_at_default` of its class.
+    """Leave out options at their default that a method or a model got later: `omitted_at_default` of its class.
 
-    Digests of what was written before stay as they were.
+    So digests of earlier manifests stay the same.
     """
     gained: frozenset[str] = getattr(kind, "omitted_at_default", frozenset())
     default = {f.name: f.default for f in fields(kind) if f.name in gained}
@@ -86,15 +86,15 @@ def rename(kind: type, **names: str) -> None:
 
 
 def parse_json(text: str) -> object:
-    """Read JSON of unknown origin; raises ConversionError where it is not valid or gives a name twice."""
+    """Read JSON of unknown origin; raises ConversionError if it is invalid or repeats a name."""
     try:
         return json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:  # also nested too deeply, or a number of thousands of digits
+    except (ValueError, RecursionError) as error:  # also for deep nesting, or a number of thousands of digits
         raise ConversionError("", f"expected JSON, found: {error}") from error
 
 
 def shown(value: object) -> str:
-    """Write a value shortly: numbers of thousands of digits and deep nests stay out of messages."""
+    """Write a value shortly: without numbers of thousands of digits and deep nesting."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):
@@ -116,7 +116,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _first_error(error: BaseException, where: str) -> Exception:
-    """Turn a tree of errors into one: an unknown name before a missing one, else the first that was found."""
+    """Reduce a tree of errors to one: an unknown name before a missing one, otherwise the first."""
     if not isinstance(error, BaseValidationError):
         return _conversion_error(error, where)
     inner = next((e for e in error.exceptions if isinstance(e, ForbiddenExtraKeysError)), error.exceptions[0])
@@ -157,7 +157,7 @@ def _option(value: object, _: object) -> object:
 
 
 def _plain(value: object) -> bool:
-    """Tell whether a value is text, true or false, a whole number of 64 bits, or a float that is not NaN."""
+    """Tell whether a value is text, a boolean, a whole number of 64 bits, or a float that is not NaN."""
     return value in _WHOLE if type(value) is int else type(value) in SCALARS and value == value
 
 

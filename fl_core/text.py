@@ -1,4 +1,4 @@
-"""Text that people type or export: one way to read it, whatever editor or system wrote it."""
+"""Reading text that people type or export, whatever editor or system wrote it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OTHER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def composed(text: str) -> str:
-    """Return one form (Unicode NFC) of a name, which a Mac writes in another (NFD) that looks the same."""
+    """Return a name in one form (Unicode NFC), since a Mac writes it in another (NFD) that looks the same."""
     return unicodedata.normalize("NFC", text)
 
 
@@ -37,7 +37,7 @@ def read_text(file: Path, most: int | None = None) -> str:
 
 @contextmanager
 def opened(file: Path) -> Iterator[IO[str]]:
-    """Open a file to read it line by line, line ends as they are; raises as `read_text`, also while it is read."""
+    """Open a file to read it line by line, line ends unchanged; raises as `read_text`, also while it is read."""
     with _named_encoding(), file.open("rb") as stream:
         yield _decoder(stream, "")
 

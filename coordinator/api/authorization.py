@@ -115,8 +115,8 @@ def authorize(
 class Authorizer:
     """Decides about each call from its certificate and the current store.
 
-    on_refusal: called with every refused peer whose certificate could be read. Guarantees: nothing is cached between
-    calls, so a revocation applies from the next call on.
+    on_refusal: called with every refused peer whose certificate could be read.
+    Guarantees: nothing is cached between calls, so a revocation applies from the next call on.
     """
 
     consortium: str

@@ -106,15 +106,15 @@ def manifest_from(
 ) -> RunManifest:
     """Freeze a run over the silos `names`, in this order.
 
-    sizes: their declared sizes, for private runs   basic_only: those whose version knows no clinical metrics examples:
-    their declared numbers of examples, for masked runs; 0 if not declared dictionaries: their declared label
-    dictionaries, by name.
+    sizes: their declared sizes, for private runs   basic_only: those whose version knows no clinical metrics
+    examples: their declared numbers of examples, for masked runs; 0 if not declared
+    dictionaries: their declared label dictionaries, by name.
 
-    A run with record-level privacy uses the private form of its method, and the manifest states it. Raises ConfigError
-    if the method, the model, the data and the privacy profile do not fit together; RefusedError (E-PRIV-01) for an
-    unknown privacy profile, (E-PRIV-20) on a number outside its range, (E-RUN-38) on a model that cannot be trained in
-    the free memory of this machine, which the check of the layout does once. A start is named by its weights only:
-    whoever has them completes it.
+    A run with record-level privacy uses the private form of its method, and the manifest states it.
+    Raises ConfigError if the method, the model, the data and the privacy profile do not fit together; RefusedError
+    (E-PRIV-01) for an unknown privacy profile, (E-PRIV-20) on a number outside its range, (E-RUN-38) on a model that
+    cannot be trained in the free memory of this machine, which the check of the layout does once. A start is named by
+    its weights alone: whoever has them completes it.
     """
     schema = schema_of(spec)
     privacy, method = _choice(spec.privacy), _method_choice(spec, names, schema)

@@ -78,8 +78,8 @@ class LeadClient:
     def open(cls, home: Path, lead: str | None = None) -> LeadClient:
         """Connect to a home's service as a lead whose certificate is in it.
 
-        lead: whose; otherwise the one in CONSILIUM_LEAD, otherwise the one that `coordinator init` made. Raises
-        UnavailableError (E-NET-01) if no service runs there; ConfigError (E-ID-11) without a certificate.
+        lead: whose; otherwise the one in CONSILIUM_LEAD, otherwise the one that `coordinator init` made.
+        Raises UnavailableError (E-NET-01) if no service runs there; ConfigError (E-ID-11) without a certificate.
         """
         credentials = credentials_of(home, lead)
         try:

@@ -30,10 +30,10 @@ _Z = NormalDist().inv_cdf((1 + LEVEL) / 2)
 class ComparableHospitals:
     """The hospitals that can be compared.
 
-    compared: their balanced accuracies over `classes`, the positions of the classes that all of them have lowest, gap:
-    the hospital with the lowest, and the distance to the highest; None with fewer than two interval: of the gap
-    cannot_rank: why the order may be chance; empty if it is not. Guarantees: if a model does equally well everywhere,
-    at most one evaluation in 20 ranks hospitals.
+    compared: their balanced accuracies over `classes`, the positions of the classes that all of them have
+    lowest, gap: the hospital with the lowest, and the distance to the highest; None with fewer than two
+    interval: of the gap   cannot_rank: why the order may be chance; empty if it is not.
+    Guarantees: if a model does equally well everywhere, at most one evaluation in 20 ranks hospitals.
     """
 
     compared: Mapping[str, float]

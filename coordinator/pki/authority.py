@@ -83,8 +83,8 @@ class Authority:
         """Create the CA and the service's first certificate; raises StateError (E-STATE-44) if there is a CA.
 
         addresses: `host:port`, as silos dial them; the hosts become names in the service's certificate   secret:
-        passphrase that encrypts the key; raises ConfigError (E-CFG-02) if it is too short. Guarantees: after a crash
-        there is either no authority (create it again) or a complete one.
+        passphrase that encrypts the key; raises ConfigError (E-CFG-02) if it is too short.
+        Guarantees: after a crash there is either no authority (create it again) or a complete one.
         """
         final, aside = home / FOLDER, home / f".{FOLDER}.new"
         cls.require_none(home)

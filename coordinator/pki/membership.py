@@ -78,8 +78,8 @@ class Membership:
         """Certify the key of an invited silo's request; see `MemberStore.enrol`.
 
         proof: the signature of a member's newest key over the next one, if it joins again. The roster contains it, so
-        that other silos accept the new key; without it they ask for consent. A revoked key proves nothing. Raises
-        RefusedError (E-ID-13) if the proof is not by the newest key of this member.
+        that other silos accept the new key; without it they ask for consent. A revoked key proves nothing.
+        Raises RefusedError (E-ID-13) if the proof is not by the newest key of this member.
         """
         authority, name = self._authority(), peer.identity.name
         public = certificates.public_key(certificates.load_request(csr_pem))

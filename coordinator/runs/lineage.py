@@ -81,8 +81,9 @@ class RunLineage:
     def require_fits(self, parent: StoredRun | None, manifest: RunManifest) -> None:
         """Refuse a run that would count a hospital twice, or one that has withdrawn, or sums of other features.
 
-        parent: the run that it continues, if any. Raises StateError (E-RUN-11) on a parent that no run may continue;
-        ConfigError: E-RUN-05 on a member, E-CFG-08 on options and E-CFG-23 on data that do not fit the parent's sums.
+        parent: the run that it continues, if any.
+        Raises StateError (E-RUN-11) on a parent that no run may continue; ConfigError: E-RUN-05 on a member, E-CFG-08
+        on options and E-CFG-23 on data that do not fit the parent's sums.
         """
         adding, out = manifest.kind.trains and manifest.method.name == Analytic.name, _digests(manifest.method.options)
         if out:

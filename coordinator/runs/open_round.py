@@ -25,8 +25,8 @@ _HISTORY = 50
 class AwaitedSilo:
     """A silo that a run waits for, as a lead sees it.
 
-    left: seconds until it is given up   offline: seconds since it was last connected, None while it is classes: that
-    no other silo has brought in this round.
+    left: seconds until it is given up   offline: seconds since it was last connected, None while it is
+    classes: that no other silo has brought in this round.
     """
 
     name: str

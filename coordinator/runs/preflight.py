@@ -38,8 +38,9 @@ def ask_preflight(
 
     excluded: silos that are not asked   all_answer: a disconnected silo is asked when it connects, and awaited until
     the run's deadline; otherwise only connected silos are asked, and one that does not answer in time is offered its
-    task quorum: set by the lead; the run begins with that many although others refuse; 0: a refusal stops it check: of
-    a masked run, of a silo's keys; its errors count as that silo's refusal   roster: sent with the question.
+    task
+    quorum: set by the lead; the run begins with that many although others refuse; 0: a refusal stops it
+    check: of a masked run, of a silo's keys; its errors count as that silo's refusal   roster: sent with the question.
 
     Raises RefusedError (E-RUN-36), which names every silo that refused, with its code; UnavailableError (E-RUN-37),
     which names required silos that did not answer; RunInterrupted if the run was aborted or the service stops.

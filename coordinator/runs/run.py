@@ -294,9 +294,9 @@ class HospitalPort:
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
         """Ask the silo for its update and return it; it is read when it is added.
 
-        In a round with a fixed set only its updates are taken, and a lost one is asked for again. Raises
-        FederationError if the silo refuses, is revoked, excluded or given up: the round continues without it. Raises
-        RunInterrupted if the run was aborted or the service stops: the round ends unclosed.
+        In a round with a fixed set only its updates are taken, and a lost one is asked for again.
+        Raises FederationError if the silo refuses, is revoked, excluded or given up: the round continues without it.
+        Raises RunInterrupted if the run was aborted or the service stops: the round ends unclosed.
         """
         run, store = self.run, self.run.services.store
         task = run.task(self.name, msg, context, kind)

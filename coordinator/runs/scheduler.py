@@ -62,9 +62,10 @@ class RunScheduler:
         """Accept a run and queue it; a repeated submission with one request id is one run.
 
         start_from: the id of a run whose last model this one starts from. A start that the manifest names only by its
-        weights is completed like one from a run: see `start_point.resolve`. Raises ConfigError (E-RUN-05: a silo is no
-        member, E-CFG-02: the request id came with another configuration, E-RUN-10: no such run to start from),
-        RefusedError (E-PRIV-01: an unknown privacy profile), as `RunLineage.require_fits` and as `resolve`.
+        weights is completed like one from a run: see `start_point.resolve`.
+        Raises ConfigError (E-RUN-05: a silo is no member, E-CFG-02: the request id came with another configuration,
+        E-RUN-10: no such run to start from), RefusedError (E-PRIV-01: an unknown privacy profile), as
+        `RunLineage.require_fits` and as `resolve`.
         """
         enrolled = self.store.members.member_names()
         for member in manifest.members:

@@ -41,9 +41,9 @@ def unless_over(write: Callable[[], T]) -> T:
 class RoundTask:
     """One silo's part of a round.
 
-    due: time.monotonic() of the round's deadline, as in the offer; `OpenRound` decides when a silo is given up attempt:
-    how often the run was resumed incarnation, included_before: as in the message `Offer`   masks: its fields for a
-    masked run.
+    due: time.monotonic() of the round's deadline, as in the offer; `OpenRound` decides when a silo is given up
+    attempt: how often the run was resumed
+    incarnation, included_before: as in the message `Offer`   masks: its fields for a masked run.
     """
 
     run_id: str
@@ -123,8 +123,8 @@ def no_answer() -> FederationError:
 class PendingTask:
     """A task or preflight that waits for its one outcome: a delivery, an answer, an error or an interruption.
 
-    offered: its silo is asked for it, now and in each new session entry, trains: keys and classes from a preflight's
-    answer.
+    offered: its silo is asked for it, now and in each new session
+    entry, trains: keys and classes from a preflight's answer.
     """
 
     task: RoundTask | Preflight

@@ -39,8 +39,9 @@ Submit = Callable[[RunManifest, str, str, str], StoredRun]
 class AffectedRun:
     """A run that a hospital has withdrawn from, or would.
 
-    given: its updates in the model   by: the run that takes its sums out   reason: why they cannot be taken out left:
-    the others whose updates the model has   fetched: who read the model, and when   at: 0 if nothing is recorded.
+    given: its updates in the model   by: the run that takes its sums out   reason: why they cannot be taken out
+    left: the others whose updates the model has   fetched: who read the model, and when   at: 0 if nothing is
+    recorded.
     """
 
     silo: str

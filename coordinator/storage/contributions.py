@@ -43,8 +43,9 @@ class ContributionStore:
         """Record that a silo will send an object; return it, and whether an earlier upload must be discarded.
 
         Until it is committed, an announced object may be replaced (the silo lost its disk and trained again), together
-        with its attestation `stated` and the separate part `sealed`. Raises ProtocolError (E-WIRE-07) if another object
-        was committed under this id; StateError (E-RUN-06) if the round is not open.
+        with its attestation `stated` and the separate part `sealed`.
+        Raises ProtocolError (E-WIRE-07) if another object was committed under this id; StateError (E-RUN-06) if the
+        round is not open.
         """
         with self._db.write() as db:
             existing = _contribution(db, wanted.id)

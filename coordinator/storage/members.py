@@ -210,8 +210,9 @@ class MemberStore:
     ) -> IssuedCertificate:
         """Use up an invitation for a key and return the certificate that `sign` makes for it.
 
-        proofs: the chain by which other silos accept this key of a member that joins again. Guarantees: the same key
-        gets the same certificate until its first use; of two keys that race for one invitation one gets a certificate.
+        proofs: the chain by which other silos accept this key of a member that joins again.
+        Guarantees: the same key gets the same certificate until its first use; of two keys that race for one invitation
+        one gets a certificate.
         Raises RefusedError: E-ID-24 if the invitation was used up, E-ID-13 if it is unknown, withdrawn or expired.
         """
         now = self._clock()

@@ -62,8 +62,9 @@ class RunStore:
     ) -> StoredRun:
         """Add a waiting run or return that of its request id; raises ConfigError (E-CFG-02) if the two differ.
 
-        sizes: training and test examples that its silos declare, 0 if not declared. start: the server state (digest,
-        size) of a run whose manifest names its start weights: the object that silos fill the model with before round 0
+        sizes: training and test examples that its silos declare, 0 if not declared.
+        start: the server state (digest, size) of a run whose manifest names its start
+        weights: the object that silos fill the model with before round 0
         other: the model that is measured as well, needed until the closing evaluation is closed.
         """
         with self._db.write() as db:
@@ -268,9 +269,9 @@ class RunStore:
     ) -> StoredRun:
         """Store a round's result, the server state after it (digest, size) and the run's progress.
 
-        The closing evaluation has no new state (None) and finishes the run. model_digest: empty if unknown. replaces: a
-        run whose state is deleted when this one is finished, since it contains a withdrawn hospital's sums. Raises
-        StateError (E-RUN-11) if the run has ended in between.
+        The closing evaluation has no new state (None) and finishes the run. model_digest: empty if unknown.
+        replaces: a run whose state is deleted when this one is finished, since it contains a withdrawn hospital's sums.
+        Raises StateError (E-RUN-11) if the run has ended in between.
         """
         train, now = record.kind.trains, self._clock()
         with self._db.write() as db:

@@ -1,7 +1,7 @@
-"""Guards whose public setting follows what earlier rounds released.
+"""Guards with a public setting that follows the releases of earlier rounds.
 
-The setting is a group of the server's state. So it is checkpointed with the model and broadcast with it, and what the
-silos' guards send back is a part of the bundle of the same name; no method sees either.
+The setting is a group of the server's state. So it is checkpointed with the model and broadcast with it; the silos'
+guards answer in the bundle's part of the same name. Methods see neither.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def groups(guards: Iterable[Guard]) -> frozenset[str]:
 
 
 def method_state(state: Mapping[str, Tensors], names: frozenset[str]) -> State:
-    """Return the groups that a method may see: those of guards are left out."""
+    """Return the groups that a method may see: all except those of guards."""
     return {name: value for name, value in state.items() if name not in names}
 
 
@@ -27,9 +27,9 @@ def guards_for_round(guards: Sequence[Guard], msg: State) -> list[Guard]:
 
 
 def current_settings(guards: Sequence[Guard], server: State, round: int) -> State:
-    """Return the settings of a round: those in the server's state, in round 0 those to start from.
+    """Return the settings of a round: those in the server's state, or in round 0 the initial ones.
 
-    Raises StateError (E-STATE-22) when a later round's state has lost one: it never starts over.
+    Raises StateError (E-STATE-22) if a later round's state has lost one: it never starts over.
     """
     settings: dict[str, Tensors] = {}
     for guard in guards:

@@ -1,4 +1,4 @@
-"""The sum of a round's updates in the fixed-point format: one, whatever the number of silos and their order."""
+"""The sum of a round's updates in the fixed-point format, independent of the number of silos and their order."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fl_core.aggregation.number_blocks import Blocks, add_units, blocks, split
 from fl_core.types.values import Bundle, Layout, Part, PartSpec
 
 Factors = Mapping[tuple[str, str], "float | Tensor"]
-"""(part, tensor) -> what its values are multiplied by, all of them or each row (C,)."""
+"""(part, tensor) -> the factor of its values, for all of them or for each row (C,)."""
 NO_FACTORS: Factors = {}
 
 
 class Aggregator:
-    """One exact sum over the updates of a round; each is added on arrival and not kept.
+    """One exact sum over the updates of a round; each is added on arrival and then dropped.
 
-    unsummed: parts that are kept one by one, for methods that must see them.
+    unsummed: parts that are kept one by one, for methods that need them.
 
-    Guarantees: the same updates in any order give the same bytes. Memory is the sum, one tensor of one update, and what
-    is kept one by one, whatever the number of silos.
+    Guarantees: the same updates in any order give the same bytes. Memory is the sum, one tensor of one update, and the
+    unsummed parts, whatever the number of silos.
     """
 
     def __init__(self, layout: Layout, grid: FixedPointFormat, unsummed: Collection[str] = ()) -> None:
@@ -33,10 +33,10 @@ class Aggregator:
         self._unsummed: dict[str, dict[int, Part]] = {name: {} for name in layout if name in unsummed}
 
     def add(self, update: Bundle, silo: int = 0, factors: Factors = NO_FACTORS) -> None:
-        """Add an update, or some of its parts, that was checked; floats are encoded here, integers are encoded already.
+        """Add a checked update, or some of its parts; floats are encoded here, integers are encoded already.
 
-        silo: its index in the roster, the order of what is kept one by one   factors: what tensors are multiplied by
-        Raises ProtocolError (E-WIRE-06) where a file can no longer be read: the sum is then unusable.
+        silo: its index in the roster, which orders unsummed parts   factors: multipliers of tensors
+        Raises ProtocolError (E-WIRE-06) if a file can no longer be read: the sum is then unusable.
         """
         for name, part in update.items():
             if name in self._unsummed:
@@ -54,18 +54,18 @@ class Aggregator:
             self._add(self.grid.segment(name, None), split(part.weight), sums.weight)
 
     def add_weight(self, name: str, weight: Tensor) -> None:
-        """Add a weight without its values, for aggregators that `put` something else than their sum."""
+        """Add a weight without its values, for aggregators that `put` another result than the sum."""
         self._add(self.grid.segment(name, None), split(weight), self._sums[name].weight)
 
     def put(self, name: str, key: str, start: int, units: Tensor) -> None:
-        """Set some of a tensor's numbers in integer units."""
+        """Set some of a tensor's numbers, in integer units."""
         self._sums[name].total[key].view(-1)[start : start + len(units)] = units
 
     def _add(self, segment: str, numbers: Blocks, into: Tensor, factor: float | None = None) -> None:
         self.clipped += add_units(self.grid, segment, numbers, into, factor)
 
     def total(self) -> Bundle:
-        """Return the sum so far in integer units, which later updates change; unsummed parts stacked by roster."""
+        """Return the sum so far in integer units, which later updates change; unsummed parts are stacked by roster."""
         total = dict(self._sums)
         for name, kept in self._unsummed.items():
             parts, empty = [kept[silo] for silo in sorted(kept)], _zeros(self.layout[name])

@@ -1,8 +1,8 @@
-"""Rows of a class that are opened in a masked run are sums over at least k hospitals: others stay at the silo.
+"""The contributor floor of masked runs: rows of a class are sent only if at least k hospitals contribute to their sum.
 
-Before round 0 a census counts the hospitals H_j that will contribute rows of class j: one word for each class and
-silo, 1 or 0, summed under masks. H is public from then on, and each silo leaves out rows of classes with H_j < k. Where
-sums per class are opened also in rounds in which a hospital is absent, so many more are asked for as may be absent.
+Before round 0 a census counts the hospitals H_j that will contribute rows of class j: one word for each class and silo,
+1 or 0, summed under masks. H is public from then on, and each silo leaves out rows of classes with H_j < k. If sums per
+class are also opened in rounds with absent hospitals, k grows by the number that may be absent.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fl_core.types.interfaces import Guard, LocalData
 from fl_core.types.values import Bundle, Layout, Part, PartSpec, RoundContext, Tensors
 
 HOSPITALS = "hospitals"
-"""The part of a census, and group and tensor of the state that have its answer."""
+"""The part of a census, and the group and tensor of the state with its result."""
 CENSUS = f"{HOSPITALS}.weight"
-"""The segment of a census on the grid."""
+"""The grid segment of a census."""
 
 
 def census_layout(n_classes: int) -> Layout:
@@ -29,10 +29,10 @@ def census_layout(n_classes: int) -> Layout:
 
 
 def census(data: LocalData, context: RoundContext, rows: bool = True) -> Bundle:
-    """Say of which classes a silo will contribute rows: `LocalData.contributes`, nothing where it submits none.
+    """Return the classes of which a silo will contribute rows: `LocalData.contributes`, none if it submits none.
 
-    rows: whether updates of the run have rows of classes; of one without, which classes the silo trains.
-    Guarantees: a class is counted here only where no rule of the hospital keeps its rows back.
+    rows: the run's updates have rows of classes; otherwise the result is the classes that the silo trains.
+    Guarantees: a class is counted only if no rule of the hospital suppresses its rows.
     """
     contributed = data.contributes().float()
     return {HOSPITALS: Part({}, contributed if context.prototypes or not rows else torch.zeros_like(contributed))}
@@ -42,9 +42,9 @@ def census(data: LocalData, context: RoundContext, rows: bool = True) -> Bundle:
 class ContributorFloor(Guard):
     """Leaves out rows of classes that fewer than `least` hospitals have.
 
-    parts: that have rows of classes, one for each or as many for each, those of one class together.
+    parts: with rows of classes, one for each or equally many for each, those of one class together.
 
-    Guarantees: without the census of the run, every row is left out.
+    Guarantees: without the run's census, every row is left out.
     """
 
     parts: frozenset[str]
@@ -57,7 +57,7 @@ class ContributorFloor(Guard):
         return {HOSPITALS: torch.zeros(self.n_classes)}
 
     def with_setting(self, setting: Tensors | None) -> ContributorFloor:
-        """Take the answer of the census; raises RefusedError (E-RUN-51) where it is none."""
+        """Apply the result of the census; raises RefusedError (E-RUN-51) on an invalid one."""
         counts = None if setting is None else setting.get(HOSPITALS)
         if counts is None or counts.shape != (self.n_classes,):
             raise RefusedError(

@@ -1,8 +1,8 @@
-"""Aggregators that look at single numbers or at distances instead of adding: medians, trimmed and geometric.
+"""Aggregators that do not add: coordinate-wise median and trimmed mean, and geometric median.
 
 All updates of a round are read tensor by tensor, from their files or from memory: one tensor of each is in memory at
-once. Weights are added as ever; the values become the aggregate of the silos' means times the sum of weights, which
-`merge` divides again. Silos count alike in the median and the trimmed mean, by weight in the geometric median.
+once. Weights are added as usual; the values become the aggregate of the silos' means times the sum of weights, which
+`merge` divides again. Silos count equally in the median and the trimmed mean, by weight in the geometric median.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_UNITS = 2.0**62
 
 
 def check_supported(method: Method, layout: Layout, aggregator: str) -> None:
-    """Raise ConfigError (E-CFG-08) where a method's server needs sums, or has parts with a weight per class."""
+    """Raise ConfigError (E-CFG-08) if a method's server needs sums, or has parts with a weight per class."""
     values = {name: spec for name, spec in layout.items() if name not in METRIC_PARTS}
     rules = method.part_rules
     why = ""
@@ -46,7 +46,7 @@ def check_supported(method: Method, layout: Layout, aggregator: str) -> None:
 
 
 class CoordinatewiseSum(RoundSum):
-    """A round's aggregate of single numbers or of distances; updates wait until all are there.
+    """A round's coordinate-wise or distance-based aggregate; updates wait until all have arrived.
 
     Guarantees: a function of the set of updates; the weight of a part is the sum of its silos' weights.
     """
@@ -84,7 +84,7 @@ class CoordinatewiseSum(RoundSum):
 
     @staticmethod
     def _blocks(name: str, updates: Sequence[Bundle], weights: Values) -> Iterator[tuple[str, int, Values]]:
-        """Yield (tensor, place, mean values (n, block))."""
+        """Yield (tensor, position, mean values (n, block))."""
         for key in updates[0][name].total:
             tensors = [u[name].total[key].reshape(-1) for u in updates]
             for start in range(0, tensors[0].numel(), BLOCK):
@@ -101,7 +101,7 @@ class CoordinatewiseSum(RoundSum):
         return medians
 
     def _shares(self, name: str, updates: Sequence[Bundle], weights: Values) -> Values | None:
-        """Return what each update counts in the geometric median, by Weiszfeld's steps from the mean."""
+        """Return each update's weight in the geometric median, by Weiszfeld's steps from the mean."""
         if not isinstance(self._options, GeometricMedian):
             return None
         shares: Values = weights / weights.sum()

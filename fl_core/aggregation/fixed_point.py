@@ -2,12 +2,11 @@
 
 A value v becomes the integer rint(v * 2^f); integers are added, so the sum does not depend on the order of arrival,
 needs one accumulator, and a masked and a plain run on the same grid agree to the last bit. Per segment s (a part's
-totals, the batch norm statistics among them where they have a bound of their own, or its weight) with bound B_s, for at
-most n silos,
+totals, its batch norm statistics if they have a separate bound, or its weight) with bound B_s, for at most n silos,
 
-    f_s = floor(log2((2^(w-1) - 1) / (n * B_s)))        w = 64 (`ring64`, plain runs) or 32 (`ring32`, masked runs)
+f_s = floor(log2((2^(w-1) - 1) / (n * B_s)))        w = 64 (`ring64`, plain runs) or 32 (`ring32`, masked runs)
 
-so n values inside their bound never overflow; f_s is negative where B_s is larger than the ring. Values outside their
+so n values within their bound never overflow; f_s is negative if B_s is larger than the ring. Values outside their
 bound are clipped, counted and reported.
 """
 
@@ -34,11 +33,11 @@ RING64_BOUND = 2.0**24
 """Bound of every segment of a plain run: weight times value of one silo, 16.7 million."""
 
 BUFFERS = ("running_mean", "running_var")
-"""How names of batch norm's statistics end, whatever model they are part of."""
+"""Endings of the names of batch norm's statistics in any model."""
 Ring = Literal["ring64", "ring32"]
 _BOUNDS = (2.0**-64, 2.0**64)
 _LEAST_BITS = 16
-"""Of a value below its bound, sign apart: a grid without them is refused."""
+"""Minimum bits of a value below its bound, without the sign: coarser grids are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +45,8 @@ class FixedPointFormat:
     """The public grid of a run, frozen in its manifest.
 
     bounds: segment -> B_s, where a segment is a part's name, "<part>.weight", or "<part>.buffers" for its batch norm
-    statistics, which are of the part's own segment unless this one is named; another segment that is not named takes
-    2^24 on ring64 and is an error on ring32, which has no room to spare.
+    statistics, which otherwise belong to the part's own segment; other segments have 2^24 on ring64 and are an error on
+    ring32, which has no room to spare.
     """
 
     ring: Ring = "ring64"
@@ -55,7 +54,7 @@ class FixedPointFormat:
     bounds: Mapping[str, float] = field(default_factory=dict)
 
     def check(self, silos: int) -> None:
-        """Raise ConfigError (E-CFG-02) on a grid that sums of so many silos do not fit, whoever made it."""
+        """Raise ConfigError (E-CFG-02) if sums of so many silos do not fit on the grid."""
         if self.n_max < silos:
             raise ConfigError(
                 "E-CFG-02", f"expected a grid for {silos} silos, found one for {self.n_max}: make another"
@@ -65,14 +64,14 @@ class FixedPointFormat:
             self.frac_bits(segment)
 
     def segment(self, part: str, key: str | None) -> str:
-        """Name the segment of one of a part's tensors; None: of its weight."""
+        """Return the segment of one of a part's tensors; None: of its weight."""
         if key is None:
             return f"{part}.weight"
         buffers = f"{part}.buffers"
         return buffers if key.endswith(BUFFERS) and buffers in self.bounds else part
 
     def bound(self, segment: str) -> float:
-        """Return B_s, rounded down to what the grid can hold."""
+        """Return B_s, rounded down to what the grid can represent."""
         if segment in self.bounds:
             return self.bounds[segment]
         if self.ring == "ring32":
@@ -80,17 +79,17 @@ class FixedPointFormat:
         return RING64_BOUND
 
     def frac_bits(self, segment: str) -> int:
-        """Return f_s, negative where units are larger than 1; raises ConfigError (E-CFG-08) for too many silos."""
+        """Return f_s, negative if units are larger than 1; raises ConfigError (E-CFG-08) for too many silos."""
         return _frac_bits(self.ring, self.n_max, self.bound(segment))
 
     def encode(self, segment: str, value: Tensor) -> tuple[Tensor, int]:
-        """Encode floats: int64 units of 2^-f and the number of values that were clipped. Integers are units already.
+        """Encode floats as int64 units of 2^-f; also return the number of clipped values. Integers are units already.
 
-        Raises ProtocolError (E-WIRE-05) when a value is NaN or infinite: one such value would poison the sum.
+        Raises ProtocolError (E-WIRE-05) on NaN or infinity: one such value would spoil the sum.
         """
         if not value.is_floating_point():
             return value, 0
-        # NumPy: torch's threads wait for each other at every step, many times as long as the step where cores are busy.
+        # NumPy: on busy cores, torch's threads would wait for each other many times longer than a step takes.
         bound, scale, exact = self.bound(segment), 2.0 ** self.frac_bits(segment), as_numpy(value).astype(np.float64)
         clipped = 0
         if not (exact.min(initial=0.0) >= -bound and exact.max(initial=0.0) <= bound):  # or NaN
@@ -98,7 +97,7 @@ class FixedPointFormat:
                 raise ProtocolError("E-WIRE-05", f"expected finite numbers in {segment!r}, found NaN or infinity")
             outside, top = np.abs(exact) > bound, float(math.floor(bound * scale)) / scale
             exact, clipped = np.where(outside, np.copysign(top, exact), exact), int(np.count_nonzero(outside))
-        exact *= scale  # in place, as the next: most of the time goes where new memory is asked for
+        exact *= scale  # in place, like the next: allocating memory would take most of the time
         np.rint(exact, out=exact)
         return torch.from_numpy(exact.astype(np.int64)).to(value.device), clipped
 
@@ -127,7 +126,7 @@ def _frac_bits(ring: Ring, n_max: int, bound: float) -> int:
 
 
 class FixedPoint(Guard):
-    """The guard that encodes: at the silo when a mask follows, on arrival in a plain run."""
+    """The guard that encodes: at the silo if a mask follows, on arrival in a plain run."""
 
     def __init__(self, grid: FixedPointFormat) -> None:
         self.grid = grid

@@ -1,9 +1,9 @@
-"""A round's update as two flat blocks of ring words, of one length whatever a silo holds: what a mask can cover.
+"""A round's update as two flat blocks of ring words, equally long for every silo: the form that masks cover.
 
-`classes` has the parts that tell of single classes: those with a weight per row or with class counts, and what an
-evaluation measures. `model` has everything else. Within a block parts come by name, within a part tensors by name, then
-the weight; row by row. Each block begins with `CHECK_WORDS` words of value 1, whose sums say how many updates were
-added: masks that did not cancel make random numbers of them.
+`classes` has the parts that reveal single classes: those with a weight per row or with class counts, and evaluation
+results. `model` has everything else. Within a block, parts are ordered by name, within a part tensors by name, then the
+weight; row by row. Each block begins with `CHECK_WORDS` words of value 1, whose sums are the number of added updates:
+masks that did not cancel make random numbers of them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MODEL, CLASSES = "model", "classes"
 BLOCKS = (MODEL, CLASSES)
 CHECK_WORDS = 4
 WORDS = "words"
-"""The one tensor of a block, where an update is a bundle of two blocks."""
+"""The only tensor of a block, if an update is a bundle of two blocks."""
 
 
 class Segment(NamedTuple):
-    """A tensor of an update, or a part's weight (key: None), and where it lies in its block, in words."""
+    """A tensor of an update, or a part's weight (key: None), and its position in its block, in words."""
 
     part: str
     key: str | None
@@ -43,9 +43,9 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """How the updates of one kind of round lie in their two blocks; both sides make it of the manifest.
+    """The positions of an update's tensors in its two blocks, by kind of round, derived from the manifest.
 
-    layout: of that kind of round, guards' parts included   rules: as `Method.part_rules`.
+    layout: of that kind of round, including guards' parts   rules: as `Method.part_rules`.
     """
 
     layout: Layout
@@ -73,7 +73,7 @@ class FlatLayout:
                 start = segment.stop
 
     def words(self, block: str) -> int:
-        """Count the words of a block, check words included."""
+        """Count the words of a block, including check words."""
         last = self.segments[block]
         return last[-1].stop if last else CHECK_WORDS
 
@@ -87,7 +87,7 @@ class FlatLayout:
         return torch.int32 if self.grid.ring == "ring32" else torch.int64
 
     def flatten(self, units: Bundle) -> Bundle:
-        """Lay out an update that is on the grid, in integer units; each number is within its ring."""
+        """Lay out an update on the grid, in integer units; each number is within its ring."""
         blocks = {}
         for block, segments in self.segments.items():
             words = torch.empty(self.words(block), dtype=self.dtype)
@@ -98,7 +98,7 @@ class FlatLayout:
         return blocks
 
     def unflatten(self, sums: Mapping[str, Tensor]) -> Bundle:
-        """Read sums of blocks (words,) back as parts in integer units; a block that is not there is all zeros."""
+        """Convert sums of blocks (words,) back to parts in integer units; a missing block is all zeros."""
         total = {part: dict[str, Tensor]() for part in self.layout}
         weights = dict[str, Tensor]()
         for block, segments in self.segments.items():

@@ -30,7 +30,7 @@ from fl_core.types.enums import Weighing
 from fl_core.types.values import PartSpec
 
 VALUE, STATISTIC, FEATURE = 4.0, 4096.0, 64.0
-"""Of a difference, of a mean or a variance of batch norm, of one number of a feature: mean values of a silo."""
+"""Bounds on mean values of a silo: of a difference, of a batch norm statistic, of one number of a feature."""
 UNDECLARED = 2.0**20
 NOISE_STDS = 13.5
 _WORD = {"ring32": 31, "ring64": 63}
@@ -41,8 +41,8 @@ def bounded_grid(
 ) -> FixedPointFormat:
     """Make the grid of a masked run of so many silos.
 
-    check: of its updates, whose noise is known   largest: declared sizes, infinite where nobody declares
-    clipped: parts of which a guard bounds each number, with the bound; None where that one moves.
+    check: of its updates, with their noise   largest: declared sizes, infinite if none is declared
+    clipped: parts whose numbers a guard bounds, with the bound; None if the bound changes.
     Raises ConfigError (E-CFG-08) on a part without a bound on ring32.
 
     Guarantees: ring64 is the grid of a plain run, so sums are equal to the bit. A census is counted in words of 1.
@@ -82,9 +82,9 @@ class _Bounds:
             yield f"{part}.buffers", STATISTIC * weight
 
     def _weight(self, part: str, spec: PartSpec) -> tuple[float, float]:
-        """Return the most that a weight is, and that noise adds to it."""
+        """Return the largest weight, and the most that noise adds to it."""
         if part in (*GLOBAL_PARTS, OWN):
-            of_labels = part == CLINICAL_PART and self._check.multi_label  # counts an example once for each label
+            of_labels = part == CLINICAL_PART and self._check.multi_label  # an example counts once for each label
             each = math.prod(self._check.layout[METRICS].weight_shape) if of_labels else 1
             return each * self._test, NOISE_STDS * self._check.noise.get(part, 0.0)
         rule, size = self._check.rule(part, bool(spec.weight_shape)), self._train
@@ -94,7 +94,7 @@ class _Bounds:
         return weight, NOISE_STDS * rows.count if rows is not None and noisy else 0.0
 
     def _value(self, part: str, spec: PartSpec, weight: float) -> float:
-        """Return the most that a number of a part's total is."""
+        """Return the largest number in a part's total."""
         if part in (*GLOBAL_PARTS, OWN):
             return weight
         if part in PERSONAL_PARTS:
@@ -104,7 +104,7 @@ class _Bounds:
             if key == rule.steps:
                 bounds.append(weight * most_steps(self._check.train, self._train))
             elif key == rule.counts:
-                per_class = spec.shapes[key] == self._check.layout[METRICS].weight_shape  # else it is the declared size
+                per_class = spec.shapes[key] == self._check.layout[METRICS].weight_shape  # otherwise the declared size
                 noise = NOISE_STDS * self._check.noise.get(part, 0.0) if per_class else 0.0
                 bounds.append(self._train * (1.0 if rule.weight is Weighing.ONCE else weight) + noise)
             elif spec.weight_shape:

@@ -1,4 +1,4 @@
-"""The sum of updates of which nobody sees one: flat blocks are added as they come, and opened for one set."""
+"""The sum of masked updates: flat blocks are added on arrival, and opened for one set of members."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from fl_core.types.values import Bundle, PartSpec
 
 
 def unsigned(words: Tensor) -> NDArray[np.unsignedinteger]:
-    """View ring words without their sign, on which arithmetic is modulo 2^32 or 2^64."""
+    """View ring words as unsigned, for arithmetic modulo 2^32 or 2^64."""
     return words.numpy().view(np.uint32 if words.dtype == torch.int32 else np.uint64)
 
 
 Unmask = Callable[[Mapping[str, Tensor], Collection[str], Collection[str]], None]
 """Takes the masks off a round's sums (words,), in place and once, given the names of the members whose updates were
-added, and of the blocks to open; the others stay as they are. Raises FederationError where the members do not open this
-sum; nothing of it is known then."""
+added, and of the blocks to open; other blocks stay masked. Raises FederationError if the members do not open this
+sum; nothing about it is known then."""
 
 
 class MaskedSum(RoundSum):
     """The sum over a set of members, with masks or, in a simulation, without.
 
-    Sums per class are opened where `each`, or where every member of the run sent: else they are zeros of weight 0.
+    Sums per class are opened if `each`, or if every member of the run sent an update: otherwise they are zeros of
+    weight 0.
 
-    Guarantees: what no set of honest members sums up to is not merged; single updates are checked at their silos, and
-    nobody is named.
+    Guarantees: a sum that no set of honest members can produce is not merged. Single updates are checked at their
+    silos, so an error names no silo.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class MaskedSum(RoundSum):
         self._total: Bundle = {}
 
     def measure(self, update: Bundle, name: str) -> UpdateNorms:  # noqa: ARG002
-        """Check what can be seen of an update: kind and number of its words."""
+        """Check the visible properties of an update: dtype and number of its words."""
         for block, words in self._words.items():
             sent = update.get(block)
             shape = None if sent is None else PartSpec.of(sent).shapes.get(WORDS)
@@ -73,10 +74,9 @@ class MaskedSum(RoundSum):
         self._added.append(name)
 
     def finish(self) -> AggregationDecision:
-        """Open the sum of what was added.
+        """Open the sum of the added updates.
 
-        Raises FederationError as `Unmask`, RefusedError (E-RUN-48) where the sum holds what no set of honest
-        members sums up to.
+        Raises FederationError as `Unmask`, RefusedError (E-RUN-48) if no set of honest members can produce the sum.
         """
         open_classes = self._each or set(self._added) == self._everybody
         opened = [block for block in BLOCKS if block != CLASSES or open_classes]

@@ -1,14 +1,15 @@
-"""Bounded updates where nobody sees a single one: each silo holds itself to the norms of earlier rounds.
+"""Bounded updates under masks: each silo clips its own update by the norms of earlier rounds.
 
-Beside its update each silo sends, for each block of it, a histogram of 128 bins with a single 1: where the norm of its
-mean values lies, before any cut. The sum shows the norms of the round without names, each to within 19 %:
+Besides its update, each silo sends for each block of it a histogram of 128 bins with a single 1: the bin of the norm of
+its mean values, before clipping. The sum shows the norms of the round without names, each to within 19 %:
 
-    bin = floor(4 log2 norm) + 64, within 0 to 127          upper edge of a bin = 2^((bin - 63) / 4)
+bin = floor(4 log2 norm) + 64, within 0 to 127          upper edge of a bin = 2^((bin - 63) / 4)
 
-M_t is the upper edge of the lower median's bin. What `NormClipped` decides of M_0 and later medians, each silo decides
-about itself: it cuts its update to clip_at R_t, and sends none above refuse_above R_t. Before the first sum nothing but
-the grid bounds an update. That stops accidents and no liar: a silo that lies is bounded by nothing but the ring. Proofs
-of a range, as ACORN's (Bell et al., USENIX Security 2023) and PINE's (Rothblum et al., 2023), are not in this version.
+M_t is the upper edge of the lower median's bin. Each silo applies the rule of `NormClipped` for M_0 and later medians
+to
+itself: it clips its update to clip_at R_t, and sends none above refuse_above R_t. Before the first sum only the grid
+bounds an update. That stops accidents, not liars: only the ring bounds a silo that lies. Range proofs, as in ACORN
+(Bell et al., USENIX Security 2023) and PINE (Rothblum et al., 2023), are not in this version.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from fl_core.types.interfaces import Guard
 from fl_core.types.values import Bundle, Layout, Part, PartRule, PartSpec, Tensors
 
 NORMS = "norms"
-"""The part of the histograms, and the group of the server's state that has the medians."""
+"""The part of the histograms, and the group of the server's state with the medians."""
 BINS = 128
 _ZERO_BIN = 64
 _FIRST, _LARGEST = "first", "largest"
 _ROUNDING = 1e-5
-"""Of float32, in which medians travel and updates are made."""
+"""Tolerance for float32, in which medians and updates are computed."""
 Blocks = Mapping[str, tuple[tuple[str, str], ...]]
-"""Block -> (part, tensor) of what it is made of."""
+"""Block -> (part, tensor) of its contents."""
 
 
 def blocks_of(layout: Layout, rules: Mapping[str, PartRule]) -> Blocks:
-    """Name the blocks of an update as `Measured.norms` has them; without levels, which are no differences."""
+    """Return the blocks of an update as in `Measured.norms`; without levels, which are no differences."""
     blocks: dict[str, tuple[tuple[str, str], ...]] = {}
     for part, spec in sorted(layout.items()):
         rule = rules.get(part, PartRule())
@@ -64,17 +65,17 @@ def bin_of(norm: float) -> int:
 
 
 def upper_edge(bin: int) -> float:
-    """Return the largest norm of a bin; 0 of the first, whose norms say nothing."""
+    """Return the largest norm of a bin; 0 for the first, whose norms carry no information."""
     return 2.0 ** ((bin + 1 - _ZERO_BIN) / 4) if bin else 0.0
 
 
 @dataclass(frozen=True)
 class NormGuard(Guard):
-    """Cuts a silo's own update, or sends none, by the medians that were broadcast.
+    """Clips a silo's own update, or sends none, by the broadcast medians.
 
-    numbers: how many each block has   history: of the round, empty in the first
+    numbers: of each block   history: of the round, empty in the first
 
-    Guarantees: what leaves of a silo's norms is in the sum of histograms alone; a refusal names no number of them.
+    Guarantees: the silo's norms leave only in the sum of histograms; a refusal names no number of them.
     """
 
     options: NormClipped
@@ -88,7 +89,7 @@ class NormGuard(Guard):
         return {name: torch.zeros(len(self.blocks)) for name in (_FIRST, _LARGEST)}
 
     def with_setting(self, setting: Tensors | None) -> NormGuard:
-        """Take the medians of earlier rounds; raises ProtocolError (E-WIRE-06) on what are none."""
+        """Apply the medians of earlier rounds; raises ProtocolError (E-WIRE-06) on invalid ones."""
         medians = {} if setting is None else dict(setting)
         if set(medians) != {_FIRST, _LARGEST} or not all(_are_norms(v, len(self.blocks)) for v in medians.values()):
             raise ProtocolError(
@@ -100,9 +101,9 @@ class NormGuard(Guard):
         return {block: v for block, v in zip(self.blocks, values.tolist(), strict=True) if v > 0}
 
     def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:  # noqa: ARG002
-        """Add the histograms, and cut what is too long.
+        """Add the histograms, and clip long blocks.
 
-        Raises RefusedError (E-RUN-44) above refuse_above medians. A norm that is not finite is somebody else's to see.
+        Raises RefusedError (E-RUN-44) above refuse_above medians. A norm that is not finite is checked elsewhere.
         """
         if not any(part in bundle for keys in self.blocks.values() for part, _ in keys):
             return bundle
@@ -128,7 +129,7 @@ class NormGuard(Guard):
         return {**cut, NORMS: Part(histograms, torch.tensor(1.0))}
 
     def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
-        """Hold a sum against what silos may send; raises RefusedError (E-RUN-48), which names nobody."""
+        """Check a sum against what silos may send; raises RefusedError (E-RUN-48), which names nobody."""
         if NORMS not in total:
             return total
         if any(bool((v < 0).any()) or float(v.sum()) > cohort for v in total[NORMS].total.values()):
@@ -142,7 +143,7 @@ class NormGuard(Guard):
         return total
 
     def next_setting(self, setting: Tensors, answered: Part) -> Tensors:
-        """Take in the round's medians, of blocks with at least three norms, and none of 0."""
+        """Add the round's medians, of blocks with at least three norms, and none of 0."""
         medians = {block: _lower_median(answered.total[block]) for block in self.blocks}
         after = self.with_setting(setting).history.after(medians)
         return {
@@ -159,7 +160,7 @@ class NormGuard(Guard):
         return norms(part, {key: bundle[part].total[key] for _, key in self.blocks[block]})[block] / weight
 
     def _rounding(self, total: Bundle, block: str, silos: int) -> float:
-        """Bound what rounding on the grid adds to the norm of a mean."""
+        """Bound the effect of grid rounding on the norm of a mean."""
         part, key = self.blocks[block][0]
         step = silos * 2.0 ** -(self.grid.frac_bits(self.grid.segment(part, key)) + 1)
         return math.sqrt(self.numbers[block]) * step / float(total[part].weight)

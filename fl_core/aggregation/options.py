@@ -1,4 +1,4 @@
-"""How the updates of a round become one: aggregators, each with its numbers, as a manifest names them."""
+"""The aggregators with their options, as a manifest names them: how the updates of a round are combined."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT = "norm_clipped"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mean:
-    """The weighed mean. One silo moves it as far as it likes."""
+    """The weighted mean. A single silo can move it arbitrarily far."""
 
     name: ClassVar[str] = "mean"
     warning: ClassVar[str] = "one bad hospital of six can ruin the model (accuracy 0 to 12 %, without it 87 %)"
@@ -24,14 +24,14 @@ class Mean:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NormClipped:
-    """The weighed mean of updates whose norm is bounded by what earlier rounds had.
+    """The weighted mean of updates whose norm is bounded by earlier rounds.
 
     With M_t the lower median of the accepted norms of round t and M_0 the first one, R_t is the largest of them so far
     and at most ceiling M_0; in the first round M_0. Before any round had three updates R_t is the norm of the initial
-    weights. An update above clip_at R_t is cut to that. One above refuse_above R_t is refused, unless the first round
-    would have had to take it in a run of two silos: up to clip_at norms of the initial weights.
+    weights. An update above clip_at R_t is clipped to that. One above refuse_above R_t is refused, unless the first
+    round would have had to accept it in a run of two silos: up to clip_at norms of the initial weights.
 
-    rows: what has a weight per class is cut at this multiple of the median of the row's contributors
+    rows: those with a weight per class are clipped at this multiple of the median of the row's contributors
     signs: refuse an update that lowers the scores of its own classes.
     """
 
@@ -62,9 +62,9 @@ class Median:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrimmedMean:
-    """The mean of each number without the smallest and the largest, as Median's paper.
+    """The mean of each number without the smallest and the largest, from the same paper as Median.
 
-    trim: the share that is left out at each end, rounded down, of one silo at least.
+    trim: the share that is left out at each end, rounded down, at least one silo.
     """
 
     name: ClassVar[str] = "trimmed_mean"
@@ -78,10 +78,10 @@ class TrimmedMean:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GeometricMedian:
-    """The point whose weighed distances to all updates have the smallest sum, by Weiszfeld's steps.
+    """The point with the smallest sum of weighted distances to all updates, by Weiszfeld's steps.
 
     Pillutla, Kakade and Harchaoui, "Robust Aggregation for Federated Learning", IEEE TSP 2022, Algorithm 1.
-    steps: a fixed number, so that it is a function of the updates alone   smoothing: nu, the smallest distance.
+    steps: a fixed number, so that it is a function of the updates only   smoothing: nu, the smallest distance.
     """
 
     name: ClassVar[str] = "geometric_median"
@@ -102,9 +102,9 @@ AGGREGATORS: dict[str, type[Options]] = {
 
 
 def warning(options: Options, holds: Collection[Collection[str]] = ()) -> str:
-    """Say what an aggregator costs; empty for the default, and where all silos declare the same classes.
+    """Describe the disadvantage of an aggregator; empty for the default, and if all silos declare the same classes.
 
-    holds: the classes that each silo declares, empty where it does not say. What is said was measured on digits
+    holds: the classes that each silo declares, empty if undeclared. The numbers were measured on digits
     (docs/research.md).
     """
     alike = bool(holds) and all(holds) and len({frozenset(classes) for classes in holds}) == 1
@@ -116,16 +116,16 @@ def warning(options: Options, holds: Collection[Collection[str]] = ()) -> str:
 _WRITTEN: Mapping[str, Mapping[str, object]] = {
     "norm_clipped": {"refuse_above": 5.0, "clip_at": 2.0, "ceiling": 2.0, "rows": 3.0},
 }
-"""First defaults of numbers whose default has changed since: what a manifest means that leaves the number out."""
+"""First defaults of numbers whose default has changed since: the meaning of manifests that leave the number out."""
 
 
 def read(name: str, options: Mapping[str, object]) -> Options:
-    """Make an aggregator of its name and numbers; raises ConfigError (E-CFG-01, E-CFG-02)."""
+    """Make an aggregator from its name and numbers; raises ConfigError (E-CFG-01, E-CFG-02)."""
     if name not in AGGREGATORS:
         raise ConfigError("E-CFG-01", f"there is no aggregator {name!r}: {suggest(name, AGGREGATORS)}")
     return read_options(AGGREGATORS[name], f"aggregator.{name}", options)
 
 
 def read_written(name: str, options: Mapping[str, object]) -> Options:
-    """Make the aggregator of a manifest, which means for ever what it meant when it was written; raises as `read`."""
+    """Make the aggregator of a manifest, with the defaults of the time when it was written; raises as `read`."""
     return read(name, {**_WRITTEN.get(name, {}), **options})

@@ -1,6 +1,6 @@
-"""One round's sum, by the run's aggregator: the weighed mean, or the mean of updates whose norms are bounded.
+"""One round's sum, by the run's aggregator: the weighted mean, or the mean of updates with bounded norms.
 
-What is decided depends on the updates of the round and on earlier rounds' medians, never on the order of arrival.
+Decisions depend on the updates of the round and on earlier rounds' medians, never on the order of arrival.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fl_core.errors import RefusedError
 from fl_core.types.values import Bundle, Part
 
 MIN_UPDATES_FOR_MEDIAN = 3
-"""Updates without which a median protects nobody."""
+"""With fewer updates a median gives no protection."""
 
 
 @dataclass(frozen=True, slots=True)
 class NormHistory:
     """Medians of earlier rounds' accepted norms, by block: the first one that is not 0, and the largest.
 
-    initial: what the manifest alone says of a block, the norm of the initial weights; 0 or none where it says nothing.
+    initial: known from the manifest, the norm of the initial weights; 0 or missing if it gives none.
     """
 
     first: Mapping[str, float] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class NormHistory:
     def of(
         cls, rounds: Iterable[Mapping[str, float]], initial: Mapping[str, float] = MappingProxyType({})
     ) -> NormHistory:
-        """Read the medians off the records of a run's closed rounds, in order."""
+        """Read the medians from the records of a run's closed rounds, in order."""
         history = cls(initial=initial)
         for medians in rounds:
             history = history.after(medians)
@@ -52,7 +52,7 @@ class NormHistory:
         return NormHistory({**positive, **self.first}, {**self.largest, **largest}, self.initial)
 
     def reference(self, block: str, ceiling: float) -> float | None:
-        """Return the largest median so far, at most ceiling M_0; None before there is one."""
+        """Return the largest median so far, at most ceiling M_0; None before the first."""
         return min(self.largest[block], ceiling * self.first[block]) if block in self.first else None
 
 
@@ -61,10 +61,10 @@ NO_HISTORY = NormHistory()
 
 @dataclass(slots=True)
 class AggregationDecision:
-    """What became of a round's updates, by silo and in words; medians: of the accepted norms, by block.
+    """The outcomes of a round's updates, by silo and in words; medians: of the accepted norms, by block.
 
-    cut_rows: how many rows were cut, over all silos   unbounded: whether something of the updates had nothing of this
-    or an earlier round to be compared with, so that the initial weights alone bound it, and rows nothing.
+    cut_rows: number of clipped rows, over all silos   unbounded: some part of the updates had no comparison in this or
+    an earlier round, so that only the initial weights bound it, and nothing bounds rows.
     """
 
     refused: dict[str, str] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class AggregationDecision:
 
 
 class RoundSum:
-    """The weighed mean: every update that passes the check is added on arrival."""
+    """The weighted mean: every update that passes the check is added on arrival."""
 
     def __init__(self, sums: Aggregator, check: UpdateCheck) -> None:
         self.sums = sums
@@ -86,23 +86,23 @@ class RoundSum:
         return self.check.check(update, name)
 
     def add(self, update: Bundle, name: str, silo: int, measured: UpdateNorms) -> None:  # noqa: ARG002
-        """Take an update that was measured; silo: its index in the roster.
+        """Add a measured update; silo: its index in the roster.
 
-        Raises ProtocolError where a file can no longer be read: the round cannot go on.
+        Raises ProtocolError if a file can no longer be read: the round cannot continue.
         """
         self.sums.add(update, silo)
 
     def finish(self) -> AggregationDecision:
-        """Add what had to wait for the others; raises as `add`."""
+        """Add the parts that had to wait for other updates; raises as `add`."""
         return AggregationDecision()
 
     def total(self) -> Bundle:
-        """Return the sum in integer units, once it is finished."""
+        """Return the sum in integer units, after `finish`."""
         return self.sums.total()
 
     @property
     def clipped(self) -> int:
-        """How many numbers were outside the grid's bounds, as far as is known here."""
+        """Number of values outside the grid's bounds, as far as known here."""
         return self.sums.clipped
 
 
@@ -116,10 +116,10 @@ class _Update:
 class NormClippedSum(RoundSum):
     """The mean of updates whose norms are bounded.
 
-    What is within the bound of earlier rounds is added on arrival. What is above it, everything in the first round, and
-    what is judged by this round's median (rows, levels) waits for the others, in its file or in memory.
+    Updates within the bound of earlier rounds are added on arrival. Those above it, all updates of the first round, and
+    parts that are compared with this round's median (rows, levels) wait for the others, in their files or in memory.
 
-    Guarantees: where nothing is refused or cut, the bytes are those of `RoundSum`.
+    Guarantees: if nothing is refused or clipped, the bytes are those of `RoundSum`.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class NormClippedSum(RoundSum):
         history: NormHistory,
         bias: Tensor | None = None,
     ) -> None:
-        """Prepare a round; bias: of the head that it sends, where there is one."""
+        """Prepare a round; bias: of the broadcast head, if there is one."""
         super().__init__(sums, check)
         self._options = options
         self._history = history
@@ -188,7 +188,7 @@ class NormClippedSum(RoundSum):
         return {block: norm for block, norm in self._norms[name].items() if not self._is_level(block)}
 
     def _references(self) -> dict[str, float]:
-        """Return R_t by block: of earlier rounds, else this round's median of at least three, else the manifest's."""
+        """Return R_t by block: from earlier rounds, else this round's median of three or more, else the manifest."""
         references: dict[str, float] = {}
         for block, norms in self._by_block().items():
             reference, initial = self._history.reference(block, self._options.ceiling), self._history.initial.get(block)
@@ -201,15 +201,15 @@ class NormClippedSum(RoundSum):
         return references
 
     def _has_no_comparison(self) -> bool:
-        """Tell whether a median is missing that something of this round's updates would be held against."""
+        """Tell whether a median is missing that some part of this round's updates would be compared with."""
         new = [norms for block, norms in self._by_block().items() if block not in self._history.first]
         late = 0 < len(self._late) < MIN_UPDATES_FOR_MEDIAN and not self.check.noise
         return late or any(len(norms) < MIN_UPDATES_FOR_MEDIAN for norms in new)
 
     def _moved(self, references: Mapping[str, float]) -> frozenset[str]:
-        """Name the blocks of which at least half of the updates are above the limit: the round changed, and no silo.
+        """Return the blocks in which at least half of the updates exceed the limit: then the round changed, not a silo.
 
-        All of them are cut then and none is refused: the bound holds, and the run goes on.
+        All of them are clipped then and none is refused: the bound holds, and the run continues.
         """
         return frozenset(
             block
@@ -259,7 +259,7 @@ class NormClippedSum(RoundSum):
     # ---- rows and levels -------------------------------------------------------------------------------------------
 
     def _add_late(self, decided: AggregationDecision) -> None:
-        """Add the parts that are judged by this round's medians."""
+        """Add the parts that are compared with this round's medians."""
         remaining = {name: late for name, late in sorted(self._late.items()) if name not in decided.refused}
         factors: dict[str, dict[tuple[str, str], float | Tensor]] = {name: {} for name in remaining}
         for part in sorted({part for late in remaining.values() for part in late.update}):
@@ -289,7 +289,7 @@ class NormClippedSum(RoundSum):
         return {name: bound / norm for name, norm in norms.items() if norm > bound}
 
     def _row_factors(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Cut rows at a multiple of the median of their contributors; of fewer than three, of all rows."""
+        """Clip rows at a multiple of the median of their contributors; with fewer than three, of all rows."""
         if len(rows) < MIN_UPDATES_FOR_MEDIAN or self.check.noise:
             return {}
         norms = torch.stack(list(rows.values()))  # (silos, C)
@@ -314,12 +314,12 @@ def require_direction(measured: UpdateNorms, name: str, bias: Tensor | None) -> 
 
 
 def lower_median(values: Sequence[float]) -> float:
-    """Return the middle value, of an even number the lower of the two."""
+    """Return the middle value, or the lower one of two."""
     return sorted(values)[(len(values) - 1) // 2]
 
 
 def _ratio(norm: float, reference: float | None) -> float:
-    """Return norm / reference; 0 where there is no reference, infinite above a reference of 0."""
+    """Return norm / reference; 0 without a reference, infinite above a reference of 0."""
     if reference is None or norm == 0:
         return 0.0
     return norm / reference if reference > 0 else math.inf

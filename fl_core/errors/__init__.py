@@ -1,6 +1,6 @@
-"""Errors grouped by what their reader can do; each has a code that `coordinator explain CODE` knows offline.
+"""Errors grouped by what their reader can do; `coordinator explain CODE` explains each code offline.
 
-A message says what was expected, what was found and what to do. `extras` has the one for a library that is not there.
+A message says what was expected, what was found and what to do. `extras` raises the one for a missing library.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import copyreg
 from typing import Any
 
 REASON_CHARS = 500
-"""What is kept of an error whose text another side has a hand in."""
+"""Length limit of a stored error whose text another side influences."""
 
 
 class FederationError(Exception):
@@ -24,27 +24,27 @@ class FederationError(Exception):
         self.message = message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let an error travel between processes: otherwise one run that fails takes a whole pool of workers with it."""
+        """Make errors picklable: otherwise one failing run would end a whole pool of workers."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class ConfigError(FederationError, ValueError):
-    """The configuration or the command line asks for something that cannot be: change it."""
+    """The configuration or the command line asks for something impossible: change it."""
 
 
 class DataError(FederationError, ValueError):
-    """The hospital's data is not what its description says: repair the data or the description."""
+    """The hospital's data does not match its description: repair the data or the description."""
 
 
 class SchemaError(DataError):
     """A hospital's declared schema is not the run's.
 
-    The message is made of the two declarations alone, never of records, so that the coordinator may read it.
+    The message contains only the two declarations, never records, so that the coordinator may read it.
     """
 
 
 class RefusedError(FederationError):
-    """A peer's identity, a policy or a capability forbids it: ask for the permission, or for something else."""
+    """A peer's identity, a policy or a capability forbids it: ask for permission, or for something else."""
 
 
 class ProtocolError(FederationError, ValueError):
@@ -52,7 +52,7 @@ class ProtocolError(FederationError, ValueError):
 
 
 class StateError(FederationError):
-    """What lies on disk cannot be used as it is: the message names the file and the way back."""
+    """Something on disk cannot be used: the message names the file and the remedy."""
 
 
 class UnavailableError(FederationError):

@@ -1,6 +1,6 @@
-"""Libraries that only some of us need: they come with an extra of the distribution, and are imported when used.
+"""Optional libraries: they are installed with an extra of the distribution, and imported when used.
 
-What stands on the core, the rooms of `consilium`, is found by name: each room is an extra.
+The rooms of `consilium`, which stand on the core, are found by name: each room is an extra.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fl_core.errors import ConfigError
 
 
 def require(module: str, extra: str, purpose: str) -> ModuleType:
-    """Import an optional library. purpose: what needs it, as in "expected matplotlib for the pictures of an audit".
+    """Import an optional library. purpose: its user, as in "expected matplotlib for the pictures of an audit".
 
     Raises ConfigError (E-CFG-08) with the command that installs it.
     """
@@ -27,9 +27,9 @@ def require(module: str, extra: str, purpose: str) -> ModuleType:
 
 
 def load(place: str, purpose: str) -> Any:  # noqa: ANN401 - whatever has that name
-    """Load `consilium.ROOM...:NAME`. purpose: what needs it.
+    """Load `consilium.ROOM...:NAME`. purpose: its user.
 
-    Raises ConfigError (E-CFG-08) with the command that installs the room's libraries, where one of them is missing.
+    Raises ConfigError (E-CFG-08) with the command that installs the room's libraries, if one of them is missing.
     """
     module, _, name = place.partition(":")
     with requires_extra(module.split(".")[1], purpose):
@@ -38,9 +38,9 @@ def load(place: str, purpose: str) -> Any:  # noqa: ANN401 - whatever has that n
 
 @contextmanager
 def requires_extra(extra: str, purpose: str) -> Iterator[None]:
-    """Turn a missing library into ConfigError (E-CFG-08) with the command that installs the extra.
+    """Convert a missing library to ConfigError (E-CFG-08) with the command that installs the extra.
 
-    A missing module of ours, or of the interpreter's own, stays what it is: no extra brings it.
+    A missing module of ours, or of the standard library, is raised unchanged: no extra brings it.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The refusal of a combination that cannot work, before round 0."""
+"""Refuses impossible combinations before round 0."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def required_capabilities(train: TrainConfig, silos: int, cohort: int, quorum: i
 
 
 def check_multi_label(method: Method) -> None:
-    """Raise ConfigError (E-CFG-08) on a method that cannot learn several labels at once, or does so with prototypes."""
+    """Raise ConfigError (E-CFG-08) on a method that cannot learn several labels at once, or only without prototypes."""
     check_supported(method, {Capability.MULTI_LABEL})
     if "prototypes" in getattr(method, "sends", ()):
         raise ConfigError(
@@ -34,7 +34,7 @@ def check_multi_label(method: Method) -> None:
 
 
 def check_supported(method: Method, required: Collection[Capability]) -> None:
-    """Raise ConfigError (E-CFG-08) that names the method, what it lacks and the remedy."""
+    """Raise ConfigError (E-CFG-08) that names the method, the missing capability and the remedy."""
     for capability in sorted(required, key=lambda c: c.value):
         remedy = method.unsupported.get(capability)
         if capability in ANY_TARGET and capability not in getattr(method, "targets", ()):  # it may be another package's
@@ -48,9 +48,9 @@ def check_supported(method: Method, required: Collection[Capability]) -> None:
 
 
 def check_batches(method: Method, model: nn.Module, train: TrainConfig) -> None:
-    """Raise ConfigError (E-CFG-08) where a batch cannot be divided into micro-batches.
+    """Raise ConfigError (E-CFG-08) if a batch cannot be divided into micro-batches.
 
-    RefusedError (E-RUN-52) where no batch of the schedule can be a step, whatever the data.
+    RefusedError (E-RUN-52) if no batch of the schedule can be a step, whatever the data.
     """
     if train.batch_size == 1 and not method.exchanges and has_batch_norm(model):
         raise no_step_error("train.batch_size=1, batches of one example")

@@ -62,7 +62,7 @@ class PendingSilo:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A verdict, who is awaited, and who is given up though nobody else has brought its classes."""
+    """A verdict, the awaited silos, and silos given up although no other one has brought their classes."""
 
     verdict: ClosingVerdict
     awaited: tuple[PendingSilo, ...] = ()
@@ -71,14 +71,15 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class ClosingRule:
-    """The rule of a run, with h the time until half of those who can answer did, at least half of `patience`.
+    """The rule of a run, with h the time until half of the silos that can answer did, at least half of `patience`.
 
-    A round closes when the quorum is in and nobody is awaited. Awaited is whoever is connected until 2h; a silo with a
-    class that no accepted update brings until 20h, offline until 10h, and not at all once offline with two rounds
-    missed. Below the quorum everybody is awaited to the deadline. Who was connected less than `patience` ago counts as
-    connected: a restart is no absence. A silo whose classes nobody knows is taken for the only one that has them.
+    A round closes when the quorum has arrived and nobody is awaited. Awaited are connected silos until 2h, and a silo
+    with a class that no accepted update has until 20h; until 10h if it is offline, and not at all if it is offline and
+    missed two rounds. Below the quorum everybody is awaited until the deadline. A silo that was connected less than
+    `patience` ago counts as connected, so that a restart is no absence. A silo with unknown classes counts as the only
+    one that has them.
 
-    needed: updates that close a round   deadline: seconds after the opening   extension: that the lead gave to all.
+    needed: updates that close a round   deadline: seconds after the opening   extension: added by the lead for all.
     """
 
     needed: int
@@ -107,7 +108,7 @@ class ClosingRule:
 
     @staticmethod
     def _half(silos: Sequence[Attendance]) -> float:
-        """Return when half of those who can answer had answered; infinity where they have not yet."""
+        """Return when half of the silos that can answer had answered; infinity if they have not yet."""
         times = sorted(max(0.0, s.answered) for s in silos if s.answered is not None)
         half = -(-sum(not s.refused for s in silos) // 2)
         return times[half - 1] if 0 < half <= len(times) else math.inf

@@ -1,4 +1,4 @@
-"""The only round loop: sample, broadcast, sum on arrival, unguard, merge, checkpoint."""
+"""The only round loop: sample, broadcast, sum on arrival, undo guards, merge, checkpoint."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from fl_core.types.values import Bundle, RoundContext, State, Tensors
 class Schedule:
     """The public schedule of a run: rounds T, cohort size per round (0: all) and the quorum that closes a round.
 
-    quorum: a number of updates; 0: two thirds of the cohort, or all where the method needs everybody
-    kind: says what is done in each round.
+    quorum: a number of updates; 0: two thirds of the cohort, or all if the method needs everybody
+    kind: defines the tasks of each round.
     """
 
     rounds: int
@@ -53,44 +53,44 @@ class Schedule:
 
 
 class Observer:
-    """Callbacks of the round loop, for storage and progress, called from the loop's thread; here they do nothing."""
+    """Callbacks of the round loop, for storage and progress, in the loop's thread; these defaults do nothing."""
 
     def counted(self, coverage: ClassCoverage) -> None:
-        """Handle which classes the run teaches, before round 1."""
+        """Handle the classes that the run trains, before round 1."""
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
         """Handle the start of a round, before anything is sent."""
 
     def arrived(self, name: str) -> None:
-        """Handle a silo's bundle, which was taken."""
+        """Handle a silo's accepted bundle."""
 
     def scored(self, name: str, own: Bundle) -> None:
-        """Handle what a bundle that was taken says of its silo's personal model alone; simulations look at it."""
+        """Handle the score of a silo's personal model in an accepted bundle; simulations use it."""
 
     def refused(self, name: str, why: str) -> None:
-        """Handle a silo without an update in this round: none came, or it was refused."""
+        """Handle a silo without an update in this round: it was missing or refused."""
 
     def closed(self, record: RoundRecord, server: State) -> None:
         """Handle the state after a closed round; the next round begins when this returns."""
 
 
 _NO_STEP = ("E-RUN-52", "E-DATA-08")
-"""How the reasons of hospitals begin whose data give no training step: they will give none in the next round either."""
+"""Codes of hospitals whose data give no training step: the next round would be the same."""
 
 Replies = Iterator[tuple[str, Future[Bundle]]]
-"""Names of silos and what they sent, as it arrives."""
+"""Names of silos and their replies, as they arrive."""
 Exchange = Callable[[Sequence[SiloPort], State, RoundContext, TaskKind], Replies]
-"""Asks a cohort for its replies; what it raises ends the round, what a reply raises is that silo's."""
+"""Asks a cohort for its replies; its errors end the round, an error in a reply is that silo's."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundLoop:
-    """Everything that a round needs besides the state: the loop holds no state of its own, so it can be resumed.
+    """Everything that a round needs besides the state. The loop has no state of its own, so it can be resumed.
 
     incoming: the guards to undo on the sum, in the order of their application   check: of single updates, with the
-    run's layout and grid   sums: how updates become one.
-    parallel: how many silos work at once (1 in one process, all of them over the network)   exchange: how a cohort is
-    asked, where that is not port by port   initial: norms of the initial weights, as `NormHistory`.
+    run's layout and grid   sums: the aggregation of updates
+    parallel: how many silos work at once (1 in one process, all of them over the network)   exchange: asks a whole
+    cohort, instead of port by port   initial: norms of the initial weights, as `NormHistory`.
     """
 
     method: Method
@@ -108,11 +108,11 @@ class RoundLoop:
     ) -> State:
         """Run the rounds from `start` to the end and the closing evaluation; return the final server state.
 
-        closed: `RoundRecord.medians` of the rounds before `start`, without which the bound on norms starts over.
+        closed: `RoundRecord.medians` of the rounds before `start`; without them the bound on norms starts over.
 
-        Raises UnavailableError (E-RUN-03) when fewer silos than the quorum deliver; the state of the last closed
-        round is with the observer, and `start` continues from there. RefusedError (E-RUN-52) when no silo of a round
-        can take a step of training.
+        Raises UnavailableError (E-RUN-03) if fewer silos than the quorum deliver; the observer has the state of the
+        last closed round, and `start` continues from there. RefusedError (E-RUN-52) if no silo of a round can take a
+        training step.
         """
         history = NormHistory.of(closed, self.initial)
         if start == 0 and self.sums.census and HOSPITALS not in server:
@@ -123,7 +123,7 @@ class RoundLoop:
         return server
 
     def census(self, observer: Observer) -> Tensors:
-        """Count the hospitals that will contribute rows of each class: what a `ContributorFloor` is set to.
+        """Count the hospitals that will contribute rows of each class: the setting of a `ContributorFloor`.
 
         Raises UnavailableError (E-RUN-03) unless every member answers; as `MaskedSum.finish`.
         """
@@ -204,7 +204,7 @@ class RoundLoop:
             following = adaptive_guards.next_settings(self.incoming, now, total)
             server = {**self.method.merge(model, rest, context), **following}
             del rest
-        del total, metrics  # several times the model's bytes, not needed while the state is stored
+        del total, metrics  # free several times the model's bytes before the state is stored
         observer.closed(record, server)
         for k in ids:
             self.ports[k].settle(context, kind, self.ports[k].name in included)
@@ -232,11 +232,12 @@ class RoundLoop:
         sums: RoundSum,
         observer: Observer,
     ) -> tuple[list[str], dict[str, str], dict[str, str], dict[str, HospitalResult]]:
-        """Take updates as they arrive, one at a time; one that does not fit is refused and the round goes on.
+        """Take updates as they arrive, one at a time; an invalid one is refused and the round continues.
 
-        Returns who is in the sum, why others are not, the fingerprints of what was added, and what may be shown alone.
+        Returns the silos in the sum, the reasons for the others, the fingerprints of added updates, and the results
+        that may be shown by hospital.
 
-        Raises FederationError where a bundle that was accepted can no longer be read: the round cannot go on.
+        Raises FederationError if an accepted bundle can no longer be read: the round cannot continue.
         """
         index = {self.ports[k].name: k for k in ids}
         included: list[str] = []
@@ -251,10 +252,10 @@ class RoundLoop:
                 if (own_result := shown_result(update)) is not None:
                     shown[name] = own_result
             except FederationError as error:
-                missing[name] = str(error)[:REASON_CHARS]  # the names in a bundle may be of any length
+                missing[name] = str(error)[:REASON_CHARS]  # names in a bundle may have any length
                 observer.refused(name, missing[name])
                 continue
-            # An error here is fatal for the round: the sum may hold half of the update.
+            # An error here is fatal for the round: the sum may contain half of the update.
             sums.add(update, name, index[name], measured)
             if personal := {part: update[part] for part in PERSONAL_PARTS if part in update}:
                 observer.scored(name, personal)
@@ -277,10 +278,10 @@ class RoundLoop:
                     port = waiting.pop()
                     running[pool.submit(port.round, msg, context, kind)] = port.name
                 ready = sorted(wait(running, return_when=FIRST_COMPLETED).done, key=lambda r: running[r], reverse=True)
-                while ready:  # a reply that was added is dropped at once: its bundle may be in memory
+                while ready:  # drop a reply once it is added: its bundle may be in memory
                     yield running.pop(ready[-1]), ready.pop()
         finally:
-            pool.shutdown(wait=False)  # a round that cannot go on waits for nobody
+            pool.shutdown(wait=False)  # a round that cannot continue waits for nobody
 
 
 def reply_of(port: SiloPort, msg: State, context: RoundContext, kind: TaskKind) -> Future[Bundle]:

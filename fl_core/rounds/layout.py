@@ -1,4 +1,4 @@
-"""The layout of a run's bundles, found by a dry run on blank examples."""
+"""The layout of a run's bundles, derived by a dry run on blank examples."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def derive_layout(
     updates: bool = True,
     closing: Layout | None = None,
 ) -> Layout:
-    """Run one local step on two blank examples and read the layout off the bundle.
+    """Run one local step on two blank examples and return the bundle's layout.
 
     personal: whether personal models are measured   metrics: which of METRICS_KINDS   updates: as `RunKind.updates`
-    closing: what `closing_layout` gives.
+    closing: from `closing_layout`.
 
     Guarantees: the layout does not depend on any silo's data; `model` is used as scratch.
     """
@@ -79,9 +79,9 @@ def derive_layout(
 
 
 def closing_layout(n_classes: int, terms: EvaluationTerms, masked: bool) -> Layout:
-    """Return the layout of what a run asks of the closing evaluation beside its metrics.
+    """Return the layout of the closing evaluation's additional parts.
 
-    Areas are compared where the run measures scores and sums have no masks.
+    Areas are compared if the run measures scores and has no masks.
     """
     layout = dict[str, PartSpec]()
     if terms.by_hospital:

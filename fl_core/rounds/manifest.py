@@ -1,4 +1,4 @@
-"""The run manifest: everything agreed before round 0. Both sides refuse to go on when digests differ."""
+"""The run manifest: everything agreed before round 0. Both sides refuse to continue if digests differ."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _EVALUATION: Mapping[str, tuple[str, object]] = {
     "beside": ("own", ""),
     "other": ("other", None),
 }
-"""Of the terms of evaluations: the key of a manifest for each, and the value that leaves it out."""
+"""The terms of evaluations: the manifest's key for each, and the value that is left out."""
 rename(PartSpec, shapes="tensors", weight_shape="weight")
 
 
@@ -63,9 +63,9 @@ class NamedOptions:
 class RunMember:
     """One silo of the run: its name, and whether it was drawn to submit prototypes.
 
-    units: its declared number of records (or groups) in a private or masked run, which rates and weights follow from;
-    else 0. labels: digest of the dictionary that makes the run's classes of its own names; empty where it has none, or
-    does not tell. coarse: whether that has coarse labels; its test records then do not show what it trains on.
+    units: its declared number of records (or groups) in a private or masked run, which determines rates and weights;
+    otherwise 0. labels: digest of its label dictionary; empty without one, or if undeclared. coarse: the dictionary has
+    coarse labels; its test records then do not show what it trains on.
     """
 
     name: str
@@ -80,7 +80,7 @@ class RunMember:
 
 
 class Dictionary(NamedTuple):
-    """What a silo tells of its label dictionary: see `Member`."""
+    """A silo's declaration of its label dictionary: see `Member`."""
 
     labels: str = ""
     coarse: bool = False
@@ -88,11 +88,11 @@ class Dictionary(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights that were trained elsewhere, which the model of a run begins with.
+    """Weights trained elsewhere, as the start of a run's model.
 
-    object, size: digest (BLAKE3) and bytes of the object that holds them under the model's own names
-    file: SHA-256 of the file that the lead took them from   source: where that came from; both as the lead states
-    fresh: modules of the model that are not among them, and begin with the weights of the run's seed.
+    object, size: digest (BLAKE3) and bytes of the object that contains them under the model's own names
+    file: SHA-256 of the lead's file   source: its origin; both as the lead states
+    fresh: modules of the model that are not in it, and begin with the weights of the run's seed.
     """
 
     object: str
@@ -106,7 +106,7 @@ class Weights:
         return f"pretrained weights {self.object[:16]} of a file with SHA-256 {self.file[:16]}{source}"
 
     def require_possible(self) -> None:
-        """Raise ConfigError (E-CFG-02) on digests, a size or a text that no weights have."""
+        """Raise ConfigError (E-CFG-02) on impossible digests, size or text."""
         for name, found in (("object", self.object), ("file", self.file)):
             if not _DIGEST.fullmatch(found):
                 raise ConfigError(
@@ -123,14 +123,14 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class StartPoint:
-    """Where a run begins that does not begin with fresh weights: what another run (the parent) ended in, or a file.
+    """The start of a run without fresh weights: the end of another run (the parent), or a file.
 
-    run, rounds: the parent's id, and its closed rounds; none and 0 where there is no parent
-    model: digest of the model that the first round begins with, as the coordinator shows it
-    broadcast: digest of each group of tensors that the first round sends, which silos hold it against
-    private: whether all training that led to this model was under differential privacy
-    weights: what the model was filled with before round 0 of this run, or of the first of its parents: silos make from
-    it what is never sent to them, as they do from the seed.
+    run, rounds: the parent's id, and its closed rounds; empty and 0 without a parent
+    model: digest of the first round's model, as the coordinator shows it
+    broadcast: digest of each group of tensors in the first broadcast, which silos check
+    private: whether all training of this model was under differential privacy
+    weights: of the model before round 0 of this run, or of the first of its ancestors: silos compute from it the
+    tensors that are never sent to them, as they do from the seed.
     """
 
     run: str = ""
@@ -151,8 +151,8 @@ class StartPoint:
 class OtherModel:
     """The last model of another run, measured beside this run's on the same images.
 
-    method, model, seed: that run's, from which silos make what is never sent to them   object, size: digest (BLAKE3)
-    and bytes of what its server sends.
+    method, model, seed: of that run; silos compute the tensors that are never sent from them   object, size: digest
+    (BLAKE3) and bytes of its broadcast.
     """
 
     method: NamedOptions
@@ -165,7 +165,7 @@ class OtherModel:
         return f"{self.method.name}, {self.model.name}, object {self.object[:16]}"
 
     def require_possible(self) -> None:
-        """Raise ConfigError (E-CFG-02) on a digest or a size that no model has."""
+        """Raise ConfigError (E-CFG-02) on an impossible digest or size."""
         if not _DIGEST.fullmatch(self.object):
             raise ConfigError(
                 "E-CFG-02", f"expected other.object of 64 hex digits, found {shown(self.object)}: ask the lead"
@@ -175,11 +175,12 @@ class OtherModel:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationTerms:
-    """What a run's evaluations measure and send: before each round, and at the end, which is all that some runs do.
+    """What a run's evaluations measure and send, before each round and at the end; some runs only do the latter.
 
-    metrics: of METRICS_KINDS   by_hospital: whether hospitals are asked to show their own part of the closing
-    evaluation under their names   beside: the run whose models are measured beside this run's last one; empty: none. Of
-    method=local these are the models that hospitals keep; of any other one its last model, which `other` names.
+    metrics: of METRICS_KINDS   by_hospital: ask hospitals to show their own part of the closing evaluation under their
+    names
+    beside: the run whose models are measured beside this run's last one; empty: none. For method=local these are the
+    models that hospitals keep; for any other its last model, in `other`.
     """
 
     metrics: Annotated[str, bounded(one_of, METRICS_KINDS)] = BASIC
@@ -189,9 +190,9 @@ class EvaluationTerms:
 
     @staticmethod
     def nested(raw: object) -> object:
-        """Return the keys of a manifest with these terms in one place; raises ConversionError where that is taken.
+        """Move these terms into one place in a manifest's keys; raises ConversionError if that is taken.
 
-        In JSON they lie among the others, as before they had one: so digests stay.
+        In JSON they are among the other keys, as in earlier versions, so that digests stay the same.
         """
         if not isinstance(raw, Mapping):
             return raw
@@ -207,7 +208,7 @@ class EvaluationTerms:
         return {key: raw[name] for name, (key, default) in _EVALUATION.items() if raw[name] != default}
 
     def check(self, run: RunManifest) -> None:
-        """Raise ConfigError (E-CFG-02, E-CFG-08) on terms that do not go with a run."""
+        """Raise ConfigError (E-CFG-02, E-CFG-08) on terms that do not fit a run."""
         validate.declared("E-CFG-02", "", self)
         if self.metrics == CLINICAL and len(run.schema.classes) > MAX_CLASSES:
             raise ConfigError(

@@ -45,14 +45,14 @@ def require_memory(
     device: torch.device = memory.CPU,
     disclose: bool = False,
 ) -> None:
-    """Raise RefusedError (E-RUN-38) where a model surely cannot be trained on a device; ConfigError as `describe`.
+    """Raise RefusedError (E-RUN-38) if a model certainly cannot be trained on a device; ConfigError as `describe`.
 
-    A lower bound: weights with buffers, gradients, what the optimizer keeps, what was received, what will be sent, and
-    what the method keeps beside the model. Activations, the data and torch itself come on top. Where the model trains
-    on a GPU, what is received and sent lies in the machine's memory. Nothing is allocated.
+    A lower bound: weights with buffers, gradients, optimizer state, received and sent tensors, and the method's
+    additional tensors. Activations, the data and torch itself need more. If the model trains on a GPU, received and
+    sent tensors are in the machine's memory. Nothing is allocated.
     """
     facts = describe(model.name, schema, model.options)
-    gradients = _FLOAT * facts.parameters if train.freeze != FEATURES else 0  # a head's are few
+    gradients = _FLOAT * facts.parameters if train.freeze != FEATURES else 0  # a head has few
     kept = {"adam": 2 * gradients}.get(train.optimizer, gradients if train.momentum else 0)
     built = build_written(method.name, method.options)
     method_bytes = _FLOAT * built.own_numbers(len(schema.classes), facts.feature_dim)
@@ -67,7 +67,7 @@ def require_memory(
 
 
 class MadeUpExamples(Examples):
-    """So many examples of a schema, all zeros, of its first two classes."""
+    """Blank examples of a schema, all zeros, of its first two classes."""
 
     def __init__(self, schema: Schema, number: int) -> None:
         self.labels = torch.arange(number) % 2
@@ -87,10 +87,10 @@ class MadeUpExamples(Examples):
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """What a silo's round takes on a device beside what was there before it.
+    """The additional memory of a silo's round on a device.
 
-    few, more: bytes of tensors after each operation, with `FEW` examples   trained: operations of training, whose
-    examples are those of a step; in all others they are those that are read at once for a sum.
+    few, more: bytes of tensors after each operation, with `FEW` examples   trained: operations of training, with the
+    examples of a step; the others have the examples that are read at once for a sum.
     """
 
     device: torch.device
@@ -101,7 +101,7 @@ class StepMemory:
     def need(self, training: int, evaluating: int) -> int:
         """Return the bytes that a round needs. training, evaluating: examples in memory at once."""
         fewer, many = FEW
-        if len(self.few) != len(self.more):  # other operations with other examples: as if all grew with them
+        if len(self.few) != len(self.more):  # the operations differ: assume that all grow
             widest = max(self.more) * max(1.0, max(training, evaluating) / many)
         else:
             sizes = (training if trained else evaluating for trained in self.trained)
@@ -110,7 +110,7 @@ class StepMemory:
         return int(OVERHEAD.get(self.device.type, 1.0) * widest)
 
     def fitting(self, free: int, training: int, evaluating: int) -> int:
-        """Return the largest power of two of examples per step, below `training`, for which memory suffices; else 0."""
+        """Return the largest power of two of examples per step, below `training`, that fits; otherwise 0."""
         size = 1 << max(0, training - 1).bit_length()
         while size and (size >= training or self.need(size, evaluating) > free):
             size //= 2
@@ -125,12 +125,12 @@ def measure_step(
     device: torch.device,
     trains: bool = True,
 ) -> StepMemory:
-    """Do a silo's round on a few made-up examples, one step for each of its trainings, and see what it takes.
+    """Measure the memory of a silo's round on a few blank examples, with one step for each of its trainings.
 
-    msg: as the first round sends it   open_data: opens so many examples, for one step   context: of the first round
-    trains: whether the run has a round of training.
-    Raises RefusedError (E-RUN-38) before more than half of the free memory is taken, and whatever the method does.
-    Guarantees: reads no record; leaves torch's global generator as it was.
+    msg: as in the first round   open_data: opens so many examples, for one step   context: of the first round
+    trains: the run has a round of training.
+    Raises RefusedError (E-RUN-38) before more than half of the free memory is used, and errors of the method.
+    Guarantees: reads no record; does not change torch's global generator.
     """
     free = memory.free_memory(device)
     taken = [LiveTensors(device, None if free is None else free // 2) for _ in FEW]
@@ -142,7 +142,7 @@ def measure_step(
 
 
 def measure_pass(body: nn.Module, shape: Sequence[int], device: torch.device) -> StepMemory:
-    """Pass a few made-up examples through a frozen body, moved to the device, and see what that takes beside it.
+    """Measure the memory of passing blank examples through a frozen body, moved to the device.
 
     Raises and guarantees as `measure_step`.
     """
@@ -157,7 +157,7 @@ def measure_pass(body: nn.Module, shape: Sequence[int], device: torch.device) ->
 def _two_rounds(
     runtime: SiloRuntime, msg: State, open_data: Callable[[], LocalData], context: RoundContext, trains: bool
 ) -> None:
-    """Do a first round, and one that has what the first left to this silo: an earlier model, a control variate."""
+    """Do a first round, and one with what the first left at the silo: an earlier model, a control variate."""
     method, state = runtime.method, None
     received = {group: {name: v.clone() for name, v in values.items()} for group, values in msg.items()}
     for _ in range(2):
@@ -175,7 +175,7 @@ def _opened(open_data: Callable[[int], LocalData], number: int, live: LiveTensor
 
 
 class _Watched(LocalDataWrapper):
-    """Says when a method trains."""
+    """Records when a method trains."""
 
     def __init__(self, data: LocalData, live: LiveTensors) -> None:
         super().__init__(data)
@@ -190,7 +190,7 @@ class _Watched(LocalDataWrapper):
 
 
 class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up, after each operation, what the tensors hold that were made since; raises above a limit."""
+    """After each operation, adds up the tensors made since the start; raises above a limit."""
 
     def __init__(self, device: torch.device, most: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -203,7 +203,7 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler, which takes as long as the step
+        return False  # otherwise torch imports its compiler, which takes as long as the step
 
     def __torch_dispatch__(
         self,

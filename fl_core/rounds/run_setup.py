@@ -1,4 +1,4 @@
-"""What a run's manifest names, built once: its method, its model, its guards, its round loop."""
+"""Everything that a run's manifest names, built once: its method, model, guards, and round loop."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from fl_core.types.values import Examples, Layout, RoundContext, State, SurveySu
 
 
 class Guards(NamedTuple):
-    """The guards of a run. silo: applied to each silo's bundle   incoming: undone on the sum, reversed."""
+    """The guards of a run. silo: applied to each silo's bundle   incoming: undone on the sum, in reverse order."""
 
     silo: Sequence[Guard]
     incoming: Sequence[Guard]
@@ -46,10 +46,10 @@ class Guards(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RunSetup:
-    """A manifest and what it names, built when it is first asked for and then kept.
+    """A manifest and what it names, built on demand and cached.
 
-    It knows no privacy profile: services use `privacy.compiled_run.CompiledRun`. weights: those that the manifest's
-    start names, given by `with_weights`; without them nothing can be made of such a run that depends on them.
+    It knows no privacy profile: services use `privacy.compiled_run.CompiledRun`. weights: those of the manifest's
+    start, set by `with_weights`; without them, nothing that depends on them can be built.
     """
 
     manifest: RunManifest
@@ -57,9 +57,9 @@ class RunSetup:
 
     @classmethod
     def of(cls, manifest: RunManifest) -> Self:
-        """Take a manifest whose method is known; raises ConfigError (E-CFG-01, E-CFG-02).
+        """Compile a manifest with a known method; raises ConfigError (E-CFG-01, E-CFG-02).
 
-        E-CFG-08 where another version of an extension is loaded than the manifest names.
+        E-CFG-08 if the loaded version of an extension is not the manifest's.
         """
         registry.require_same(manifest.method.name, manifest.model.name, manifest.extensions)
         run = cls(manifest)
@@ -77,7 +77,7 @@ class RunSetup:
 
     @property
     def question(self) -> SurveySums | None:
-        """What is asked about records, where that is all that the run asks."""
+        """The survey's questions, if the run is one."""
         return self.kind.question(self.method, len(self.manifest.schema.classes))
 
     @cached_property
@@ -85,7 +85,7 @@ class RunSetup:
         return self._with_masked(Guards((), (FixedPoint(self.manifest.grid),)))
 
     def _with_masked(self, guards: Guards) -> Guards:
-        """Add the guards of a masked run; on a sum that of norms comes last, when numbers are off the grid."""
+        """Add the guards of a masked run; on a sum, that of norms is last, when numbers are off the grid."""
         floor = () if self.updates.floor is None else (self.updates.floor,)
         bound = () if self.norm_guard is None else (self.norm_guard,)
         return Guards((*guards.silo, *floor, *bound), (*bound, *guards.incoming, *floor))
@@ -93,7 +93,7 @@ class RunSetup:
     def with_weights(self, weights: Tensors) -> Self:
         """Return the run with the weights that its start names.
 
-        Raises ProtocolError (E-WIRE-06) unless they fit the model and leave out what the manifest says that they do.
+        Raises ProtocolError (E-WIRE-06) unless they fit the model and lack exactly the modules in the manifest.
         """
         run = copy.copy(self)
         run.__dict__.update(weights=weights, network=copy.deepcopy(self.network))
@@ -115,7 +115,7 @@ class RunSetup:
         return run
 
     def for_comparison(self, other: OtherModel) -> Self:
-        """Return a run on the same data with another one's method and model, neither trained nor sent.
+        """Return a run on the same data with another run's method and model, neither trained nor sent.
 
         Raises as `of`.
         """
@@ -126,7 +126,7 @@ class RunSetup:
 
     @cached_property
     def network(self) -> SplitModel:
-        """The whole model with its initial weights, to read only."""
+        """The whole model with its initial weights; read-only."""
         return self._drawn()
 
     def _drawn(self) -> SplitModel:
@@ -143,30 +143,30 @@ class RunSetup:
 
     @property
     def model(self) -> nn.Module:
-        """What is trained, with its initial weights, to read only: the whole model, or what stands on a frozen body."""
+        """The trained model with its initial weights; read-only: the whole model, or the part after a frozen body."""
         return self._trained.model
 
     @property
     def schema(self) -> Schema:
-        """The schema of what is trained on: the manifest's, or of the features that a frozen body gives."""
+        """The schema of the training examples: the manifest's, or that of a frozen body's features."""
         return self._trained.schema
 
     @property
     def frozen(self) -> bool:
-        """Whether examples are features, made by the body that the run begins with."""
+        """Whether examples are features from the body that the run begins with."""
         return self.manifest.train.freeze == FEATURES
 
     def features(self, examples: Examples, device: torch.device, train: bool) -> Iterator[FeatureBatch]:
-        """Make what a run with a frozen body is trained or tested on; raises as `frozen_features.feature_batches`."""
+        """Compute the features of a run with a frozen body; raises as `frozen_features.feature_batches`."""
         self._require_weights()
         return feature_batches(self.network.body, examples, device, self.views(train))
 
     def views(self, train: bool) -> int:
-        """Return how many views of an example are kept: of those that are trained on, as the schedule says."""
+        """Return how many views of an example are kept: for training examples, as in the schedule."""
         return self.manifest.train.views if train else 1
 
     def sent_model(self, msg: State) -> nn.Module:
-        """Make the global model of what a server sent, on a silo that holds nothing against it.
+        """Build the global model of a broadcast, at a silo without state.
 
         Raises ProtocolError: E-WIRE-06 on other tensors than this method sends, E-WIRE-05 on NaN or infinity.
         """
@@ -181,7 +181,7 @@ class RunSetup:
         return self.method.global_model(self.new_model(), msg)
 
     def classifier(self, server: State) -> nn.Module:
-        """Make the global model of a server state, for examples as they are; raises as `Method.global_model`."""
+        """Build the global model of a server state, for unprocessed examples; raises as `Method.global_model`."""
         classifier = self.method.global_model(self.new_model(), self.method.broadcast(server))
         if not self.frozen:
             return classifier
@@ -189,7 +189,7 @@ class RunSetup:
         return on_body(copy.deepcopy(self.network.body).cpu(), classifier)
 
     def exported(self, server: State) -> Tensors:
-        """Choose the tensors of an exported model: `Method.exported`, and those of a frozen body."""
+        """Return the tensors of an exported model: `Method.exported`, and those of a frozen body."""
         exported = self.method.exported(server)
         if not self.frozen:
             return exported
@@ -197,7 +197,7 @@ class RunSetup:
         return {**tensor_maps.select(tensor_maps.copy_state(self.network), lambda n: n.startswith("body.")), **exported}
 
     def own_layout(self) -> Layout:
-        """Derive the layout of updates from what the manifest asks, without what a profile or masks add."""
+        """Derive the layout of updates from the manifest, without additions of a profile or masks."""
         manifest, classes = self.manifest, len(self.manifest.schema.classes)
         hidden = self.updates.hidden
         return derive_layout(
@@ -211,7 +211,7 @@ class RunSetup:
         )
 
     def new_model(self) -> nn.Module:
-        """Copy the model with its initial weights; training and dry runs change what they are given."""
+        """Copy the model with its initial weights, since training and dry runs change their model."""
         return copy.deepcopy(self.model)
 
     @cached_property
@@ -226,11 +226,11 @@ class RunSetup:
 
     @cached_property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """The kinds of numbers in silos' bundles."""
+        """The dtypes in silos' bundles."""
         return self.updates.dtypes(bool(self.guards.silo))
 
     def silo_runtime(self) -> SiloRuntime:
-        """Make what a silo works with; raises as `capabilities.check_batches`."""
+        """Create a silo's runtime; raises as `capabilities.check_batches`."""
         self._require_weights()
         capabilities.check_batches(self.method, self.model, self.manifest.train)
         initial = {
@@ -243,12 +243,12 @@ class RunSetup:
 
     @property
     def private(self) -> bool:
-        """Whether what leaves a silo is noisy."""
+        """Whether updates are noisy."""
         return False
 
     @cached_property
     def updates(self) -> PlainUpdates | MaskedUpdates:
-        """How updates leave and become a sum: all in which runs with and without masks differ."""
+        """How updates are sent and summed: all differences of runs with and without masks."""
         return updates_of(self.manifest, self.method)
 
     @property
@@ -257,13 +257,13 @@ class RunSetup:
         return self.updates.hidden
 
     def require_supported(self) -> None:
-        """Raise ConfigError (E-CFG-08) where the sums of the run's updates are not all that it needs."""
+        """Raise ConfigError (E-CFG-08) if the method needs more than the sums of the run's updates."""
         self.updates.require_supported()
         _ = self.limits
 
     @cached_property
     def norm_guard(self) -> NormGuard | None:
-        """What a silo bounds its own update with, where nobody else can and the run bounds updates."""
+        """The guard with which a silo bounds its own update, if the run bounds updates under masks."""
         return self.updates.bound(self.limits)
 
     @property
@@ -273,11 +273,11 @@ class RunSetup:
 
     @property
     def counts_classes(self) -> bool:
-        """Whether it is counted before round 1, from records, at how many hospitals each class is trained."""
+        """Whether the hospitals per class are counted from records before round 1."""
         return self.kind.trains and self.updates.counts and not self.private
 
     def coverage(self, hospitals: Sequence[int], *, partial: bool = False, why: str = "") -> ClassCoverage:
-        """Say of each class at how many hospitals it is trained. hospitals: (C,), as counted; empty: not known."""
+        """Return the class coverage. hospitals: (C,), as counted; empty: unknown."""
         least = 1 if self.updates.floor is None else self.updates.floor.least
         names = tuple(self.manifest.schema.classes)
         return ClassCoverage(names, tuple(hospitals), partial, least, self.updates.hidden, why)
@@ -289,14 +289,14 @@ class RunSetup:
 
     @property
     def aggregator(self) -> Options:
-        """How a round's updates become one: under masks a sum, whatever the manifest says; raises as `limits`."""
+        """The aggregator of a round's updates; under masks a sum, whatever the manifest says; raises as `limits`."""
         return self.updates.aggregator(self.limits)
 
     @cached_property
     def limits(self) -> Options:
-        """How updates are aggregated and bounded, under masks by each silo.
+        """The aggregation and bounds of updates; under masks applied by each silo.
 
-        Raises ConfigError (E-CFG-08) where the method or masks do not go with it.
+        Raises ConfigError (E-CFG-08) if it does not fit the method or masks.
         """
         chosen = self.manifest.aggregator
         limits = aggregators.read_written(chosen.name, chosen.options)
@@ -306,9 +306,9 @@ class RunSetup:
         return limits
 
     def update_check(self, sizes: Mapping[str, DeclaredSize] | None = None) -> UpdateCheck:
-        """Make the check of single updates; sizes: what silos declared of their data, none in a simulation.
+        """Create the check of single updates; sizes: declared by silos, none in a simulation.
 
-        In a masked run what the manifest says of them.
+        In a masked run those of the manifest.
         """
         manifest = self.manifest
         return UpdateCheck(
@@ -330,7 +330,7 @@ class RunSetup:
         exchange: Exchange | None = None,
         unmask: Unmask | None = None,
     ) -> RoundLoop:
-        """Make the loop of this run's rounds; unmask: takes masks off its sums, None where updates have none."""
+        """Create this run's round loop; unmask: takes masks off its sums, None if updates have none."""
         manifest, check = self.manifest, self.update_check(sizes)
         schedule = Schedule(
             manifest.rounds, manifest.seed, len(manifest.schema.classes), manifest.cohort, manifest.quorum, self.kind
@@ -348,9 +348,9 @@ class RunSetup:
         )
 
     def initial_norms(self) -> dict[str, float]:
-        """Return the norms of the weights that the seed draws, by block of an update that is made of such tensors.
+        """Return the norms of the weights drawn with the seed, by block of updates of such tensors.
 
-        A part that is not "delta" holds gradients: it may be longer by the learning rate's inverse.
+        A part that is not "delta" contains gradients: it may be longer by the inverse of the learning rate.
         """
         drawn = self._trained if self.weights is None else self._trained_of(self._drawn())  # with weights or without
         tensors, lengths = tensor_maps.named_tensors(drawn.model), dict[str, float]()
@@ -362,14 +362,14 @@ class RunSetup:
         return lengths
 
     def initial_state(self) -> State:
-        """Make the server state of round 0; equal manifests give equal bytes."""
+        """Create the server state of round 0; equal manifests give equal bytes."""
         self._require_weights()
         manifest = self.manifest
         context = RoundContext(len(manifest.members), len(manifest.schema.classes), manifest.rounds)
         return self.method.init_server(self.new_model(), context)
 
     def pinned_start(self, state: State, start: StartPoint) -> StartPoint:
-        """Complete a start by digests of the state that round 0 begins with, and of what is sent of it."""
+        """Complete a start with digests of the state of round 0 and of its broadcast."""
         sent = {group: tensor_maps.digest(values) for group, values in self.method.broadcast(state).items()}
         return replace(start, model=tensor_maps.digest(state["w"]), broadcast=sent)
 

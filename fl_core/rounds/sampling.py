@@ -24,8 +24,8 @@ def sample_cohort(seed: int, round: int, n_silos: int, size: int) -> list[int]:
 def prototype_submitters(seed: int, names: Sequence[str], share: float) -> list[bool]:
     """Choose round(share * N) silos that submit prototypes, for the whole run.
 
-    They are the silos with the smallest SHA-256 over (seed, name), so every participant can verify the list.
-    FedMR Table 5 (shares 1.0, 0.8, 0.5); share 0 is "prototypes off".
+    They are the silos with the smallest SHA-256 over (seed, name), so every participant can verify the list. FedMR
+    Table 5 (shares 1.0, 0.8, 0.5); share 0 is "prototypes off".
     """
     if not 0.0 <= share <= 1.0:
         raise ConfigError("E-CFG-02", f"expected a share of silos between 0 and 1, found prototype_share={share}")

@@ -44,10 +44,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Masking:
-    """What becomes of an update that a mask will cover: checked here, since nobody can afterwards, and laid out flat.
+    """The check and layout of an update before masking, since nobody can check it afterwards.
 
     check: as the coordinator's of a plain run, `sizes` in the members' order   layouts: of each kind of round
-    rows: whether updates have rows of classes   signs: as `NormClipped.signs`   private: whether what leaves is noisy.
+    rows: updates have rows of classes   signs: as `NormClipped.signs`   private: the update is noisy.
     """
 
     check: UpdateCheck
@@ -57,11 +57,11 @@ class Masking:
     private: bool = False
 
     def flat(self, update: Bundle, kind: TaskKind, context: RoundContext, msg: State) -> Bundle:
-        """Return the two blocks of an update, on the grid. What its bounds cut off is counted in this silo's log alone.
+        """Return the two blocks of an update, on the grid. The number of clipped values is in this silo's log only.
 
-        In a private run an update that is not finite is zeros: an error would tell that it is not. Else raises as
-        `UpdateCheck.check`, RefusedError (E-RUN-44) as `require_direction`: nothing leaves then. What leaves of an
-        error names no number of the update; the log does.
+        In a private run an update that is not finite becomes zeros: an error would reveal it. Otherwise raises as
+        `UpdateCheck.check`, RefusedError (E-RUN-44) as `require_direction`: nothing leaves then. The error that is sent
+        contains no number of the update; the log does.
         """
         layout, here = self.layouts[kind], "this hospital"
         sizes, coarse = dict[str, DeclaredSize](), frozenset[str]()
@@ -87,7 +87,7 @@ class Masking:
 
 
 def _finite_or_zero(update: Bundle) -> Bundle:
-    """Return an update, or the same with zeros of known weight for what was trained, where that is not finite."""
+    """Return an update, or if it is not finite, zeros of known weight for its trained parts."""
     trained = [part for name, part in update.items() if name not in METRIC_PARTS]
     if all(tensor_maps.all_finite({**part.total, "": part.weight}) for part in trained):
         return update
@@ -101,11 +101,11 @@ def _finite_or_zero(update: Bundle) -> Bundle:
 
 @dataclass(frozen=True, slots=True)
 class SiloRuntime:
-    """What a silo works with in one run: the method, a scratch model, its outgoing guards and the agreed layout.
+    """What a silo uses in one run: the method, a scratch model, its outgoing guards and the agreed layout.
 
-    initial: the run's initial weights, read off `model` when they are not given   withholds: parts of the evaluation
-    that this hospital measures for itself and does not send   masking: in a masked run, what becomes of an update
-    own: the model that the silo trained alone, where a run asks for it and it is there.
+    initial: the run's initial weights, copied from `model` if not given   withholds: parts of the evaluation that this
+    hospital measures but does not send   masking: in a masked run, the check and layout of updates
+    own: the silo's local model, if a run asks for it and it exists.
     """
 
     method: Method
@@ -129,9 +129,9 @@ class SiloRuntime:
 
 
 class SiloRound(NamedTuple):
-    """A silo's round: the bundle that may leave, the next state, and what was measured, before any guard.
+    """A silo's round: the bundle that may leave, the next state, and the measurements, before any guard.
 
-    measured: the parts of `GLOBAL_PARTS` that the run has.
+    measured: the parts of `GLOBAL_PARTS` in the run.
     """
 
     bundle: Bundle
@@ -142,13 +142,13 @@ class SiloRound(NamedTuple):
 def run_silo_round(
     runtime: SiloRuntime, msg: State, state: State | None, data: LocalData, context: RoundContext, kind: TaskKind
 ) -> SiloRound:
-    """Evaluate what was broadcast, train if asked to, measure the personal model where the round has one, guard all.
+    """Evaluate the broadcast, train if required, measure the personal model if the round has one, apply all guards.
 
-    Returns the bundle that may leave and the silo's next state, the old one where training diverged; the caller
-    commits it at the round's close, as `Method.server_tracks_state` says. `runtime.model` is scratch: it gets the
-    run's initial weights before every use.
-    Raises ProtocolError (E-WIRE-06) when the method's bundle does not have the run's layout; RefusedError, before any
-    example is read, on a guard's setting that the plan is silent on.
+    Returns the bundle that may leave and the silo's next state, the old one if training diverged; the caller commits it
+    at the round's close, as `Method.server_tracks_state` says. `runtime.model` is scratch: it gets the run's initial
+    weights before every use.
+    Raises ProtocolError (E-WIRE-06) if the method's bundle does not have the run's layout; RefusedError, before any
+    example is read, on a guard's setting that the plan does not cover.
     """
     method, masking = runtime.method, runtime.masking
     if kind.census:
@@ -187,7 +187,7 @@ def run_silo_round(
 
 
 def require_expected(method: Method, update: Bundle, round: int) -> None:
-    """Raise ProtocolError (E-RUN-47) where a round takes out what was added before, and this is something else."""
+    """Raise ProtocolError (E-RUN-47) if a round removes an earlier contribution, and this is something else."""
     if (expected := method.expects(round)) and (fingerprint := method.fingerprint(update)) != expected:
         raise ProtocolError(
             "E-RUN-47",
@@ -197,9 +197,9 @@ def require_expected(method: Method, update: Bundle, round: int) -> None:
 
 
 def round_layout(method: Method, layout: Layout, kind: TaskKind) -> Layout:
-    """Choose of a run's layout what bundles of one kind of round have; personal models are measured in one kind.
+    """Select the layout of bundles of one kind of round; personal models are measured in one kind.
 
-    A hospital's own numbers are shown of the closing evaluation alone: those of every round would tell of images.
+    A hospital's own numbers are shown only for the closing evaluation: those of every round would reveal images.
     """
     if kind.census:
         return census_layout(*layout[METRICS].weight_shape)
@@ -210,14 +210,14 @@ def round_layout(method: Method, layout: Layout, kind: TaskKind) -> Layout:
 
 
 def class_rows(layout: FlatLayout) -> frozenset[str]:
-    """Name the parts whose rows tell of single classes, but for what an evaluation measures."""
+    """Return the parts whose rows reveal single classes, except evaluation results."""
     return frozenset(p for p in layout.layout if layout.block_of(p) == CLASSES and p not in METRIC_PARTS)
 
 
 def measure_global(
     method: Method, model: nn.Module, msg: State, data: LocalData, n_classes: int, parts: Collection[str]
 ) -> dict[str, Part]:
-    """Evaluate the federation's own model, as far as a run has parts for it; without one they have weight 0."""
+    """Evaluate the federation's model, for the parts in the run; without a model they have weight 0."""
     classifier = method.global_model(model, msg) if method.has_global_model else None
     return evaluate_global(classifier, data, n_classes, CLINICAL_PART in parts)
 

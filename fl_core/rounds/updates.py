@@ -1,7 +1,7 @@
-"""How the updates of a run leave their silos and become a sum: each read by itself, or under masks as sums alone.
+"""How a run's updates are sent and summed: each readable by the coordinator, or only sums under masks.
 
-`PlainUpdates` and `MaskedUpdates` answer all in which the two kinds of run differ, on both sides and in a simulation;
-`updates_of` is where it is asked which of them a run has.
+`PlainUpdates` and `MaskedUpdates` contain all differences of the two kinds of run, on both sides and in a simulation;
+`updates_of` chooses one for a run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Sizes = Mapping[str, DeclaredSize]
 Counts = Mapping[str, tuple[float, float]]
 """Training and test examples, by silo."""
 Unmask = Callable[[int, TaskKind, Mapping[str, Tensor], Collection[str], Collection[str]], None]
-"""As `fl_core.aggregation.masked_sum.Unmask`, of the round of a number and a kind."""
+"""As `fl_core.aggregation.masked_sum.Unmask`, for a round's number and kind."""
 
 
 # ---- a round's sum ---------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ Unmask = Callable[[int, TaskKind, Mapping[str, Tensor], Collection[str], Collect
 
 @dataclass(frozen=True, slots=True)
 class PlainSums:
-    """Sums of updates that are read one by one. aggregator: how they become one   unsummed: as `Method`."""
+    """Sums of updates that are read one by one. aggregator: combines them   unsummed: as `Method`."""
 
     aggregator: Options = aggregators.NormClipped()  # noqa: RUF009
     unsummed: Collection[str] = ()
@@ -72,22 +72,23 @@ class PlainSums:
         return CoordinatewiseSum(sums, check, aggregator)
 
     def needed(self, quorum: int, cohort: int, unchanged: bool) -> int:  # noqa: ARG002
-        """Return how many updates close a round. unchanged: what is sent down may be the same in two rounds."""
+        """Return how many updates close a round. unchanged: two rounds may have the same broadcast."""
         return quorum
 
     def fingerprint(self, method: Method, update: Bundle, round: int) -> str:
-        """Name what an update adds, for a later withdrawal, if anything; raises as `require_expected`."""
+        """Return a digest of an update's contribution, for a later withdrawal, if any; raises as `require_expected`."""
         require_expected(method, update, round)
         return method.fingerprint(update) or ""
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedSums:
-    """Sums of updates of which nobody sees a single one.
+    """Sums of masked updates.
 
-    layouts: of each kind of round   everybody: the members of the run   least: updates of the smallest sum that is
-    opened   each: as `MaskedSum`   census: whether hospitals are counted for each class before round 0   unmask: None
-    in a simulation, whose updates have no masks.
+    layouts: of each kind of round   everybody: the members of the run   least: updates in the smallest sum that is
+    opened
+    each: as `MaskedSum`   census: hospitals are counted for each class before round 0   unmask: None in a simulation,
+    whose updates have no masks.
     """
 
     layouts: Mapping[TaskKind, FlatLayout]
@@ -106,11 +107,11 @@ class MaskedSums:
         kind: TaskKind,
     ) -> RoundSum:
         unmask = partial(self.unmask, context.round, kind) if self.unmask else None
-        # A drawn cohort is not everybody: its class sums would tell of who was not drawn.
+        # A drawn cohort is not everybody: its class sums would reveal the hospitals that were not drawn.
         return MaskedSum(self.layouts[kind], check, self.everybody, unmask, self.each)
 
     def needed(self, quorum: int, cohort: int, unchanged: bool) -> int:
-        """Return how many updates close a round. unchanged: as in `PlainSums`; a sum about it is opened for one set."""
+        """Return how many updates close a round. unchanged: as in `PlainSums`; its sum is opened for one set."""
         return cohort if unchanged else max(quorum, self.least(cohort))
 
     def fingerprint(self, method: Method, update: Bundle, round: int) -> str:  # noqa: ARG002
@@ -122,17 +123,17 @@ class MaskedSums:
 
 @dataclass(frozen=True, eq=False)
 class PlainUpdates:
-    """Updates that leave as they are: the coordinator checks and bounds each by itself."""
+    """Unmasked updates: the coordinator checks and bounds each one."""
 
     manifest: RunManifest
     method: Method
 
     hidden: ClassVar[bool] = False
-    """Whether nobody reads a single update."""
+    """Whether masks hide single updates."""
     reading: ClassVar[str] = READ_ALONE
     """Who reads what, in words."""
     floor: ClassVar[ContributorFloor | None] = None
-    """What leaves out rows of classes that few hospitals have; None where any number is enough."""
+    """Leaves out rows of classes that few hospitals have; None if any number is enough."""
     class_rows: ClassVar[frozenset[str]] = frozenset()
     """Parts of sums whose rows tell of single classes, but for what an evaluation measures."""
     sums_of: ClassVar[int] = 0
@@ -147,10 +148,10 @@ class PlainUpdates:
     """Whether each silo says of which classes it has records; else it is counted in a round of its own, the census."""
 
     def require_supported(self) -> None:
-        """Raise ConfigError (E-CFG-08) where sums are not all that the method needs."""
+        """Raise ConfigError (E-CFG-08) if the method needs more than sums."""
 
     def require_rule(self, rule: Options) -> None:
-        """Raise ConfigError (E-CFG-08) on a rule of aggregation that does not go with the updates."""
+        """Raise ConfigError (E-CFG-08) on an aggregation rule that does not fit the updates."""
         if not isinstance(rule, aggregators.Mean | aggregators.NormClipped):
             coordinatewise.check_supported(self.method, self.manifest.layout, rule.name)
 
@@ -158,26 +159,26 @@ class PlainUpdates:
         """Raise ConfigError (E-CFG-02) on a quorum with which no round could close."""
 
     def aggregator(self, limits: Options) -> Options:
-        """Return how a round's updates become one."""
+        """Return the aggregation of a round's updates."""
         return limits
 
     def bound(self, limits: Options) -> NormGuard | None:
-        """Return what a silo bounds its own update with, where nobody else can and the run bounds updates."""
+        """Return a silo's bound on its own update, if the run bounds updates and only the silo can."""
         del limits
         return None
 
     def dtypes(self, guarded: bool) -> frozenset[torch.dtype]:
-        """Return the kinds of numbers in silos' bundles: floats; integers too where guards use the fixed-point grid."""
+        """Return the dtypes in silos' bundles: floats; also integers if guards use the fixed-point grid."""
         plain = frozenset({torch.float32, torch.float64} if self.method.exact else {torch.float32})
         return plain | {torch.int32, torch.int64} if guarded else plain
 
     def one_set_content(self, model: State) -> str:
-        """Return the digest of a model whose sums are opened for one set alone; empty where none are opened."""
+        """Return the digest of a model whose sums are opened for only one set; empty if no sums are opened."""
         del model
         return ""
 
     def parts(self, kind: TaskKind, update: Bundle) -> frozenset[str]:
-        """Name the parts that leave in an update, or in the sum that it is in."""
+        """Return the parts of an update, or of the sum that contains it."""
         del kind
         return frozenset(update)
 
@@ -187,27 +188,27 @@ class PlainUpdates:
         return self.method.part_rules
 
     def sizes(self, declared: Sizes) -> Sizes:
-        """Return what updates are held against. declared: by the silos, none in a simulation."""
+        """Return the sizes that updates are checked against. declared: by the silos, none in a simulation."""
         return declared
 
     def known_sizes(self, stated: Counts) -> Counts:
-        """Return what is stored of members' sizes. stated: by themselves (training, test examples)."""
+        """Return the stored sizes of members. stated: by themselves (training, test examples)."""
         return stated
 
     def masking(self, check: UpdateCheck, signs: bool, private: bool) -> Masking | None:
-        """Make what becomes of an update before it leaves."""
+        """Create the last step of an update before it leaves."""
         del check, signs, private
         return None
 
     def sums(self, aggregator: Options, unmask: Unmask | None) -> PlainSums | MaskedSums:
-        """Make the sums of rounds. unmask: as in `MaskedSums`."""
+        """Create the sums of rounds. unmask: as in `MaskedSums`."""
         del unmask
         return PlainSums(aggregator, self.method.unsummed_parts)
 
 
 @dataclass(frozen=True, eq=False)
 class MaskedUpdates:
-    """Updates under masks: each silo checks and bounds its own, and the coordinator reads sums alone.
+    """Masked updates: each silo checks and bounds its own, and the coordinator reads only sums.
 
     Attributes as in `PlainUpdates`.
     """
@@ -221,7 +222,7 @@ class MaskedUpdates:
 
     @cached_property
     def layouts(self) -> Mapping[TaskKind, FlatLayout]:
-        """How the updates of each kind of round lie."""
+        """The layouts of the updates of each kind of round."""
         layout, rules, classes = self.manifest.layout, self.method.part_rules, len(self.manifest.schema.classes)
         return {
             kind: FlatLayout(round_layout(self.method, layout, kind), self.manifest.grid, rules, classes)
@@ -295,12 +296,12 @@ class MaskedUpdates:
         return NormGuard(limits, blocks, tensors, self.manifest.grid) if blocks else None
 
     def dtypes(self, guarded: bool) -> frozenset[torch.dtype]:  # noqa: ARG002
-        """Return words of the ring, and bytes beside them."""
+        """Return ring words, and bytes for the additional tensors."""
         return frozenset({torch.int32 if self.manifest.grid.ring == "ring32" else torch.int64, torch.uint8})
 
     @property
     def covered(self) -> Mapping[TaskKind, Layout]:
-        """Two blocks, and what others need to take the masks off."""
+        """Two blocks, and the data with which others help to take the masks off."""
         members, drawn = len(self.manifest.members), self.manifest.cohort_size
         cohorts = {kind: kind.drawn(drawn) or members for kind in TaskKind}
         return {k: {**self.layouts[k].blocks, MASKS: PartSpec(masking_shapes(n), ())} for k, n in cohorts.items()}
@@ -318,16 +319,16 @@ class MaskedUpdates:
         return {**self.method.part_rules, NORMS: PartRule(Weighing.ONCE)}
 
     def sizes(self, declared: Sizes) -> Sizes:  # noqa: ARG002
-        """Return what members may count at most, by name, in the manifest's order.
+        """Return the largest counts of members, by name, in the manifest's order.
 
-        Who declares no size may count as much as the largest; test examples as much as the grid holds.
+        An undeclared size counts as the largest; test examples as much as the grid can represent.
         """
         grid = self.manifest.grid
         test = grid.bounds.get(grid.segment(METRICS, None), RING64_BOUND)
         return with_undeclared({m.name: DeclaredSize(m.units or math.inf, test) for m in self.manifest.members})
 
     def known_sizes(self, stated: Counts) -> Counts:  # noqa: ARG002
-        """Return what the manifest says of members: nothing else is known of them."""
+        """Return the members' sizes in the manifest; no others are known."""
         return {m.name: (float(m.units), 0.0) for m in self.manifest.members}
 
     def masking(self, check: UpdateCheck, signs: bool, private: bool) -> Masking | None:
@@ -340,6 +341,6 @@ class MaskedUpdates:
 
 
 def updates_of(manifest: RunManifest, method: Method) -> PlainUpdates | MaskedUpdates:
-    """Say how the updates of a run leave and are summed."""
+    """Return how the updates of a run are sent and summed."""
     terms = manifest.secagg
     return PlainUpdates(manifest, method) if terms is None else MaskedUpdates(manifest, method, terms)

@@ -1,22 +1,21 @@
-"""From records to the numbers of each cell, and what of them a hospital suppresses.
+"""From records to the numbers of each cell, and their suppression at a hospital.
 
-Without noise, of each cell
+Without noise, for each cell
 
-    images     sum of the records' shares: how many records, or of how many records' pixels
-    patients   patients with a record that has a share in the cell
-    held       1 where the number is suppressed; both numbers are 0 then, and tell nothing
-    unnamed    1 where the data name no patients, so that each record counts as one, in cells that are not suppressed
+images     sum of the records' shares: the number of records, or of records' shares of pixels
+patients   patients with a record that has a share in the cell
+held       1 if the number is suppressed; both numbers are 0 then
+unnamed    1 if the data name no patients, so that each record counts as one, in cells that are not suppressed
 
-A cell of 1 to `least` - 1 patients is suppressed. So that it cannot be subtracted from the sum of a question, which
-other questions have too, more cells are: those of the fewest patients, until the suppressed cells have `least` patients
-together, or nothing is left. A question with fewer than `least` patients in all is suppressed
-as a whole, with its empty cells. An empty cell of another question is 0: that is a number about nobody.
+A cell of 1 to `least` - 1 patients is suppressed. So that it cannot be computed from the total of a question, which
+other questions share, further cells are suppressed: those of the fewest patients, until the suppressed cells have
+`least` patients together, or no cell is left. A question with fewer than `least` patients in total is suppressed as a
+whole, with its empty cells. An empty cell of another question is 0: that is a number about nobody.
 
 With noise (in private data) a patient adds the mean of its records' shares, so cells have patients, not images, and
-those of a question sum to the patients in all; nothing is suppressed but questions that the hospital does not answer.
+those of a question sum to all patients; only questions that the hospital does not answer are suppressed.
 
-Guarantees: which cells are suppressed, and all numbers, follow from patients; a patient with any number of records
-counts once.
+Guarantees: suppression, and all numbers, follow from patients; a patient counts once, whatever the number of records.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ def exact_answers(query: SurveySums, records: SurveyedRecords) -> Tensors:
 
 
 def withhold(answers: Tensors, cells: Tensor) -> Tensors:
-    """Hold cells (cells,) bool of an answer back as well."""
+    """Suppress further cells (cells,) bool of an answer."""
     return {n: value if n == VARIANCE else value.masked_fill(cells, float(n == HELD)) for n, value in answers.items()}
 
 
 def known_patients(query: SurveySums, named: bool) -> SurveySums:
-    """Return what is answered of data that name patients, or do not: then nothing about how many images one has."""
+    """Return the questions that the data can answer: without patient names, none about images per patient."""
     if named or query.records_are_patients:
         return query
     answered = frozenset(q.name for q in query.questions if query.answers(q))
@@ -64,7 +63,7 @@ def known_patients(query: SurveySums, named: bool) -> SurveySums:
 
 
 def suppressed_cells(touched: Tensor, least: int) -> Tensor:
-    """Return which cells (cells,) are suppressed. touched: (patients, cells) bool, who has a record in which cell."""
+    """Return the suppressed cells (cells,). touched: (patients, cells) bool, patients with a record in the cell."""
     patients = touched.sum(0)
     if int(touched.any(1).sum()) < least:
         return torch.ones_like(patients).bool()
@@ -78,7 +77,7 @@ def suppressed_cells(touched: Tensor, least: int) -> Tensor:
 
 
 def patient_vectors(query: SurveySums, records: SurveyedRecords) -> Tensor:
-    """Return what each patient adds in private data (patients, cells), float64: of each question 1 in all.
+    """Return each patient's contribution in private data (patients, cells), float64: 1 in total per question.
 
     Columns of questions that are not answered are zeros.
     """
@@ -91,25 +90,25 @@ def patient_vectors(query: SurveySums, records: SurveyedRecords) -> Tensor:
 
 
 def refused_cells(query: SurveySums) -> Tensor:
-    """Return 1 for each cell of a question that is not answered (cells,), else 0; no record is looked at."""
+    """Return 1 for each cell of a question that is not answered (cells,), otherwise 0; reads no record."""
     counts = ((q.count(query.n_classes), float(not query.answers(q))) for q in query.questions)
     return torch.cat([torch.full((n,), suppressed, dtype=torch.float64) for n, suppressed in counts])
 
 
 def fully_withheld(query: SurveySums) -> Tensors:
-    """Return an answer that holds everything back."""
+    """Return an answer with everything suppressed."""
     return withhold(blank_answers(query), torch.ones(query.cells, dtype=torch.bool))
 
 
 def blank_answers(query: SurveySums) -> Tensors:
-    """Return the form of an answer, as zeros."""
+    """Return the layout of an answer, as zeros."""
     names = (PATIENTS, HELD, UNNAMED) if query.private else (IMAGES, PATIENTS, HELD, UNNAMED)
     answers = {name: torch.zeros(query.cells, dtype=torch.float64) for name in names}
     return answers | ({VARIANCE: torch.zeros((), dtype=torch.float64)} if query.private else {})
 
 
 def places(questions: tuple[SurveyQuestion, ...], n_classes: int) -> Iterator[tuple[SurveyQuestion, slice]]:
-    """Say where the cells of each question lie."""
+    """Return the positions of each question's cells."""
     start = 0
     for question in questions:
         stop = start + question.count(n_classes)

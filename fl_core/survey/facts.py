@@ -1,8 +1,8 @@
-"""What each record of a hospital is, as shares in the cells of questions; nothing of it is told here.
+"""Each record's shares in the cells of questions; nothing is sent from here.
 
-Of a file its header is read, and where intensities are asked for its pixels as they are trained on, through its own
-window: a run's window would make bins as narrow as it likes. Of DICOM the tags are `dicom.described`'s, which say
-nothing of a patient. What cannot be read is not stated.
+Of a file, the header is read, and for intensities also its pixels as used in training, with the file's own window: a
+run's window could make bins arbitrarily narrow. Of DICOM, the tags are those of `dicom.described`, which contain
+nothing about a patient. Unreadable values count as not stated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fl_core.types.targets import is_multi_label
 from fl_core.types.values import Examples, Progress
 
 STEP = 2.0**-10
-"""Shares are whole multiples of it, so that sums of them are exact."""
+"""Shares are whole multiples of it, so that their sums are exact."""
 _ROWS = 256
 _GREYS = 256
 
@@ -41,8 +41,8 @@ _GREYS = 256
 class RecordFacts:
     """One record. None: not stated.
 
-    label: below 0 where its class is not known   side: pixels   spacing: um   missing: values of a row
-    grey: (256,) of pixels.
+    label: below 0 if its class is unknown   side: pixels   spacing: um   missing: values of a row
+    grey: (256,) pixels.
     """
 
     label: int
@@ -59,10 +59,10 @@ class RecordFacts:
 
 @dataclass(frozen=True, slots=True)
 class SurveyedRecords:
-    """Records of both splits as the questions divide them.
+    """Records of both splits, divided by the questions.
 
-    patient: (n,) whose each is; a record of its own where the data name no groups, not `named`   shares: of each
-    question (n, cells) in float64, whole multiples of `STEP`.
+    patient: (n,) the patient of each record; a record is its own patient if the data name no groups, not `named`
+    shares: of each question (n, cells) in float64, whole multiples of `STEP`.
     """
 
     patient: Tensor
@@ -85,7 +85,7 @@ def surveyed(
     n_classes: int,
     progress: Progress | None = None,
 ) -> SurveyedRecords:
-    """Read what the questions are about of all records, and nothing else."""
+    """Read the properties that the questions ask for from all records, and nothing else."""
     splits, names = (train, test), {question.name for question in questions}
     patient = _patients(splits)
     total, facts = len(patient), list[RecordFacts]()
@@ -105,7 +105,7 @@ def names_patients(*splits: Examples) -> bool:
 
 
 def patient_names(splits: Sequence[Examples]) -> list[str]:
-    """Name whose each record is, of one split after the other: its group, else the record itself."""
+    """Return each record's patient, of one split after the other: its group, otherwise the record itself."""
     patients = list[str]()
     for k, examples in enumerate(splits):
         groups = examples.groups
@@ -161,7 +161,7 @@ def _of_file(greys: bool, path: Path, bare: RecordFacts) -> RecordFacts:
 
 
 def make_of(stated: str) -> str | None:
-    """Return which of `MAKES` a manufacturer's name is; None of nothing."""
+    """Return the entry of `MAKES` for a manufacturer's name; None for an empty name."""
     text = stated.strip().lower()
     words = {"ge": ("ge ", "ge-", "general electric"), "canon": ("canon", "toshiba"), "fujifilm": ("fuji",)}
     for make in MAKES[:-1]:
@@ -174,7 +174,7 @@ def make_of(stated: str) -> str | None:
 def _of_tensors(
     examples: TensorExamples | ArrayExamples, bare: Sequence[RecordFacts], greys: bool
 ) -> Iterable[RecordFacts]:
-    """Describe images in memory; a tensor that is no image, or has other values than shares of white, states less."""
+    """Describe in-memory images; a tensor that is no image, or has values outside [0, 1], states less."""
     for index in torch.split(torch.arange(len(bare)), _ROWS):
         stored = examples.stored(index)
         if stored.dim() != 4 or stored.shape[1] not in (1, 3):
@@ -219,7 +219,7 @@ def _age(column: Column, value: NDArray[np.float64]) -> float | None:
     if not column.numeric or column.min is None or column.max is None:
         return None
     low, high = column.min, column.max
-    return round(low + (high - low) / 2 * (1 + float(value[0])), 3)  # x is float32: 40 years are not 39.9999
+    return round(low + (high - low) / 2 * (1 + float(value[0])), 3)  # x is float32: 39.9999 years are 40
 
 
 def _sex(column: Column, value: NDArray[np.float64]) -> str | None:
@@ -245,7 +245,7 @@ def _shares(question: SurveyQuestion, facts: Sequence[RecordFacts], images: Sequ
 
 
 def _cell(question: SurveyQuestion, names: Sequence[str], fact: RecordFacts, images: int) -> int:
-    """Return the cell of a record; the last one where the question has no other for it."""
+    """Return the cell of a record; the last one if the question has no other for it."""
     match question.name:
         case "classes":
             return fact.label
@@ -268,7 +268,7 @@ def _cell(question: SurveyQuestion, names: Sequence[str], fact: RecordFacts, ima
 
 
 def _step(value: int, last: Sequence[int]) -> int:
-    """Return the first place whose last value is not below a value."""
+    """Return the first position whose last value is not below a value."""
     return next((k for k, most in enumerate(last) if value <= most), len(last))
 
 

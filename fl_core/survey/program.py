@@ -1,9 +1,9 @@
 """The program of a survey: its update is one sum, the answers to its questions.
 
-    images, patients, held: sums over hospitals, cell by cell; the weight counts the hospitals
+images, patients, held: sums over hospitals, cell by cell; the weight counts the hospitals
 
-What leaves a hospital is decided there, question by question (`fl_core.survey.answers`); in a run with record-level
-privacy it takes the form `release=noisy`, one release. Masks, the outbox, policies, approvals and ledgers treat it as
+The hospital decides what leaves, question by question (`fl_core.survey.answers`); in a run with record-level privacy
+the program has the form `release=noisy`, one release. Masks, the outbox, policies, approvals and ledgers treat it like
 any run.
 """
 
@@ -27,9 +27,9 @@ class SurveyProgram(OneAnswer):
     """Questions about records, answered once.
 
     Attributes:
-        questions: `name` or `name:width`, with commas between (`fl_core.types.survey`)
+        questions: `name` or `name:width`, separated by commas (`fl_core.types.survey`)
         release: "noisy" is the form of private runs
-        by_hospital: keep each hospital's answers apart, in the order of the members; not under masks
+        by_hospital: keep each hospital's answers separate, in the order of the members; not under masks
     """
 
     name: ClassVar[str] = SurveyRun.name

@@ -1,8 +1,8 @@
-"""Records that are listed and cannot be read: named in the log, left out, counted; the run goes on without them.
+"""Listed records that cannot be read: named in the log, left out, counted; the run continues without them.
 
-Whether a record is left out follows from its own file and from no other record. So without it a private run is the run
-of a hospital that never had it: sampling rates and what is charged follow from the declared size, which stays.
-Of ONE_IN records one may be broken; with more the task fails, since what is left may not be what was agreed on.
+Whether a record is left out depends only on its own file. So a private run without it is the run of a hospital that
+never had it: sampling rates and charges follow from the declared size, which stays. One of ONE_IN records may be
+broken; with more the task fails, since the rest may not be the agreed data.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Notice = Callable[[Sequence[int]], None]
 
 
 def require_few(broken: int, n: int) -> None:
-    """Raise DataError (E-DATA-04), without a number, where more of n records are broken than may be left out."""
+    """Raise DataError (E-DATA-04), without a number, if more of n records are broken than may be left out."""
     if broken > allowed_broken(n):
         raise DataError(
             UNREADABLE,
@@ -36,7 +36,7 @@ def require_few(broken: int, n: int) -> None:
 
 
 def read_readable(examples: Examples, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Read a batch, one by one where one of them is broken; return the positions that were read, and x of these."""
+    """Read a batch, one by one if a record is broken; return the positions that were read, and their x."""
     try:
         return index, examples.batch(index)[0]
     except DataError as error:
@@ -57,9 +57,9 @@ def read_readable(examples: Examples, index: Tensor) -> tuple[Tensor, Tensor]:
 def unreadable(
     examples: Examples, among: Sequence[int] | None = None, progress: Progress = lambda *_: None
 ) -> tuple[int, ...]:
-    """Decode examples that lie in files, and return the positions of those that cannot be; each is named in the log.
+    """Decode examples that lie in files, and return the positions of unreadable ones; each is named in the log.
 
-    among: positions to look at, all by default. Examples in memory are readable.
+    among: positions to check, all by default. In-memory examples are readable.
     """
     wanted = range(len(examples)) if among is None else among
     if not hasattr(examples, "paths") or not len(wanted):
@@ -75,7 +75,7 @@ def unreadable(
 
 
 def without(examples: Examples, broken: Collection[int]) -> Examples:
-    """Return examples without some that cannot be read; raises DataError as `require_few`."""
+    """Return examples without some unreadable ones; raises DataError as `require_few`."""
     require_few(len(broken), len(examples))
     return examples.without(broken) if broken and isinstance(examples, ImageExamples) else examples
 
@@ -86,10 +86,10 @@ def readable(examples: Examples) -> Examples:
 
 
 class EmptyWhereBroken(Examples):
-    """Image files of a private run, which break in the middle of a round at most: such a one is NaN in all numbers.
+    """Image files of a private run; one that breaks during a round becomes NaN.
 
-    A unit whose numbers are not finite adds nothing to a private sum, and the draws of all others stay as they are, so
-    the round goes on within what was charged. notice: called with the positions of those that are broken.
+    A unit whose numbers are not finite adds nothing to a private sum, and the draws of all others stay the same, so the
+    round continues within its charge. notice: called with the positions of broken ones.
     """
 
     def __init__(self, examples: ImageExamples, notice: Notice) -> None:
@@ -100,14 +100,14 @@ class EmptyWhereBroken(Examples):
         return self.prepared(self.stored(index), augment), self.labels[index]
 
     def prepared(self, x: Tensor, augment: torch.Generator | None = None) -> Tensor:
-        """Finish what `stored` read; augmentation draws for broken ones as well, and leaves them NaN."""
+        """Finish the output of `stored`; augmentation draws for broken ones as well, and leaves them NaN."""
         broken = torch.isnan(x).flatten(1).any(1) if x.is_floating_point() else torch.zeros(len(x), dtype=torch.bool)
         made = self._examples.prepared(x.nan_to_num(0.0) if x.is_floating_point() else x, augment)
         made[broken] = torch.nan
         return made
 
     def stored(self, index: Tensor) -> Tensor:
-        """Return squares as `ImageExamples.stored`; in float32 where one of them is broken."""
+        """Return squares as `ImageExamples.stored`; in float32 if one of them is broken."""
         try:
             return self._examples.stored(index)
         except DataError as error:

@@ -44,7 +44,7 @@ from fl_core.types.values import BatchSums, Part, Tensors
 
 
 def clinical_part(model: nn.Module, data: LocalData, n_classes: int, split: Split = Split.TEST) -> Part:
-    """Count on the silo's test split. Examples must not be private: nothing is noisy and nothing charged."""
+    """Count on the silo's test split. The examples must not be private: nothing is noisy or charged."""
     model.eval()
 
     count = label_counts if data.multi_label else clinical_counts
@@ -58,7 +58,7 @@ def clinical_part(model: nn.Module, data: LocalData, n_classes: int, split: Spli
 
 
 def no_clinical_part(n_classes: int, multi_label: bool = False) -> Part:
-    """Return the part of a silo that sends none."""
+    """Return the part of a silo that withholds it."""
     count, of = (label_counts, (0, n_classes)) if multi_label else (clinical_counts, (0,))
     blank = count(torch.zeros(0, n_classes), torch.zeros(of, dtype=torch.int64), n_classes)
     return Part({name: v.float() for name, v in blank.items()}, torch.tensor(0.0))
@@ -82,7 +82,7 @@ def clinical_counts(logits: Tensor, labels: Tensor, n_classes: int) -> dict[str,
 
 
 def label_counts(logits: Tensor, labels: Tensor, n_classes: int) -> dict[str, Tensor]:
-    """Count one batch of several labels at once: logits (n, L), labels (n, L) -> float64 tensors, as said above."""
+    """Count one batch of several labels at once: logits (n, L), labels (n, L) -> float64 tensors, as above."""
     logits, labels = logits.detach().cpu(), labels.cpu()
     labelled, positive, predicted = labels != UNKNOWN, labels == FOUND, logits > 0
     p = torch.nan_to_num(torch.sigmoid(logits.double()), 0.0)
@@ -100,7 +100,7 @@ def label_counts(logits: Tensor, labels: Tensor, n_classes: int) -> dict[str, Te
 
 
 def _calibration(confidence: Tensor, right: Tensor) -> dict[str, Tensor]:
-    """Count answers by the bin of their confidence; right: (n,) which of them are."""
+    """Count answers by the bin of their confidence; right: (n,) the correct ones."""
     place = (confidence * CALIBRATION_BINS).long().clamp(max=CALIBRATION_BINS - 1)
     return {
         "examples": torch.bincount(place, minlength=CALIBRATION_BINS).double(),
@@ -110,16 +110,16 @@ def _calibration(confidence: Tensor, right: Tensor) -> dict[str, Tensor]:
 
 
 def answers(confusion: Tensor) -> tuple[Tensor, Tensor]:
-    """Return right answers (C,), and of how many (C,), by class or label, of the tensor "confusion"."""
+    """Return correct answers (C,) and all answers (C,), by class or label, from the tensor "confusion"."""
     if confusion.dim() == 3:
         return confusion.diagonal(dim1=1, dim2=2).sum(1), confusion.sum((1, 2))
     return confusion.diagonal().clone(), confusion.sum(1)
 
 
 def score_bins(p: Tensor, alternatives: int) -> Tensor:
-    """Return the bin of each probability's score: p (n, C) float64 in [0, 1] -> (n, C) int64, rising with p.
+    """Return the bin of each probability's score: p (n, C) float64 in [0, 1] -> (n, C) int64, increasing with p.
 
-    alternatives: C, or 2 of a label: a model that knows nothing says 1 / alternatives, and has a score of 0
+    alternatives: C, or 2 for a label: a model without knowledge says 1 / alternatives, and has a score of 0
     """
     score = torch.log(p) - torch.log1p(-p) + math.log(max(alternatives - 1, 1))
     x, end = torch.asinh(score.clamp(-SCORE_LIMIT, SCORE_LIMIT) / SCORE_UNIT), math.asinh(SCORE_LIMIT / SCORE_UNIT)
@@ -131,7 +131,7 @@ def _histogram(cells: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def clinical_metrics(part: Part) -> ClinicalMetrics | None:
-    """Read the sum of parts; None where no silo sent one."""
+    """Read the sum of parts; None if no silo sent one."""
     if float(part.weight) <= 0:
         return None
     whole = {name: v.round().long().tolist() for name, v in part.total.items() if name != "confidence"}

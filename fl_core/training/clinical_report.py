@@ -9,7 +9,7 @@ from fl_core.types.clinical import BinnedRange, ClinicalMetrics
 from fl_core.types.intervals import Interval
 
 FEW = 10
-"""Test examples below which a number says next to nothing: an interval is then a third of all there is, or more."""
+"""With fewer test examples a number says almost nothing: its interval is a third of the whole range, or more."""
 NOT_MEASURED = (
     "specificity, AUC, confusion matrix and calibration are not measured with the noise of a private run; sensitivity "
     "is the accuracy of the class (docs/metrics.md)"
@@ -21,13 +21,13 @@ NOT_SENT = (
 _TWO_BY_TWO = ("not there", "not there, but said", "there, but not said", "there, and said")
 _BOTH = "were found in some test examples and not in others"
 _MISLEADING = 0.1
-"""An expected calibration error from which on probabilities are not to be used as they are."""
+"""From this expected calibration error on, probabilities must not be used uncorrected."""
 
 
 def sentence(metrics: ClinicalMetrics, tested: float = 0.0) -> str:
-    """Say what holds over all classes; tested: the examples that accuracy was measured on, if these may be fewer.
+    """Describe the results over all classes; tested: the examples that accuracy was measured on, if these may be fewer.
 
-    Where they are, balanced accuracy is left out: the one of all test examples is said elsewhere.
+    If they are, balanced accuracy is left out: that of all test examples is shown elsewhere.
     """
     what, have = ("classes", "have test examples") if not metrics.labels else ("labels", _BOTH)
     missing, over = round(tested) - metrics.examples, f"{metrics.classes_present} of {len(metrics.tables)} {what}"
@@ -46,7 +46,7 @@ def balanced_accuracy(metrics: ClinicalMetrics) -> str:
 
 
 def calibration(metrics: ClinicalMetrics) -> str:
-    """Say the expected calibration error, and what a large one means."""
+    """Describe the expected calibration error, and the meaning of a large one."""
     error, n = metrics.calibration_error, sum(b.examples for b in metrics.bins)
     text = f"expected calibration error {percent(error)}"
     if error is None or error < _MISLEADING:
@@ -66,7 +66,7 @@ def class_head(metrics: ClinicalMetrics) -> tuple[str, ...]:
 
 
 def class_rows(metrics: ClinicalMetrics, classes: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return a row per class under `class_head`, with intervals for the luck of the test set."""
+    """Return a row per class under `class_head`, with intervals for the sampling of test images."""
     rows = zip(
         classes,
         (f"{t.there} of {sum(t)}" if metrics.labels else str(t.there) for t in metrics.tables),

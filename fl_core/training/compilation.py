@@ -1,4 +1,4 @@
-"""Training in kernels of `torch.compile`: of a model the features, which take the time."""
+"""Training with kernels of `torch.compile`: only the model's features, which take most of the time."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fl_core.errors import ConfigError
 
 BACKEND = "inductor"
 MAX_VERSIONS = 64
-"""Versions of one piece of code, for other models and shapes, in one process."""
+"""Limit of compiled versions of one piece of code, for other models and shapes, in one process."""
 
 
 @contextmanager
 def compiled(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """Let `features` of a model and of the modules in it run compiled inside, and as written again outside.
+    """Run `features` of a model and of its modules compiled inside the block, and unchanged outside.
 
-    Methods call features and head apart, so that a compiled `forward` would not be used; it is compiled where no module
-    has features. Compiled code is kept by torch and found again in the next round.
+    Methods call features and head separately, so a compiled `forward` would not be used; it is compiled if no module
+    has features. Torch keeps compiled code and finds it again in the next round.
 
-    Raises ConfigError (E-CFG-08) where this machine has no compiler, or torch cannot compile the model.
+    Raises ConfigError (E-CFG-08) if this machine has no compiler, or torch cannot compile the model.
     """
     if not wanted:
         yield
@@ -35,7 +35,7 @@ def compiled(model: nn.Module, wanted: bool) -> Iterator[None]:
     for module, name in places:
         setattr(module, name, torch.compile(getattr(module, name), backend=BACKEND))
     try:
-        # Without these torch computes as written once it has compiled often, and says so in its log alone.
+        # Otherwise torch stops compiling after several versions, and reports it only in its log.
         with config.patch(recompile_limit=MAX_VERSIONS, fail_on_recompile_limit_hit=True):
             yield
     except (TorchDynamoException, FailOnRecompileLimitHit) as error:

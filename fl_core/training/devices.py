@@ -1,4 +1,4 @@
-"""Where models are trained: the device by name, deterministic kernels, and data that lies on the device."""
+"""The device of models: chosen by name, deterministic kernels, and data on the device."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fl_core.errors import ConfigError
 from fl_core.types.values import Examples
 
 SHARE_OF_MEMORY = 0.5
-"""Of the device's free memory, what examples may take; models and activations need the rest."""
+"""Share of the device's free memory for examples; models and activations need the rest."""
 
 
 def choose_device(name: str) -> torch.device:
-    """Read cpu, cuda, cuda:N or auto (a GPU where there is one).
+    """Read cpu, cuda, cuda:N or auto (a GPU if there is one).
 
-    Raises ConfigError (E-CFG-02) when it is something else or this machine has no such device. Guarantees: float32 is
-    float32: cuDNN may not round it to the ten bits of TF32, as it does by itself; who wants speed asks for bfloat16.
+    Raises ConfigError (E-CFG-02) on another word, or if this machine has no such device. Guarantees: float32 is
+    float32: cuDNN may not round it to the ten bits of TF32, as it does by default; for speed, use bfloat16.
     """
     torch.backends.cudnn.allow_tf32 = False
     if name == "auto":
@@ -39,9 +39,9 @@ def choose_device(name: str) -> torch.device:
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Let torch use only deterministic kernels inside; it raises where an operation has none.
+    """Let torch use only deterministic kernels inside the block; it raises if an operation has none.
 
-    Guarantees: a repeated run on one machine gives the same bits, on a GPU too; settings are as before outside.
+    Guarantees: a repeated run on one machine gives the same bits, also on a GPU; the settings are restored afterwards.
     """
     if not wanted:
         yield
@@ -59,7 +59,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def cudnn_benchmark(wanted: bool) -> Iterator[None]:
-    """Let cuDNN try its kernels for each new shape and take the fastest; without a GPU it changes nothing."""
+    """Let cuDNN test its kernels for each new shape and use the fastest; without a GPU it changes nothing."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = before or wanted
     try:
@@ -71,7 +71,7 @@ def cudnn_benchmark(wanted: bool) -> Iterator[None]:
 class OnDevice(Examples):
     """Examples read once onto a device. as_stored: without their last steps, so that they can be augmented there.
 
-    Else augmented ones are read from their source.
+    Otherwise augmented examples are read from their source.
     """
 
     def __init__(self, source: Examples, device: torch.device, as_stored: bool = False) -> None:
@@ -101,7 +101,7 @@ class OnDevice(Examples):
 def move_to_device(
     examples: Examples, device: torch.device, free: int, as_stored: bool = False
 ) -> tuple[Examples, int]:
-    """Put examples on a device if they fit into `free` bytes; return them, moved or not, and the bytes left."""
+    """Move examples to a device if they fit into `free` bytes; return them, moved or not, and the bytes left."""
     if device.type == "cpu" or len(examples) == 0:
         return examples, free
     first = torch.arange(1)

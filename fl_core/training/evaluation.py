@@ -48,7 +48,7 @@ from fl_core.types.values import BatchSums, Bundle, ClassSums, Examples, Part, T
 METRICS = "metrics"
 """The part that every bundle carries: correct answers over test examples, per class."""
 CLINICAL_PART = "clinical"
-"""Of runs whose evaluations are exact and send more: training/clinical.py says what."""
+"""In runs with exact evaluations that send more: see training/clinical.py."""
 GLOBAL_PARTS = (METRICS, CLINICAL_PART)
 """Parts that measure the model received."""
 PERSONAL = "personal"
@@ -56,22 +56,22 @@ PERSONAL_PUBLIC = "personal_public"
 PERSONAL_GA = "personal_ga"
 PERSONAL_PARTS = (PERSONAL, PERSONAL_PUBLIC, PERSONAL_GA)
 BY_HOSPITAL = "by_hospital"
-"""The hospital's consent that its own part of the sums be kept and shown under its name."""
+"""The hospital's consent to store its own part of the sums and to show it under its name."""
 OWN, PAIRED = "own", "paired"
-"""The model that a hospital trained alone beside the one received, on the same images; and their areas: delong.py."""
+"""A hospital's local model on the same images as the received one; and their areas: delong.py."""
 CLOSING_PARTS = (BY_HOSPITAL, OWN, PAIRED)
-"""Parts of the closing evaluation alone, of runs that ask for them."""
+"""Parts only of the closing evaluation, in runs that ask for them."""
 METRIC_PARTS = frozenset({*GLOBAL_PARTS, *PERSONAL_PARTS, *CLOSING_PARTS})
-"""Parts that measure: no method's `merge` sees them."""
+"""Parts with measurements: no method's `merge` sees them."""
 _SCORES = {PERSONAL: ("pa",), PERSONAL_PUBLIC: ("pm_l", "pm_v"), PERSONAL_GA: ("ga",)}
 
 
 def evaluate(model: nn.Module, data: LocalData, n_classes: int, split: Split = Split.TEST) -> Part:
     """Count correct answers per class on the silo's test split, as one joint query.
 
-    Returns Part({"correct": (C,)}, weight = test examples per class (C,)): an accuracy is a mean of parts, taken
-    over the union of all silos' test sets and never a mean of accuracies. Of several labels at once each is counted
-    over the examples in which it was looked for, and found by a logit above 0; never private.
+    Returns Part({"correct": (C,)}, weight = test examples per class (C,)): an accuracy is a mean of parts, taken over
+    the union of all silos' test sets and never a mean of accuracies. With several labels at once, each is counted over
+    the examples in which it was looked for, and found by a logit above 0; never private.
     """
     model.eval()
     if data.multi_label:
@@ -95,9 +95,9 @@ def evaluate(model: nn.Module, data: LocalData, n_classes: int, split: Split = S
 
 
 def evaluate_global(model: nn.Module | None, data: LocalData, n_classes: int, clinical: bool) -> dict[str, Part]:
-    """Measure the model received; None: the method has none, and the parts have weight 0.
+    """Measure the received model; None: the method has none, and the parts have weight 0.
 
-    clinical: in one pass also what medicine asks for, where the test examples are not private.
+    clinical: also compute clinical metrics in the same pass, if the test examples are not private.
     """
     if model is None:
         nothing = {METRICS: Part({"correct": torch.zeros(n_classes)}, torch.zeros(n_classes))}
@@ -110,12 +110,12 @@ def evaluate_global(model: nn.Module | None, data: LocalData, n_classes: int, cl
 
 
 def consent() -> Part:
-    """Make the part by which a silo lets its own numbers be shown; `withheld` makes that of one that does not."""
+    """Create the part by which a silo allows its own numbers to be shown; `withheld` creates that of a refusal."""
     return Part({"shown": torch.tensor(1.0)}, torch.tensor(1.0))
 
 
 def no_own_parts(n_classes: int, paired: bool) -> dict[str, Part]:
-    """Return the parts of a silo that has no model of its own."""
+    """Return the parts of a silo without a local model."""
     zeros, nothing = torch.zeros(n_classes), torch.tensor(0.0)
     parts = {OWN: Part({"own": zeros, "measured": zeros.clone()}, zeros.clone())}
     if paired:
@@ -126,7 +126,7 @@ def no_own_parts(n_classes: int, paired: bool) -> dict[str, Part]:
 def evaluate_own(
     received: nn.Module, personal_model: nn.Module | None, data: LocalData, n_classes: int, paired: bool
 ) -> dict[str, Part]:
-    """Measure the model received and the silo's own on the same test images. They must not be private.
+    """Measure the received model and the silo's local one on the same test images, which must not be private.
 
     paired: also the difference of their macro AUC, from scores that stay here.
     """
@@ -168,7 +168,7 @@ def evaluate_own(
 
 
 def own_models(parts: Bundle) -> OwnModels | None:
-    """Read what is known of hospitals' own models off an update or a sum; None where it has none."""
+    """Read the results of hospitals' local models from an update or a sum; None if it has none."""
     if OWN not in parts or float(parts[OWN].weight.sum()) <= 0:
         return None
     personal, paired = parts[OWN], parts.get(PAIRED)
@@ -181,7 +181,7 @@ def own_models(parts: Bundle) -> OwnModels | None:
 
 
 def shown_result(update: Bundle) -> HospitalResult | None:
-    """Read off an update that was checked what its silo lets be shown of it alone; None where it does not."""
+    """Read the results that a silo shows under its name from a checked update; None if it does not."""
     if BY_HOSPITAL not in update or float(update[BY_HOSPITAL].weight) != 1.0:
         return None
     metrics, clinical = update[METRICS], update.get(CLINICAL_PART)
@@ -194,14 +194,14 @@ def shown_result(update: Bundle) -> HospitalResult | None:
 
 
 def withheld(part: Part) -> Part:
-    """Return what a silo sends that withholds a part: zeros of weight 0, as one without test examples does."""
+    """Return the part of a silo that withholds it: zeros of weight 0, as for a silo without test examples."""
     return Part({name: torch.zeros_like(v) for name, v in part.total.items()}, torch.zeros_like(part.weight))
 
 
 def evaluate_personal(model: nn.Module, data: LocalData, n_classes: int) -> dict[str, Part]:
-    """Measure a personal model on the silo's own test split and, where there is one, on the public test set.
+    """Measure a personal model on the silo's own test split and, if there is one, on the public test set.
 
-    Class counts are asked for only where there is a public test set.
+    Class counts are requested only if there is a public test set.
     """
     by_class, every = evaluate(model, data, n_classes), torch.ones(n_classes)
     parts = {PERSONAL: _scored(PERSONAL, [(by_class, every)])}
@@ -215,7 +215,7 @@ def evaluate_personal(model: nn.Module, data: LocalData, n_classes: int) -> dict
 
 
 def weighted_accuracy(correct: Tensor, count: Tensor, weight: Tensor) -> float:
-    """Return sum_c a(c) correct_c / sum_c a(c) count_c, in [0, 1] even where noise was added; NaN without examples."""
+    """Return sum_c a(c) correct_c / sum_c a(c) count_c, in [0, 1] even with added noise; NaN without examples."""
     a = weight.double().cpu()
     below = float((a * count.double().cpu()).sum())
     if below <= 0:
@@ -224,9 +224,9 @@ def weighted_accuracy(correct: Tensor, count: Tensor, weight: Tensor) -> float:
 
 
 def _scored(part: str, measured: Sequence[tuple[Part, Tensor]]) -> Part:
-    """Wrap one silo's accuracies and their squares.
+    """Combine one silo's accuracies and their squares.
 
-    A spread is the difference of two near numbers, so what float32 cuts off a square is kept beside it.
+    A standard deviation is the difference of two near numbers, so the float32 rounding of a square is kept beside it.
     """
     values = [weighted_accuracy(p.total["correct"], p.weight, a) for p, a in measured]
     total: dict[str, Tensor] = {}
@@ -240,9 +240,9 @@ def _scored(part: str, measured: Sequence[tuple[Part, Tensor]]) -> Part:
 
 
 def personal_scores(total: Bundle) -> dict[str, float]:
-    """Read means and population standard deviations over silos off the sums: pa, pa_std, pm_l, pm_l_std, pm_v, ...
+    """Read means and population standard deviations over silos from the sums: pa, pa_std, pm_l, pm_l_std, pm_v, ...
 
-    Empty where nothing personal was measured. Guarantees: within 1e-5 of the same numbers from all silos' accuracies.
+    Empty if nothing personal was measured. Guarantees: within 1e-5 of the same numbers from all silos' accuracies.
     """
     scores: dict[str, float] = {}
     for part, names in _SCORES.items():
@@ -256,9 +256,9 @@ def personal_scores(total: Bundle) -> dict[str, float]:
 
 
 def scarce_classes(labels: Tensor, n_classes: int, least: int) -> Tensor:
-    """Tell of which classes (C,) there are test examples, but fewer than `least`.
+    """Return the classes (C,) that have test examples, but fewer than `least`.
 
-    Of several labels at once: of which so few were found, or looked for and not found.
+    For several labels at once: labels found, or looked for and not found, in so few examples.
     """
     tested = class_counts(labels, n_classes)
     few = (tested > 0) & (tested < least)
@@ -269,13 +269,13 @@ def scarce_classes(labels: Tensor, n_classes: int, least: int) -> Tensor:
 
 
 def scarce_class_names(labels: Tensor, classes: Sequence[str], least: int) -> list[str]:
-    """Name the classes that `scarce_classes` tells of."""
+    """Return the names of `scarce_classes`."""
     few = scarce_classes(labels, len(classes), least).tolist()
     return [name for name, some in zip(classes, few, strict=True) if some]
 
 
 class WithoutScarceClasses(Examples):
-    """Test examples without the classes of fewer than `least`: whatever is measured of a model leaves these out."""
+    """Test examples without the classes of fewer than `least`, for every measurement of a model."""
 
     def __init__(self, examples: Examples, n_classes: int, least: int) -> None:
         self._examples, labels, few = examples, examples.labels, scarce_classes(examples.labels, n_classes, least)

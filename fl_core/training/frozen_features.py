@@ -1,13 +1,13 @@
 """Frozen features: a run whose examples are the output of the body that its model begins with.
 
-With `train.freeze=features` the body is the same function everywhere: in eval mode, with the weights of the run's
-start or seed, on batches of one public shape that are filled with zeros. So an example has the same d0 numbers whoever
-shares its batch, at whichever hospital it lies. What stands behind the body (the projection, which `model.adapter`
-puts there, and the head) is the model of the run: methods, privacy, layouts and traffic know nothing else.
+With `train.freeze=features` the body is the same function everywhere: in eval mode, with the weights of the run's start
+or seed, on batches of one public shape, padded with zeros. So an example has the same d0 numbers in every batch and at
+every hospital. The part after the body (the projection of `model.adapter`, and the head) is the model of the run: to
+methods, privacy, layouts and messages nothing else exists.
 
-With `train.views` there are as many for each of a few fixed views of an example, which are drawn from its content: the
-same image has the same views at any hospital and in any run. All of them are one record; a step draws one of them.
-Sums and evaluations read the example as it is.
+With `train.views` there are as many features for each of a few fixed views of an example, drawn from its content: the
+same image has the same views at any hospital and in any run. All views are one record; a step draws one of them. Sums
+and evaluations read the original example.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ log = logging.getLogger(__name__)
 
 
 class TrainedPart(NamedTuple):
-    """What a run trains, and the schema of the examples that it is trained on."""
+    """The trained part of a run's model, and the schema of its training examples."""
 
     model: nn.Module
     schema: Schema
 
 
 def trained_part(network: SplitModel, schema: Schema, train: TrainConfig, owner: str) -> TrainedPart:
-    """Return what a run trains of a network, which it shares the tensors of.
+    """Return the trained part of a network, which shares its tensors.
 
-    Raises ConfigError (E-CFG-08) as `behind_body`, and where the body's output is no vector.
+    Raises ConfigError (E-CFG-08) as `behind_body`, and if the body's output is no vector.
     """
     if train.freeze != FEATURES:
         return TrainedPart(network, schema)
@@ -60,7 +60,7 @@ def trained_part(network: SplitModel, schema: Schema, train: TrainConfig, owner:
 
 
 def check_shared(method: Method, layout: Layout, train: TrainConfig) -> None:
-    """Raise ConfigError (E-CFG-08) where a method shares the frozen body alone, or takes no step that draws views."""
+    """Raise ConfigError (E-CFG-08) if a method shares only the frozen body, or takes no step that draws views."""
     if train.views > 1 and method.exact:
         raise ConfigError(
             "E-CFG-08",
@@ -79,7 +79,7 @@ def check_shared(method: Method, layout: Layout, train: TrainConfig) -> None:
 class FeatureBatch(NamedTuple):
     """Positions of examples (b,) that were read, and the features of their views (b, V, d0) on the CPU.
 
-    done: examples so far, read or not.
+    done: examples processed so far, read or not.
     """
 
     positions: Tensor
@@ -88,9 +88,9 @@ class FeatureBatch(NamedTuple):
 
 
 class FixedViews(Examples):
-    """Examples of which each has a few fixed views, rows (n, V, *shape): the first is the example as it is.
+    """Examples with a few fixed views each, rows (n, V, *shape): the first is the original example.
 
-    A generator draws one view of each in the place of augmenting it.
+    A generator draws one view of each instead of augmenting it.
     """
 
     def __init__(self, rows: Tensor, labels: Tensor, groups: tuple[str, ...] | None = None) -> None:
@@ -114,10 +114,10 @@ def feature_batches(
 ) -> Iterator[FeatureBatch]:
     """Pass all examples through a frozen body once, in order, a batch at a time; the body is moved to the device.
 
-    views: V, of each example   Guarantees: views follow from the content of their example alone.
-    An example that cannot be read (E-DATA-04), or whose features are not finite, is named in the log and left out: a
-    rule that looks at no other example. Raises DataError (E-DATA-04) as `require_few`, once too many cannot be read.
-    Features that are not finite never raise: a body that is made for it would ask of records what no ledger counts.
+    views: V, of each example   Guarantees: views follow only from the content of their example. An example that cannot
+    be read (E-DATA-04), or whose features are not finite, is named in the log and left out, whatever the others are.
+    Raises DataError (E-DATA-04) as `require_few`, if too many cannot be read. Features that are not finite never raise:
+    a malicious body could otherwise query records without a charge.
     """
     blank, _ = examples.batch(torch.zeros(0, dtype=torch.long))
     size, body = eval_batch(blank.shape[1:]), body.to(device)
@@ -139,13 +139,13 @@ def feature_batches(
 
 
 def in_memory(examples: Examples, batches: Iterable[FeatureBatch]) -> Examples:
-    """Return the examples of some batches of features, all of which are kept in memory."""
+    """Return the examples of some batches of features, all kept in memory."""
     kept = list(batches)
     return with_rows(examples, torch.cat([b.positions for b in kept]), torch.cat([b.rows for b in kept]))
 
 
 def with_rows(examples: Examples, positions: Tensor, rows: Tensor) -> Examples:
-    """Return the examples at `positions` (m,) with features (m, V, d0) in place of what they were made of."""
+    """Return the examples at `positions` (m,) with features (m, V, d0) instead of their original values."""
     groups = None if examples.groups is None else tuple(examples.groups[i] for i in positions.tolist())
     if rows.shape[1] > 1:
         return FixedViews(rows, examples.labels[positions], groups)

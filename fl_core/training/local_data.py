@@ -38,7 +38,7 @@ from fl_core.types.values import (
 
 EVAL_BATCH = 512
 EVAL_NUMBERS = EVAL_BATCH * 3 * 64 * 64
-"""Numbers of the examples that are read at once for a sum: of images beyond 64 pixels fewer than `EVAL_BATCH`."""
+"""Size of a batch of examples for a sum, in numbers: fewer than `EVAL_BATCH` images if larger than 64 pixels."""
 
 NO_MICRO_BATCH = "expected train.micro_batch=0, since parts of a batch do not add up to it; lower train.batch_size"
 
@@ -63,8 +63,8 @@ class _EmptyExamples(Examples):
 class PlainLocalData:
     """`LocalData` over one silo's examples, for one round.
 
-    Every call of `sgd` draws its batches from a stream of its own, so an extra pass of a method does not change
-    the batches of the others (a method with its extra term at 0 stays bit-identical to FedAvg).
+    Every call of `sgd` draws its batches from a separate stream, so an extra pass of a method does not change the
+    batches of the others (a method with its extra term at 0 stays bit-identical to FedAvg).
     """
 
     def __init__(self, data: RoundData) -> None:
@@ -83,7 +83,7 @@ class PlainLocalData:
         self._counts: Tensor | None = None
 
     def planned_steps(self, epochs: float | None = None) -> int:
-        """Return the optimiser steps of an `sgd` call, cut at `max_steps`; the last batch of an epoch may be short."""
+        """Return the optimiser steps of an `sgd` call, at most `max_steps`; the last batch of an epoch may be short."""
         n, size = len(self._examples[Split.TRAIN]), self._config.batch_size
         whole = n // size if self._config.drop_last else -(-n // size)
         steps = round((self._config.epochs if epochs is None else epochs) * whole)
@@ -95,9 +95,9 @@ class PlainLocalData:
     def sgd(self, model: nn.Module, loss: LossFn, options: SgdOptions = AS_SCHEDULED) -> int:
         """Train `model` in place and return the steps taken.
 
-        Momentum starts at zero in every call. A batch of one example is skipped where the model has BatchNorm,
-        which has no variance to normalise it by, and is not counted. Raises ConfigError (E-CFG-08) without a parameter
-        that may move; as `draw_batches`; RefusedError (E-RUN-52) where every batch is skipped.
+        Momentum starts at zero in every call. A batch of one example is skipped if the model has BatchNorm, which has
+        no variance to normalise it by, and is not counted. Raises ConfigError (E-CFG-08) without a trainable parameter;
+        as `draw_batches`; RefusedError (E-RUN-52) if every batch is skipped.
         """
         path = ("round", self._context.round, "silo", self._context.silo, "sgd", self._calls)
         self._calls += 1
@@ -136,15 +136,15 @@ class PlainLocalData:
         return taken
 
     def _refuse(self, error: RefusedError) -> None:
-        """Handle a training without a step, which depends on how many examples this silo has."""
+        """Handle a training without a step, which depends on this silo's number of examples."""
         raise error
 
     def _objectives(
         self, model: nn.Module, loss: LossFn, x: Tensor, y: Tensor, penalty: PenaltyFn | None
     ) -> Iterator[Tensor]:
-        """Yield what a step minimises: one objective, or one for each micro-batch, whose sum it is.
+        """Yield the objectives of a step: one, or one for each micro-batch, whose sum is minimised.
 
-        Raises ConfigError (E-CFG-08) where a loss mixes the examples of a batch that is divided.
+        Raises ConfigError (E-CFG-08) if a loss mixes the examples of a batch that is divided.
         """
         size = self._config.micro_batch or len(x)
         for number, (some_x, some_y) in enumerate(zip(torch.split(x, size), torch.split(y, size), strict=True)):
@@ -217,10 +217,10 @@ class PlainLocalData:
         return x.to(self._device), y.to(self._device)
 
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:  # noqa: ARG002
-        """Sum a query over one split, without augmentation; `bound` is for private data and does nothing here.
+        """Sum a query over one split, without augmentation; `bound` is for private data and has no effect here.
 
-        A survey is over both splits; its noisy form is suppressed as a whole, since nothing adds noise here.
-        Records of coarse labels are left out where a query asks for classes.
+        A survey is over both splits; its noisy form is suppressed as a whole, since no noise is added here. Records
+        with coarse labels are left out if a query asks for classes.
         """
         if isinstance(query, SurveySums) and query.private:
             return fully_withheld(query)
@@ -258,7 +258,7 @@ class PlainLocalData:
 
 
 def _of_one_class(query: Query, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Leave out records whose class is not known; a query of each example by itself is not about classes."""
+    """Leave out records whose class is unknown; a query about each single example does not need classes."""
     if is_multi_label(y):
         if isinstance(query, ClassSums | MomentSums):
             raise ConfigError("E-CFG-08", "expected one class for each record that is summed by class, found labels")
@@ -292,7 +292,7 @@ def draw_batches(n: int, size: int, order: torch.Generator, steps: int, *, drop_
 
 
 def no_step_error(batches: str) -> RefusedError:
-    """Make the error of a training all of whose batches are left out; `batches` says which they are."""
+    """Create the error of a training whose batches are all left out; `batches` describes them."""
     return RefusedError(
         "E-RUN-52",
         f"expected a training step, found {batches}, which batch norm cannot normalise: set train.batch_size to 2 or "
@@ -301,7 +301,7 @@ def no_step_error(batches: str) -> RefusedError:
 
 
 class LocalDataWrapper:
-    """Delegates everything to other local data; a subclass overrides what it changes."""
+    """Delegates everything to other local data; a subclass overrides some methods."""
 
     def __init__(self, data: LocalData) -> None:
         self.lr, self.batch_size = data.lr, data.batch_size
@@ -334,7 +334,7 @@ class LocalDataWrapper:
 
 
 def sum_batch(query: Query, x: Tensor, y: Tensor) -> Tensors:
-    """Sum a query over one batch; raises TypeError on a survey, which no batch answers."""
+    """Sum a query over one batch; raises TypeError on a survey, which needs all records."""
     if isinstance(query, SurveySums):
         raise TypeError("expected a query over a batch, found a survey, which is over all records")
     if isinstance(query, BatchSums):

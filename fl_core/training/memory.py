@@ -1,4 +1,4 @@
-"""How much memory is free here, and the refusal of what would not fit into it."""
+"""Free memory, and the refusal of tasks that would not fit into it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ _BY_VERSION = {  # folder below _CGROUPS, limit, usage, and what of that the sys
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return the bytes that this process could still take on a device; None where the system does not say.
+    """Return the bytes that this process can still allocate on a device; None if the system does not report it.
 
-    On the CPU the least of what the machine and the control groups of this process (a container, a service's
-    MemoryMax) leave.
+    On the CPU the minimum over the machine and the control groups of this process (a container, a service's MemoryMax).
     """
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -32,9 +31,9 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def require(need: int, device: torch.device, what: str, remedy: str, disclose: bool = False) -> None:
-    """Raise RefusedError (E-RUN-38) where less than `need` bytes are free on a device.
+    """Raise RefusedError (E-RUN-38) if less than `need` bytes are free on a device.
 
-    disclose: say how much is free, which a hospital does not tell the lead.
+    disclose: state how much is free, which a hospital does not tell the lead.
     """
     free = free_memory(device)
     if free is None or need <= free:
@@ -61,7 +60,7 @@ def _machine_memory() -> Iterator[int]:
 
 
 def _cgroup_memory() -> Iterator[int]:
-    """Yield what each group that this process is in, and each around it, leaves; groups without a limit have none."""
+    """Yield the free memory of each control group around this process; groups without a limit are skipped."""
     try:
         lines = (_PROC / "self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The local optimizer, a fresh one for every call of `sgd`, and the effective number of its steps."""
+"""The local optimizer, created anew for every call of `sgd`, and the effective number of its steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AMP = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def of_plain_training(config: TrainConfig) -> tuple[str, str] | None:
-    """Return the first word set that only plain training, silo by silo, can follow: as off, and as found."""
+    """Return the first configuration key that only plain training supports: its default and its value."""
     off = TrainConfig()
     for name in ("amp", "channels_last", "cudnn_benchmark", "compile", "augment_on_device", "micro_batch"):
         wanted, setting = (f"train.{name}={str(getattr(c, name)).lower()}" for c in (off, config))
@@ -30,9 +30,10 @@ def of_plain_training(config: TrainConfig) -> tuple[str, str] | None:
 
 
 class _NeverCompiled(Optimizer):
-    """What torch's optimizers do, without what keeps them out of compiled code.
+    """The methods of torch's optimizers, without the wrapper that keeps them out of compiled code.
 
-    That imports the compiler, which takes a second: a third of a short run. Only features are ever compiled here.
+    The wrapper imports the compiler, which takes a second: a third of a short run. Only features are ever compiled
+    here.
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -76,12 +77,12 @@ def make_optimizers(
 
 
 def correct_gradient(named: Mapping[str, nn.Parameter], clip_norm: float, options: SgdOptions) -> None:
-    """Clip the gradient of a step to a norm (0: as it is), then add the shift; the rule of plain and private data.
+    """Clip the gradient of a step to a norm (0: no clipping), then add the shift; for plain and private data.
 
     | term                                                  | `clip_norm` |
     |-------------------------------------------------------|-------------|
     | loss, in private data as it was clipped and noised    | in the norm |
-    | penalty: what stands in the objective beside the loss | in the norm |
+    | penalty: added to the loss in the objective           | in the norm |
     | shift: a correction of the step                       | not         |
     | weight decay, momentum: the optimizer's               | not         |
     | all of parameters without momentum (`no_momentum`)    | not         |
@@ -97,7 +98,7 @@ def correct_gradient(named: Mapping[str, nn.Parameter], clip_norm: float, option
 class GradientDescent:
     """The steps of one pass over named parameters: gradients of an objective, then a step of every optimizer.
 
-    In float16, gradients are scaled while they are computed, so that small ones do not become 0.
+    In float16, gradients are scaled during the computation, so that small ones do not become 0.
     """
 
     def __init__(
@@ -112,19 +113,19 @@ class GradientDescent:
         self._scaler = GradScaler(device, enabled=config.amp == "fp16")
 
     def clear(self) -> None:
-        """Forget the last gradient, before a forward pass needs its memory."""
+        """Free the last gradient before a forward pass needs its memory."""
         for optimizer in self._optimizers:
             optimizer.zero_grad()
 
     def backward(self, objectives: Iterable[Tensor]) -> None:
-        """Add up the gradients of objectives, each of which is computed once the one before is done with."""
+        """Add up the gradients of objectives; each is computed after the previous one is freed."""
         for objective in objectives:
             self._scaler.scale(objective).backward()  # type: ignore[no-untyped-call]
         for optimizer in self._optimizers:
             self._scaler.unscale_(optimizer)
 
     def step(self) -> None:
-        """Take a step along what `grad` holds now; none where float16 overflowed."""
+        """Take a step along the present `grad`; none if float16 overflowed."""
         for optimizer in self._optimizers:
             self._scaler.step(optimizer)
         self._scaler.update()

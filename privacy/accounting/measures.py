@@ -21,8 +21,8 @@ from privacy.accounting.uncertainty import LEVEL, NOTHING, Estimate, EvaluationN
 class EvaluationResult:
     """The counts of an evaluation.
 
-    correct, examples: (C,) sums as released, with this noise   personal: scores of personal models withheld: scores
-    that noise hides.
+    correct, examples: (C,) sums as released, with this noise   personal: scores of personal models
+    withheld: scores that noise hides.
     """
 
     correct: Sequence[float] = ()
@@ -66,10 +66,10 @@ class Measure:
     """A measure of a model.
 
     name: in JSON, CSV and trackers   label: for people   title: of its picture   estimate: its value, with the
-    uncertainty from noise or bins   interval: for the sampling of test images, of a value without noise sums, of_sums:
-    for a measure computed from sums over test images, the sums and the formula   percent: it is a share personal: it
-    measures personal models, after a round's training   json: the name of the field that marks it as withheld; empty
-    if JSON has the measure in another object.
+    uncertainty from noise or bins   interval: for the sampling of test images, of a value without noise
+    sums, of_sums: for a measure computed from sums over test images, the sums and the formula   percent: it is a share
+    personal: it measures personal models, after a round's training   json: the name of the field that marks it as
+    withheld; empty if JSON has the measure in another object.
     """
 
     name: str

@@ -73,16 +73,18 @@ class DpConfig:
 class RecordDpConfig(DpConfig):
     """Record-level differential privacy of one run; the noise of training is solved from the budget.
 
-    clip: C1, bound of one unit's gradient   physical_batch: examples whose gradients are computed at once coupled:
-    treatment of losses that mix examples: "split" (clip C1 per unit, C2 = coupled_clip_ratio * C1 per microbatch;
-    sensitivity C1 + 2 C2), "micro" (everything per microbatch; 2 C1) or "off" (such terms are left out)
-    statistics_bound, statistics_noise: without effect; manifests contain them microbatch: expected examples of a
-    microbatch   coupled_every: steps from one coupled term to the next prototype_bound: R, bound of one unit's feature
-    offset   count_weight: lambda / R, the weight of counts in the joint query   prototype_noise: noise / sensitivity
-    of a prototype release   prototype_every: rounds between releases min_count: classes of fewer units (by the noisy
-    count, plus two standard deviations) are suppressed; 0: none count_noise: noise / sensitivity of the class counts
-    max_per_unit: examples of one unit in a step (0: all) placement: "distributed" is only for the single release of a
-    method without training steps (analytic); noise on class counts and evaluations stays each silo's own.
+    clip: C1, bound of one unit's gradient   physical_batch: examples whose gradients are computed at once
+    coupled: treatment of losses that mix examples: "split" (clip C1 per unit, C2 = coupled_clip_ratio * C1 per
+    microbatch; sensitivity C1 + 2 C2), "micro" (everything per microbatch; 2 C1) or "off" (such terms are left out)
+    statistics_bound, statistics_noise: without effect; manifests contain them
+    microbatch: expected examples of a microbatch   coupled_every: steps from one coupled term to the next
+    prototype_bound: R, bound of one unit's feature offset   count_weight: lambda / R, the weight of counts in the
+    joint query   prototype_noise: noise / sensitivity of a prototype release   prototype_every: rounds between
+    releases
+    min_count: classes of fewer units (by the noisy count, plus two standard deviations) are suppressed; 0: none
+    count_noise: noise / sensitivity of the class counts   max_per_unit: examples of one unit in a step (0: all)
+    placement: "distributed" is only for the single release of a method without training steps (analytic); noise on
+    class counts and evaluations stays each silo's own.
     """
 
     omitted_at_default: ClassVar[frozenset[str]] = frozenset({"placement"})

@@ -96,9 +96,9 @@ class ReleasePlan:
 
     evaluates_global_model: the received model is evaluated, if the method has a global model   personal: personal
     models are evaluated, on the test records, and on a public test set with class counts   closing_steps: of each call
-    of `sgd` in the closing evaluation   personal_at_end: personal models are evaluated only there moment_round: the
-    round that releases second moments; -1 for none   shared: how their noise is shared survey_round: the round that
-    answers a survey, about records of both splits; -1 for none.
+    of `sgd` in the closing evaluation   personal_at_end: personal models are evaluated only there
+    moment_round: the round that releases second moments; -1 for none   shared: how their noise is shared
+    survey_round: the round that answers a survey, about records of both splits; -1 for none.
     """
 
     terms: RecordDpConfig

@@ -239,8 +239,8 @@ def interval(
 ) -> tuple[float, float, float] | None:
     """Return a point in [0, 1] and its interval for the ratio of `rows` rows; None if the noise permits none.
 
-    std: of the noise on one row, on both sums   suppressed: rows with a noisy count below 1 are zeros Guarantees: with
-    probability `level` the ratio without noise is in the interval, or there is none.
+    std: of the noise on one row, on both sums   suppressed: rows with a noisy count below 1 are zeros
+    Guarantees: with probability `level` the ratio without noise is in the interval, or there is none.
     """
     row, wide = _rows_of(std, suppressed), _NORMAL.inv_cdf((1 + level) / 2) * math.sqrt(rows)
     if not of - rows * row.gained - wide * math.sqrt(row.spread) > 0:

@@ -78,8 +78,8 @@ class DataChangedError(DataError):
 class DataQuestion:
     """Asks to use the hospital's data in a run, as its member `index`.
 
-    version: of the data, as in `RunData`   began: the version that the run began with; "" if it has not begun size: of
-    this hospital, `typed` or counted   prototypes: False if this hospital submits none to any run.
+    version: of the data, as in `RunData`   began: the version that the run began with; "" if it has not begun
+    size: of this hospital, `typed` or counted   prototypes: False if this hospital submits none to any run.
     """
 
     index: int
@@ -114,8 +114,8 @@ class AdmissionRequest(NamedTuple):
     """A coordinator's request: to take part in a run, and at most one of the questions that follow.
 
     declared: the classes that this hospital declares, for policies that name none   device: where it would train
-    data_of: loads the run's data, for the person who decides   data: asks to use the hospital's data whole: asks
-    whether the budget covers all rounds   task: asks to do a task.
+    data_of: loads the run's data, for the person who decides   data: asks to use the hospital's data
+    whole: asks whether the budget covers all rounds   task: asks to do a task.
     """
 
     run_id: str

@@ -51,8 +51,8 @@ class SurveyedPatients:
 class Countable:
     """A question that can be answered, patient by patient.
 
-    form: the question's wording   cells: finest cell -> the question's cell   shares: of each patient patients:
-    number in each cell   free: cells that may leave if only this data version is considered.
+    form: the question's wording   cells: finest cell -> the question's cell   shares: of each patient
+    patients: number in each cell   free: cells that may leave if only this data version is considered.
     """
 
     name: str
@@ -310,7 +310,7 @@ class SurveyHistory:
         db.execute(insert(survey_people), [person.row(number) for number, person in self._people.items()])
 
     def _answer(self, question: Countable, released: frozenset[str]) -> dict[str, object]:
-        """Return what is stored of an answer: all numbers, of which those in `told` leave."""
+        """Return what is stored of an answer: all numbers, of which those in `released` leave."""
         cells = {cell: coarse for cell, coarse in question.cells.items() if cell != coarse}
         kept = {"form": question.form, "state": self._states[question.name], "told": sorted(released)}
         return {**kept, "numbers": dict(question.patients), "cells": cells}

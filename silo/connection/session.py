@@ -215,7 +215,7 @@ def _check_times(welcome: pb.Welcome, least: float) -> None:
 
 
 def pulse_period(requested: float, floor: float) -> float:
-    """Return the seconds between pulses; `asked` may be any number, or NaN."""
+    """Return the seconds between pulses; `requested` may be any number, or NaN."""
     return min(requested, max(floor, PULSE_CEILING_S)) if requested > floor else floor
 
 

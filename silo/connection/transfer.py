@@ -126,8 +126,9 @@ class Transfer:
     ) -> bytes:
         """Send an update until the coordinator's receipt for it is verified; return the receipt's bytes.
 
-        ready: called before each commit. Raises CancelledError, and the coordinator's refusals. Guarantees: after an
-        interruption, only missing bytes are sent; an update that was accepted before is not sent at all.
+        ready: called before each commit. Raises CancelledError, and the coordinator's refusals.
+        Guarantees: after an interruption, only missing bytes are sent; an update that was accepted before is not sent
+        at all.
         """
         backoff, damage, best = self._retry_policy.backoff(), _RetryBudget(self._retry_policy.tries), -1
 
@@ -224,8 +225,9 @@ class Transfer:
         """Return an object's file, from disk or from the coordinator. size: 0 if unknown; most: the largest allowed.
 
         Raises ProtocolError: E-WIRE-04 when the received bytes never have this digest, E-WIRE-06 above `most`;
-        RefusedError (E-RUN-38) when the disk's reserve would be used; and the coordinator's refusals. Guarantees: after
-        an interruption, only missing bytes are fetched; a file gets its name only once its digest is right.
+        RefusedError (E-RUN-38) when the disk's reserve would be used; and the coordinator's refusals.
+        Guarantees: after an interruption, only missing bytes are fetched; a file gets its name only once its digest is
+        right.
         """
         if self._objects.holds(digest):
             return self._objects.path(digest)

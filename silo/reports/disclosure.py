@@ -144,8 +144,8 @@ NO_UPDATES = Unprotected()
 class RunDisclosure:
     """What left for one run.
 
-    privacy: the run's guarantee, empty if not recorded   classes: a note on the classes once a census was proved last:
-    when the newest update was ready   larger: number of updates that are larger than declared.
+    privacy: the run's guarantee, empty if not recorded   classes: a note on the classes once a census was proved
+    last: when the newest update was ready   larger: number of updates that are larger than declared.
     """
 
     run_id: str

@@ -64,8 +64,8 @@ class PolicyAndLedger:
 class PendingDecision:
     """A run that waits for a decision, with everything that is shown about it.
 
-    previews: what it would spend; None if unknown, empty if it spends nothing   spends: the same in words digest: of
-    all this; it changes with every detail.
+    previews: what it would spend; None if unknown, empty if it spends nothing   spends: the same in words
+    digest: of all this; it changes with every detail.
     """
 
     approval: Approval

@@ -70,8 +70,8 @@ class TaskMasks:
 class SecaggMember:
     """One hospital in its masked runs. Every message gets an answer or a refusal, which is recorded.
 
-    min_sum: the hospital's policy, read again for each set; raises RefusedError if it cannot be read apply_roster: pins
-    a newer roster, within the policy.
+    min_sum: the hospital's policy, read again for each set; raises RefusedError if it cannot be read
+    apply_roster: pins a newer roster, within the policy.
     """
 
     store: SiloStore

@@ -67,10 +67,10 @@ RENEWAL_CHECK_S = 60.0
 class SiloSettings:
     """The hospital's settings of its service.
 
-    answer_after, pulse_floor: see `ResponseTiming`   holds: classes that it declares to have examples of metrics:
-    where they are served, if anywhere; metrics_budgets: include the ledger's spending image_cache_gib: of decoded
-    images, kept in the home; see `ImageLoader`   feature_cache_gib: of features from a frozen body; see
-    `FeatureCache`.
+    answer_after, pulse_floor: see `ResponseTiming`   holds: classes that it declares to have examples of
+    metrics: where they are served, if anywhere; metrics_budgets: include the ledger's spending
+    image_cache_gib: of decoded images, kept in the home; see `ImageLoader`   feature_cache_gib: of features from a
+    frozen body; see `FeatureCache`.
     """
 
     home: Home

@@ -397,8 +397,8 @@ class TaskRunner:
     def _comparison_model(self, task: QueuedTask, prepared: PreparedRun) -> nn.Module | None:
         """Return the model that an evaluation compares with: another run's last, or this hospital's local one.
 
-        Returns None, with an event, if this hospital trained no local model in that run or no longer has it. Raises
-        ProtocolError (E-WIRE-06) on another model than the manifest names, E-WIRE-05 on NaN.
+        Returns None, with an event, if this hospital trained no local model in that run or no longer has it.
+        Raises ProtocolError (E-WIRE-06) on another model than the manifest names, E-WIRE-05 on NaN.
         """
         manifest, key = prepared.run.manifest, task.key
         terms = manifest.evaluation

@@ -38,8 +38,8 @@ _SECRET, _SUFFIX, _PART = "secret", ".rows", ".part"
 class FeatureKey:
     """What features depend on.
 
-    origin: reference of the data   data: their version   request: what a run asks for (classes, size) split: of the
-    data   maker: the body, and the machine that computed them.
+    origin: reference of the data   data: their version   request: what a run asks for (classes, size)
+    split: of the data   maker: the body, and the machine that computed them.
     """
 
     origin: str

@@ -222,10 +222,10 @@ class Trainer:
 
         Raises RefusedError: E-WIRE-01 on another version of the software, and as `HospitalControls.admit`; ConfigError
         (E-RUN-05) if this silo is no member; DataError if the data cannot be loaded or do not match the run
-        (E-DATA-05); ProtocolError (E-WIRE-06) on another layout, or weights that do not fit the model. Guarantees: this
-        is the answer to a private run's preflight, which costs no budget. So it follows from the manifest and from what
-        the hospital declares, decided and registered. About the records it reveals only that they cannot be used
-        (E-RUN-31) or are not the registered ones (E-BUDGET-04), whatever the manifest asks.
+        (E-DATA-05); ProtocolError (E-WIRE-06) on another layout, or weights that do not fit the model.
+        Guarantees: this is the answer to a private run's preflight, which costs no budget. So it follows from the
+        manifest and from what the hospital declares, decided and registered. About the records it reveals only that
+        they cannot be used (E-RUN-31) or are not the registered ones (E-BUDGET-04), whatever the manifest asks.
         """
         policy, manifest = self._controls.policy_digest(), run.manifest
         with _hide_details(run.private, ConfigError, RefusedError):
@@ -315,10 +315,10 @@ class Trainer:
         unreadable records are added before anything leaves.
 
         Raises ProtocolError (E-RUN-47) on sums other than those to be taken out; as `TaskAccess.open`; StateError
-        (E-RUN-31) for any error in a private run after examples are read. Guarantees: equals the silo of a simulation
-        (`consilium/research/engines`), bit for bit on the CPU. If files break during a round without privacy, the round
-        is repeated without them: a repeated task gives the same update, or the one without newly broken records. In a
-        private round, which is charged once, they contribute nothing.
+        (E-RUN-31) for any error in a private run after examples are read.
+        Guarantees: equals the silo of a simulation (`consilium/research/engines`), bit for bit on the CPU. If files
+        break during a round without privacy, the round is repeated without them: a repeated task gives the same update,
+        or the one without newly broken records. In a private round, which is charged once, they contribute nothing.
         """
         manifest, broken, key = prepared.run.manifest, broken or BrokenRecords(set()), access.key
         context = _context_of(prepared, key.round, access.cohort)

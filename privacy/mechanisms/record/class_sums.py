@@ -108,9 +108,9 @@ def class_sums(
     A unit of class c adds clip_R(mean of its vectors) to the sum and lambda to the scaled count; a unit with several
     classes adds the mean over its examples, split by class and clipped as a whole. So adding or removing a unit moves
     the joint vector by at most Delta = sqrt(R^2 + lambda^2), independent of the number of classes. Contributions are
-    rounded toward zero to whole multiples of g (grid.py): the sum is exact, and rounding adds no sensitivity. bound: R;
-    weight: lambda; noise std: noise_multiplier * Delta on every entry of all classes, present or not few: classes whose
-    noisy count is below few + 2 std (and below 1) are rows of zeros.
+    rounded toward zero to whole multiples of g (grid.py): the sum is exact, and rounding adds no sensitivity.
+    bound: R; weight: lambda; noise std: noise_multiplier * Delta on every entry of all classes, present or not
+    few: classes whose noisy count is below few + 2 std (and below 1) are rows of zeros.
 
     Returns {"sum": (C, d), "count": (C,)} float32. Guarantees: the result depends on the data only through the noisy
     values; a unit with a vector that is not finite adds nothing.

@@ -96,9 +96,9 @@ def moment_sums(
     """Release a query with noise of `noise_multiplier` times its sensitivity.
 
     few: sums of classes whose noisy count is below few + 2 std are rows of zeros   on: for shared noise, the grid of
-    the sum over silos. Returns the tensors in `MomentSums`; raises as `ReleaseGrid.room`. Guarantees: adding or
-    removing a unit moves (svec(A), B), before the noise, by at most `sensitivity`, whatever its numbers are; a record
-    that is not finite adds nothing.
+    the sum over silos. Returns the tensors in `MomentSums`; raises as `ReleaseGrid.room`.
+    Guarantees: adding or removing a unit moves (svec(A), B), before the noise, by at most `sensitivity`, whatever its
+    numbers are; a record that is not finite adds nothing.
     """
     std = noise_multiplier * sensitivity(query)
     h = grid_of(std, on.step if on else 0.0)

@@ -30,13 +30,14 @@ BIT = 0.5
 class SiloDpConfig(DpConfig):
     """Silo-level differential privacy of one run: it hides the effect of a hospital's whole data.
 
-    clip: C, bound of the joint norm of a silo's update in round 0; clip_decay: C_t = C * clip_decay^t, public clipping:
-    "fixed", or "adaptive": C follows the quantile `target_quantile` of the silos' norms at the rate `clip_rate`
-    (adaptive_clipping.py), for which each silo releases a bit per round; bit_noise: std of the noise on it placement:
-    "local" (each silo adds noise of std z C), "central" (the trusted coordinator adds it once) or "distributed" (each
-    silo adds a part under masks; noise on evaluations stays its own) prototype_scale: public factor of parts with one
-    weight per class, in units of the largest declared size, or of one example with uniform weights   metric_clip:
-    examples that evaluation sums are clipped to allow_large: accept more coordinates than are useful under the noise.
+    clip: C, bound of the joint norm of a silo's update in round 0; clip_decay: C_t = C * clip_decay^t, public
+    clipping: "fixed", or "adaptive": C follows the quantile `target_quantile` of the silos' norms at the rate
+    `clip_rate` (adaptive_clipping.py), for which each silo releases a bit per round; bit_noise: std of the noise on it
+    placement: "local" (each silo adds noise of std z C), "central" (the trusted coordinator adds it once) or
+    "distributed" (each silo adds a part under masks; noise on evaluations stays its own)
+    prototype_scale: public factor of parts with one weight per class, in units of the largest declared size, or of one
+    example with uniform weights   metric_clip: examples that evaluation sums are clipped to
+    allow_large: accept more coordinates than are useful under the noise.
     """
 
     clip_decay: Annotated[Positive, bounded(at_most, 1)] = 1.0

@@ -156,7 +156,7 @@ def test_models_that_hospitals_trained_alone_are_measured_beside(
     assert own["auc_ahead"] == pytest.approx(ahead[0])
     lead.show(done.id, home=world.home)
     assert "models that they trained alone" in " ".join(capsys.readouterr().out.split())
-    assert "no model of this hospital alone" in " ".join(sites["lake"].told("alone"))
+    assert "no local model of this hospital" in " ".join(sites["lake"].told("alone"))
     assert not sites["north"].told("alone")
 
 
