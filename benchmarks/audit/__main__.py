@@ -16,7 +16,7 @@ from benchmarks.audit.faults import FAULTS, Missing, Repeated
 from consilium.audit import __main__ as program
 from consilium.audit import canaries, step_checks
 from consilium.audit.step_checks import Step
-from consilium.audit.training import Training
+from consilium.audit.training import AuditTraining
 from privacy.mechanisms.noise.sources import SeededNoise
 
 HERE = Path(__file__).parent
@@ -50,7 +50,7 @@ def mu(kind: str, source: type[SeededNoise], seed: int) -> float:
 
 def dirac(kind: str, source: type[SeededNoise], seed: int) -> float:  # noqa: ARG001
     """AU-4: what is refuted of training that claims epsilon 1."""
-    return canaries.dirac(Training(1.0, steps=100, lr=0.1), seed=seed, noise=source(seed, "dirac")).guesses.epsilon
+    return canaries.dirac(AuditTraining(1.0, steps=100, lr=0.1), seed=seed, noise=source(seed, "dirac")).guesses.epsilon
 
 
 MEASURES: dict[str, Callable[[str, type[SeededNoise], int], float]] = {

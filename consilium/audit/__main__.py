@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from consilium.audit import plots, step_checks
-from consilium.audit.runner import AUDITS, AuditVerdict, Outcome, Setting, save
+from consilium.audit.runner import AUDITS, AuditSettings, AuditVerdict, Outcome, save
 from consilium.audit.step_checks import Step
 from consilium.audit.target import AuditTarget
 
@@ -32,24 +32,25 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/audit"), help="folder of the plots and audit.json")
     parser.add_argument("--seeds", type=int, default=1, help="repetitions of every audit that trains")
     parser.add_argument("--runs", type=int, default=10_000, help="steps in each of the two worlds of mu")
-    given = parser.parse_args(list(words))
-    if unknown := sorted(set(given.audits) - set(valid)):
+    arguments = parser.parse_args(list(words))
+    if unknown := sorted(set(arguments.audits) - set(valid)):
         parser.error(f"there is no audit {', '.join(unknown)}; valid: {', '.join(valid)}")
-    if given.seeds < 1 or given.runs < 100:
-        parser.error(f"expected at least 1 seed and 100 runs, found {given.seeds} and {given.runs}")
-    given.out.mkdir(parents=True, exist_ok=True)
-    setting, target = Setting(seeds=given.seeds), AuditTarget.digits()
+    if arguments.seeds < 1 or arguments.runs < 100:
+        parser.error(f"expected at least 1 seed and 100 runs, found {arguments.seeds} and {arguments.runs}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    setting, target = AuditSettings(seeds=arguments.seeds), AuditTarget.digits()
     failed = False
-    for name in given.audits or valid:
-        outcome = steps(setting, given.runs, given.out) if name == "step" else AUDITS[name](target, setting, given.out)
-        save(given.out / "audit.json", name, outcome.json())
+    for name in arguments.audits or valid:
+        out = arguments.out
+        outcome = steps(setting, arguments.runs, out) if name == "step" else AUDITS[name](target, setting, out)
+        save(arguments.out / "audit.json", name, outcome.json())
         failed |= any(v.holds is False for v in outcome.verdicts)
         sys.stdout.write("".join(f"{v.line()}\n" for v in outcome.verdicts))
         sys.stdout.flush()
     return int(failed)
 
 
-def steps(setting: Setting, runs: int, out: Path) -> Outcome:
+def steps(setting: AuditSettings, runs: int, out: Path) -> Outcome:
     scales = {k: step_checks.noise_scale(Step(k, 1.3), setting.noise("scale", k)) for k in step_checks.KINDS}
     moved = {
         f"{k}{', groups' * g}": step_checks.sensitivity(k, grouped=g) for k in step_checks.KINDS for g in (False, True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from consilium.audit.epsilon_bounds import Floats, auc
 from consilium.audit.target import AuditTarget, ListedExamples, losses
-from consilium.audit.training import Training
+from consilium.audit.training import AuditTraining
 from fl_core import rng
 from fl_core.errors import ConfigError
 from fl_core.methods.shared.prototypes import features_of
@@ -54,7 +54,9 @@ class Presence:
         return auc(self.summed[self.held], self.summed[~self.held])
 
 
-def class_presence(training: Training, target: AuditTarget, seed: int = 0, noise_seed: int | None = None) -> Presence:
+def class_presence(
+    training: AuditTraining, target: AuditTarget, seed: int = 0, noise_seed: int | None = None
+) -> Presence:
     """Attack one round of made-up hospitals, at least `HOSPITALS`, each with images of about a third of the classes.
 
     Every class is held by equally many. noise_seed: None for the operating system's entropy.
@@ -76,12 +78,12 @@ def class_presence(training: Training, target: AuditTarget, seed: int = 0, noise
         training.run(model, data, losses, target.n_classes, noise, seed + k)
         moved.append((tensor_maps.trainable(model)[bias] - start[bias])[classes].double())
         holds.append(torch.isin(classes, mine))
-    updates, held = torch.stack(moved).numpy(), torch.stack(holds).numpy()
-    return Presence(updates, np.broadcast_to(updates.sum(0), updates.shape), held)
+    updates, present = torch.stack(moved).numpy(), torch.stack(holds).numpy()
+    return Presence(updates, np.broadcast_to(updates.sum(0), updates.shape), present)
 
 
 @dataclass(frozen=True, slots=True)
-class Tracing:
+class TracingResult:
     """Attack on prototypes of `members` images: AUC of tracing, top-1 rate of inversion and its chance."""
 
     members: int
@@ -103,8 +105,8 @@ def prototypes(
     seed: int = 0,
     steps: int = 60,
     seeded: bool = True,
-    extractor: Training | None = None,
-) -> list[Tracing]:
+    extractor: AuditTraining | None = None,
+) -> list[TracingResult]:
     """Attack prototypes of one class; the extractor was trained on a third of all images, which are public.
 
     The release is `privacy.mechanisms.record.class_sums` at the case's noise. Cases of more members than any class has
@@ -113,30 +115,30 @@ def prototypes(
     order = torch.randperm(len(target.y), generator=rng.stream(seed, "tracing"))
     public, rest = order[: len(order) // 3], order[len(order) // 3 :]
     model = target.network(seed)
-    training = extractor or Training(float("inf"), steps=150, lr=0.05, momentum=0.9)
+    training = extractor or AuditTraining(float("inf"), steps=150, lr=0.05, momentum=0.9)
     shown = ListedExamples(target.x[public], target.y[public])
     training.run(model, shown, losses, target.n_classes, None, seed)
     model.eval().requires_grad_(False)
     pools = {c: rest[target.y[rest] == c] for c in target.classes if bool((shown.labels == c).any())}
 
-    def attacked(able: Sequence[int], n: int, z: float) -> Tracing:
+    def attacked(able: Sequence[int], n: int, z: float) -> TracingResult:
         inside, outside, hits, chance = list[float](), list[float](), 0, 0.0
         for repeat in range(repeats):
             c = able[repeat % len(able)]
             path = ("tracing", n, str(z), repeat)
             pool = pools[c][torch.randperm(len(pools[c]), generator=rng.stream(seed, *path, "pool"))]
             mine, others = pool[:n], pool[n : n + CANDIDATES]
-            known = shown.x[shown.labels == c]
-            centre = _unit_features(model, known).mean(0)
+            members_x = shown.x[shown.labels == c]
+            centre = _unit_features(model, members_x).mean(0)
             noise = SeededNoise(seed, *path) if seeded else SecureNoise()
             g = centre + _offset(model, target.x[mine], centre, z, noise)
             inside += _scores(model, target.x[mine], centre, g)
             outside += _scores(model, target.x[others], centre, g)
             if steps:
-                made = _inverted(model, g, known.mean(0), steps)
+                made = _inverted(model, g, members_x.mean(0), steps)
                 hits += _nearest(made, torch.cat((target.x[mine[:1]], target.x[others]))) == 0
                 chance += 1 / (1 + len(others)) / repeats
-        return Tracing(n, z, auc(inside, outside), hits / repeats if steps else float("nan"), chance)
+        return TracingResult(n, z, auc(inside, outside), hits / repeats if steps else float("nan"), chance)
 
     traced = []
     for n, z in cases:

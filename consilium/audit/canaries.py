@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from consilium.audit.epsilon_bounds import CONFIDENCE, Floats, Guesses, auc, one_run
 from consilium.audit.target import AuditTarget, ListedExamples, losses, negative_losses
-from consilium.audit.training import Training
+from consilium.audit.training import AuditTraining
 from fl_core import rng
 from fl_core.types.values import Losses
 from privacy.mechanisms.noise.sources import NoiseSource
@@ -43,7 +43,11 @@ class CanaryResult:
 
 
 def dirac(
-    training: Training, canaries: int = CANARIES, records: int = 1000, seed: int = 0, noise: NoiseSource | None = None
+    training: AuditTraining,
+    canaries: int = CANARIES,
+    records: int = 1000,
+    seed: int = 0,
+    noise: NoiseSource | None = None,
 ) -> CanaryResult:
     """Audit with one white-box run; records: in all, of which those that are no canary have no gradient.
 
@@ -52,8 +56,8 @@ def dirac(
     """
     present = _drawn(canaries, seed)
     x = torch.zeros(records, canaries)
-    held = np.flatnonzero(present)
-    x[torch.arange(len(held)), torch.from_numpy(held)] = -PUSH  # descent then moves the coordinate up
+    chosen = np.flatnonzero(present)
+    x[torch.arange(len(chosen)), torch.from_numpy(chosen)] = -PUSH  # descent then moves the coordinate up
     model = nn.Linear(canaries, 1, bias=False)
     nn.init.zeros_(model.weight)
     places = [np.zeros(canaries)]
@@ -73,7 +77,11 @@ def dirac(
 
 
 def mislabelled(
-    training: Training, target: AuditTarget, canaries: int = CANARIES, seed: int = 0, noise: NoiseSource | None = None
+    training: AuditTraining,
+    target: AuditTarget,
+    canaries: int = CANARIES,
+    seed: int = 0,
+    noise: NoiseSource | None = None,
 ) -> CanaryResult:
     """Audit with one black-box run: images under wrong labels among the others, scored by minus the loss at the end.
 
@@ -82,20 +90,20 @@ def mislabelled(
     x, y, n_classes = target.x, target.y, target.n_classes
     m = min(canaries, len(y) // 2)
     order = torch.randperm(len(y), generator=rng.stream(seed, "canaries", "order"))
-    own, rest = order[:m], order[m:]
+    audited, rest = order[:m], order[m:]
     shift = torch.randint(1, n_classes, (m,), generator=rng.stream(seed, "canaries", "labels"))
-    wrong = (y[own] + shift) % n_classes
+    wrong = (y[audited] + shift) % n_classes
     present = _drawn(m, seed)
     kept = torch.from_numpy(present)
-    data = ListedExamples(torch.cat((x[rest], x[own][kept])), torch.cat((y[rest], wrong[kept])))
+    data = ListedExamples(torch.cat((x[rest], x[audited][kept])), torch.cat((y[rest], wrong[kept])))
     model = target.network(seed)
     training.run(model, data, losses, n_classes, noise, seed)
-    scores = negative_losses(model, x[own], wrong).numpy()
+    scores = negative_losses(model, x[audited], wrong).numpy()
     return CanaryResult(scores, present, one_run(scores, present, training.delta), "loss")
 
 
 def members(
-    training: Training, target: AuditTarget, seed: int = 0, noise: NoiseSource | None = None
+    training: AuditTraining, target: AuditTarget, seed: int = 0, noise: NoiseSource | None = None
 ) -> tuple[Floats, Floats]:
     """Return minus the losses of images trained on and of as many others: what a loss-threshold attack sees.
 

@@ -24,7 +24,7 @@ from service_core.console import KeyValues, print_json, show
 from silo.cli.options import DataRootOption, label_space
 
 if TYPE_CHECKING:
-    from consilium.audit.runner import AuditVerdict, Setting
+    from consilium.audit.runner import AuditSettings, AuditVerdict
     from consilium.audit.target import AuditTarget
 
 PIXELS = 32
@@ -57,7 +57,7 @@ def audit(
     planted ones give a lower bound on epsilon; losses may tell members; updates tell classes; prototypes tell images. A
     claim that holds proves nothing. Nothing is sent or charged, and the folder is for this hospital's eyes alone.
     """
-    from consilium.audit.runner import AUDITS, Setting
+    from consilium.audit.runner import AUDITS, AuditSettings
 
     chosen = list(dict.fromkeys(only or AUDITS))
     for name in chosen:
@@ -75,7 +75,7 @@ def audit(
     target = _target(data, data_root, classes, image_size)
     out.mkdir(mode=0o700, parents=True, exist_ok=True)
     out.chmod(0o700)
-    setting = Setting((epsilon,), delta, seeds, demanding=False, seeded=False)
+    setting = AuditSettings((epsilon,), delta, seeds, demanding=False, seeded=False)
     verdicts = _audited(target, setting, chosen, out, quiet=as_json)
     if as_json:
         print_json(json.loads((out / SUMMARY).read_text(encoding="utf-8")))
@@ -101,7 +101,7 @@ def _target(data: str, root: Path | None, classes: str | None, image_size: int |
 
 
 def _audited(
-    target: AuditTarget, setting: Setting, chosen: Sequence[str], place: Path, quiet: bool
+    target: AuditTarget, setting: AuditSettings, chosen: Sequence[str], place: Path, quiet: bool
 ) -> list[AuditVerdict]:
     from consilium.audit.runner import AUDITS, minutes_left, save
 

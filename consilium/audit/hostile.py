@@ -159,20 +159,20 @@ def _network(dropout: float = 0.0) -> nn.Module:
 # ---- kernels of another shape ----------------------------------------------------------------------------------------
 
 
-def _batch_shape(known: int = 3, width: int = 256, units: int = 64, tries: int = 200) -> Attack:
+def _batch_shape(n_known: int = 3, width: int = 256, units: int = 64, tries: int = 200) -> Attack:
     """Let two hidden units agree on all known records but for rounding, and magnify their difference.
 
     Searches for weights with which its sign turns between batches of 3 and of 4 on this machine; where kernels round
     alike in both shapes there are none, and the attack finds nothing.
     """
     draw = rng.stream(0, "audit", "shape")
-    x = torch.rand(known + 1, width, generator=draw)
+    x = torch.rand(n_known + 1, width, generator=draw)
     best, chosen = -1, (torch.zeros(units, width), 0, 0)
     for _ in range(tries):
         w = torch.randn(units, width, generator=draw)
-        off = x[:known].double() @ w.T.double() - 1.0  # to 1 for all records and units
-        w -= torch.linalg.lstsq(x[:known].double(), off).solution.T.float()
-        few, many = (nn.functional.linear(rows, w)[:known] for rows in (x[:known], x))
+        off = x[:n_known].double() @ w.T.double() - 1.0  # to 1 for all records and units
+        w -= torch.linalg.lstsq(x[:n_known].double(), off).solution.T.float()
+        few, many = (nn.functional.linear(rows, w)[:n_known] for rows in (x[:n_known], x))
         few, many = (v.unsqueeze(2) - v.unsqueeze(1) > _HALF_A_BIT for v in (few, many))
         turned = (few & ~many).sum(0)
         if int(turned.max()) > best:
@@ -185,9 +185,9 @@ def _batch_shape(known: int = 3, width: int = 256, units: int = 64, tries: int =
             loud.weight[0, chosen[1]], loud.weight[0, chosen[2]], loud.bias[:] = 1e10, -1e10, -1e10 * _HALF_A_BIT
         return nn.Sequential(first, loud, nn.Tanh(), last)
 
-    y = torch.zeros(known + 1, dtype=torch.long)
+    y = torch.zeros(n_known + 1, dtype=torch.long)
     return Attack(
-        "batch shape", model, ListedExamples(x[:known], y[:known]), ListedExamples(x, y), noise=5.0, trials=600
+        "batch shape", model, ListedExamples(x[:n_known], y[:n_known]), ListedExamples(x, y), noise=5.0, trials=600
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from consilium.audit.attacks import Tracing
+from consilium.audit.attacks import TracingResult
 from consilium.audit.canaries import CanaryResult
 from consilium.audit.epsilon_bounds import Floats, auc
 from consilium.audit.step_checks import NoiseScale, SensitivityCheck
@@ -70,7 +70,7 @@ def presence(update_aucs: Mapping[str, Sequence[float]], sum_aucs: Mapping[str, 
     _save(figure, axis, file)
 
 
-def tracing(runs: Sequence[Sequence[Tracing]], file: Path) -> None:
+def tracing(runs: Sequence[Sequence[TracingResult]], file: Path) -> None:
     cases = list(zip(*runs, strict=True))
     figure, axis = _new(len(cases) * 1.1 + 2)
     places = range(len(cases))

@@ -14,7 +14,7 @@ from consilium.audit.canaries import CanaryResult
 from consilium.audit.epsilon_bounds import auc, refuted
 from consilium.audit.hostile import attacks as attacks_of_a_coordinator
 from consilium.audit.target import AuditTarget
-from consilium.audit.training import Training, memorising
+from consilium.audit.training import AuditTraining, memorising
 from consilium.audit.worlds import AttackResult, measure
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.converter import Option
@@ -36,7 +36,7 @@ PLAIN = "no privacy"
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class AuditSettings:
     """How to audit: claims to test, beside training without privacy; how often.
 
     demanding: also the thresholds that hold on `AuditTarget.digits`   seeded: noise that others can reproduce trials:
@@ -51,8 +51,8 @@ class Setting:
     trials: int | None = None
 
     @property
-    def trainings(self) -> list[Training]:
-        return [memorising(), *(Training(e, delta=self.delta) for e in self.epsilons)]
+    def trainings(self) -> list[AuditTraining]:
+        return [memorising(), *(AuditTraining(e, delta=self.delta) for e in self.epsilons)]
 
     def noise(self, *path: str | int) -> NoiseSource:
         return SeededNoise(0, "audit", *path) if self.seeded else SecureNoise()
@@ -85,32 +85,32 @@ class Outcome:
         return {**self.numbers, "verdicts": [asdict(v) for v in self.verdicts], "picture": self.picture}
 
 
-Audit = Callable[[AuditTarget, Setting, Path], Outcome]
+Audit = Callable[[AuditTarget, AuditSettings, Path], Outcome]
 
 
-def white_box(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
+def white_box(target: AuditTarget, setting: AuditSettings, out: Path) -> Outcome:
     """AU-4: canaries that push a coordinate of their own, among as many records as there are."""
     m, records = _canaries(target), len(target.y)
 
-    def one(training: Training, seed: int) -> CanaryResult:
-        short = Training(training.epsilon, steps=200, lr=0.1, delta=training.delta)
+    def one(training: AuditTraining, seed: int) -> CanaryResult:
+        short = AuditTraining(training.epsilon, steps=200, lr=0.1, delta=training.delta)
         return canaries.dirac(short, m, records, seed, setting.noise("white-box", seed, str(training.epsilon)))
 
     return _by_canaries("white-box canaries", one, m, setting, out / "canaries_white_box.png")
 
 
-def black_box(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
+def black_box(target: AuditTarget, setting: AuditSettings, out: Path) -> Outcome:
     """AU-5: images under wrong labels, scored by the final loss."""
     m = _canaries(target)
 
-    def one(training: Training, seed: int) -> CanaryResult:
+    def one(training: AuditTraining, seed: int) -> CanaryResult:
         noise = setting.noise("black-box", seed, str(training.epsilon))
         return canaries.mislabelled(training, target, m, seed, noise)
 
     return _by_canaries("black-box canaries", one, m, setting, out / "canaries_black_box.png")
 
 
-def membership(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
+def membership(target: AuditTarget, setting: AuditSettings, out: Path) -> Outcome:
     """AU-7: the loss of an image tells whether it was trained on.
 
     Of (epsilon, 0)-private training no attack has an AUC above e^eps / (1 + e^eps). Judged by the mean over seeds.
@@ -140,7 +140,7 @@ def membership(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
     return Outcome({"auc": by, "members": n, "standard_error": error}, verdicts, "membership.png")
 
 
-def presence(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
+def presence(target: AuditTarget, setting: AuditSettings, out: Path) -> Outcome:
     """AU-8: an update shows which classes a hospital has, whatever protects its records; a sum over hospitals less."""
     results = {_name(t): [_presence(target, setting, t, s) for s in range(setting.seeds)] for t in setting.trainings}
     update_aucs = {name: [f.update_auc for f in runs] for name, runs in results.items()}
@@ -162,7 +162,7 @@ def presence(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
     return Outcome(numbers, verdicts, "class_presence.png")
 
 
-def prototypes(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
+def prototypes(target: AuditTarget, setting: AuditSettings, out: Path) -> Outcome:
     """AU-9: a prototype of few images traces them, and an image can be made from it."""
     runs = [attacks.prototypes(target, seed=s, seeded=setting.seeded) for s in range(setting.seeds)]
     plots.tracing(runs, out / "prototypes.png")
@@ -175,7 +175,7 @@ def prototypes(target: AuditTarget, setting: Setting, out: Path) -> Outcome:
     return Outcome({"prototypes": [[asdict(f) for f in results] for results in runs]}, [verdict], "prototypes.png")
 
 
-def hostile(target: AuditTarget, setting: Setting, out: Path) -> Outcome:  # noqa: ARG001
+def hostile(target: AuditTarget, setting: AuditSettings, out: Path) -> Outcome:  # noqa: ARG001
     """Attack made-up records as a coordinator that chooses the model and knows all records but one (hostile.py)."""
     results: list[AttackResult] = []
     for attack in attacks_of_a_coordinator():
@@ -235,7 +235,7 @@ def _canaries(target: AuditTarget) -> int:
 
 
 def _by_canaries(
-    name: str, one: Callable[[Training, int], CanaryResult], m: int, setting: Setting, file: Path
+    name: str, one: Callable[[AuditTraining, int], CanaryResult], m: int, setting: AuditSettings, file: Path
 ) -> Outcome:
     results: dict[str, list[CanaryResult]] = {}
     verdicts = []
@@ -259,7 +259,7 @@ def _by_canaries(
 
 
 def _without_canaries(
-    one: Callable[[Training, int], CanaryResult], training: Training, seed: int, most: float
+    one: Callable[[AuditTraining, int], CanaryResult], training: AuditTraining, seed: int, most: float
 ) -> CanaryResult:
     for again in range(RETRIES + 1):
         result = one(training, seed + 1000 * again)
@@ -268,9 +268,9 @@ def _without_canaries(
     return result
 
 
-def _presence(target: AuditTarget, setting: Setting, training: Training, seed: int) -> attacks.Presence:
+def _presence(target: AuditTarget, setting: AuditSettings, training: AuditTraining, seed: int) -> attacks.Presence:
     lr = training.lr if training.private else 0.1
-    short = Training(training.epsilon, steps=20, lr=lr, delta=training.delta)
+    short = AuditTraining(training.epsilon, steps=20, lr=lr, delta=training.delta)
     return attacks.class_presence(short, target, seed, seed if setting.seeded else None)
 
 
@@ -278,7 +278,7 @@ def _row(found: CanaryResult) -> Mapping[str, object]:
     return {"auc": found.auc, "score": found.score, **asdict(found.guesses)}
 
 
-def _name(training: Training) -> str:
+def _name(training: AuditTraining) -> str:
     return f"epsilon {training.epsilon:g}" if training.private else PLAIN
 
 

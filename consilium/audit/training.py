@@ -20,7 +20,7 @@ from privacy.mechanisms.record.private_data import DpSgdLocalData
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class AuditTraining:
     """Expected batch, steps, and epsilon (inf: without privacy) with its clip."""
 
     epsilon: float
@@ -68,5 +68,5 @@ class Training:
         return ReleasePlan(terms, SamplingSchedule(self.config, units), 1, Coupling.EXAMPLE, (self.steps,), 0, False)
 
 
-def memorising(steps: int = 1500) -> Training:
-    return Training(math.inf, steps=steps, lr=0.1, momentum=0.9)
+def memorising(steps: int = 1500) -> AuditTraining:
+    return AuditTraining(math.inf, steps=steps, lr=0.1, momentum=0.9)

@@ -128,69 +128,72 @@ class CalibrationRequest:
     false_flags: float = 0.1
 
 
-def calibrate(asked: CalibrationRequest, logits: Tensor, features: Tensor, labels: Tensor) -> Calibration:
+def calibrate(request: CalibrationRequest, logits: Tensor, features: Tensor, labels: Tensor) -> Calibration:
     """Calibrate with logits (n, C), features (n, d) and labels (n,) of examples that had no part in training.
 
     Raises DataError (E-DATA-08) where they are too few for what is asked, and on logits that are no numbers.
     """
-    check_shares(asked.coverage, asked.false_flags)
-    n_classes = len(asked.classes)
+    check_shares(request.coverage, request.false_flags)
+    n_classes = len(request.classes)
     _require_numbers(logits, features)
-    fit = _drawn(labels, asked.data)
-    held = ~fit
-    needed = max(conformal.smallest(asked.coverage), conformal.smallest(1 - asked.false_flags))
+    fit = _drawn(labels, request.data)
+    calibrating = ~fit
+    needed = max(conformal.smallest(request.coverage), conformal.smallest(1 - request.false_flags))
     counts = torch.bincount(labels[fit], minlength=n_classes)
-    if len(labels) < MIN_IMAGES or int(held.sum()) < needed or int(counts.max()) < MIN_EXAMPLES:
-        raise _too_few(needed, asked.coverage, len(labels))
+    if len(labels) < MIN_IMAGES or int(calibrating.sum()) < needed or int(counts.max()) < MIN_EXAMPLES:
+        raise _too_few(needed, request.coverage, len(labels))
     temperature = conformal.fit_temperature(logits[fit], labels[fit])
     of_features = ClassDistances.of(features[fit], labels[fit], n_classes)
     of_logits = ClassDistances.of(logits[fit], labels[fit], n_classes)
-    p = conformal.probabilities(logits[held], temperature)
-    quantiles: Quantiles = conformal.class_quantiles(p, labels[held], asked.coverage)
-    scores = _score(of_features, of_logits, features[held], logits[held])
+    p = conformal.probabilities(logits[calibrating], temperature)
+    quantiles: Quantiles = conformal.class_quantiles(p, labels[calibrating], request.coverage)
+    scores = _score(of_features, of_logits, features[calibrating], logits[calibrating])
     facts = CalibrationFacts(
-        model=asked.model,
-        data=asked.data,
-        classes=tuple(asked.classes),
-        coverage=asked.coverage,
-        false_flags=asked.false_flags,
+        model=request.model,
+        data=request.data,
+        classes=tuple(request.classes),
+        coverage=request.coverage,
+        false_flags=request.false_flags,
         temperature=temperature,
         fitted=tuple(counts.tolist()),
-        held=tuple(torch.bincount(labels[held], minlength=n_classes).tolist()),
+        held=tuple(torch.bincount(labels[calibrating], minlength=n_classes).tolist()),
         quantiles=quantiles.values,
         sources=quantiles.sources,
-        threshold=conformal.quantile(scores, 1 - asked.false_flags),
+        threshold=conformal.quantile(scores, 1 - request.false_flags),
     )
     return Calibration(facts, (of_features, of_logits))
 
 
-def calibrate_labels(asked: CalibrationRequest, logits: Tensor, labels: Tensor) -> Calibration:
+def calibrate_labels(request: CalibrationRequest, logits: Tensor, labels: Tensor) -> Calibration:
     """Calibrate with logits (n, L) and labels (n, L) of records that may have several labels: `types.targets`.
 
     Only answers that somebody looked for count. A third of the records, with all of their answers, fits the one
-    temperature of all labels; quantiles are of the others. asked.false_flags says nothing here. Raises as `calibrate`.
+    temperature of all labels; quantiles are of the others. request.false_flags is not used. Raises as `calibrate`.
     """
-    check_shares(asked.coverage, None)
+    check_shares(request.coverage, None)
     _require_numbers(logits)
     record, label = torch.nonzero(labels != UNKNOWN, as_tuple=True)
-    z, there = logits[record, label].double(), (labels[record, label] == FOUND).long()
-    both, fit = torch.stack((torch.zeros_like(z), z), 1), _drawn(labels.new_zeros(len(labels)), asked.data)[record]
-    needed = conformal.smallest(asked.coverage)
+    z, present = logits[record, label].double(), (labels[record, label] == FOUND).long()
+    both, fit = torch.stack((torch.zeros_like(z), z), 1), _drawn(labels.new_zeros(len(labels)), request.data)[record]
+    coverage = request.coverage
+    needed = conformal.smallest(coverage)
     if len(record) < MIN_IMAGES or int((~fit).sum()) < needed or not bool(fit.any()):
-        raise _too_few(needed, asked.coverage, len(record))
-    temperature, n = conformal.fit_temperature(both[fit], there[fit]), len(asked.classes)
+        raise _too_few(needed, request.coverage, len(record))
+    temperature, n = conformal.fit_temperature(both[fit], present[fit]), len(request.classes)
     p = conformal.probabilities(both[~fit], temperature)
-    quantiles = conformal.label_quantiles(p, there[~fit], label[~fit], n, asked.coverage)
-    fitted, held = (torch.bincount((2 * label + there)[part], minlength=2 * n).tolist() for part in (fit, ~fit))
+    quantiles = conformal.label_quantiles(p, present[~fit], label[~fit], n, coverage)
+    fitted, calibrating = (
+        torch.bincount((2 * label + present)[part], minlength=2 * n).tolist() for part in (fit, ~fit)
+    )
     facts = CalibrationFacts(
-        model=asked.model,
-        data=asked.data,
-        classes=tuple(asked.classes),
-        coverage=asked.coverage,
+        model=request.model,
+        data=request.data,
+        classes=tuple(request.classes),
+        coverage=request.coverage,
         false_flags=None,
         temperature=temperature,
         fitted=tuple(fitted),
-        held=tuple(held),
+        held=tuple(calibrating),
         quantiles=quantiles.values,
         sources=quantiles.sources,
         threshold=None,

@@ -105,14 +105,13 @@ def class_quantiles(p: Tensor, labels: Tensor, coverage: float) -> Quantiles:
     return _by_category(_scores(p, labels), labels, p.shape[1], coverage)
 
 
-def label_quantiles(p: Tensor, there: Tensor, label: Tensor, n_labels: int, coverage: float) -> Quantiles:
-    """Compute q of each label and answer from m held-out answers about labels: not there, there, not there, ...
+def label_quantiles(p: Tensor, present: Tensor, label: Tensor, n_labels: int, coverage: float) -> Quantiles:
+    """Compute q of each label and answer from m held-out answers about labels: absent, present, absent, ...
 
-    p: (m, 2), of both answers   there: (m,), 1 or 0   label: (m,), which one it is about. At most one of a label is of
-    the same record, so what is promised of a label with a quantile of its own is so; where several labels share one,
-    their answers count as independent.
+    p: (m, 2), of both answers   present: (m,), 1 or 0   label: (m,), which one each is about. A record gives at most
+    one answer to a label, so a label with its own quantile keeps its promise; others count as independent.
     """
-    return _by_category(_scores(p, there), 2 * label + there, 2 * n_labels, coverage)
+    return _by_category(_scores(p, present), 2 * label + present, 2 * n_labels, coverage)
 
 
 def _scores(p: Tensor, right: Tensor) -> Tensor:

@@ -40,14 +40,14 @@ class ClassDistances:
         """Fit to vectors (n, d) and labels (n,). A class of fewer than `MIN_EXAMPLES` has no mean; one must have."""
         v = vectors.double()
         counts = torch.bincount(labels, minlength=n_classes)
-        known = counts >= MIN_EXAMPLES
+        measured = counts >= MIN_EXAMPLES
         sums = torch.zeros(n_classes, v.shape[1], dtype=torch.float64).index_add_(0, labels, v)
-        means = torch.where(known.unsqueeze(1), sums / counts.clamp(min=1).unsqueeze(1), 0.0)
-        rest = (v - means[labels])[known[labels]]
+        means = torch.where(measured.unsqueeze(1), sums / counts.clamp(min=1).unsqueeze(1), 0.0)
+        rest = (v - means[labels])[measured[labels]]
         _, s, directions = torch.linalg.svd(rest / len(rest) ** 0.5, full_matrices=False)
         s, directions = s[:_RANK].square(), directions[:_RANK]
         ridge = (_SHRINKAGE * rest.square().sum(1).mean() / v.shape[1]).clamp(min=1e-12)
-        return cls(means, known, directions, s / (s + ridge), ridge)
+        return cls(means, measured, directions, s / (s + ridge), ridge)
 
     def squared(self, vectors: Tensor) -> Tensor:
         """Return d^2 (n,) of vectors (n, d) from the nearest class that has a mean."""
@@ -66,17 +66,17 @@ class ClassDistances:
     def read(cls, tensors: Mapping[str, Tensor], prefix: str, n_classes: int) -> ClassDistances:
         """Take it from a file's tensors; raises ValueError on others."""
         stored = [tensors.get(f"{prefix}.{name}", torch.zeros(0)) for name in _NAMES]
-        means, known, directions, weights, ridge = stored
+        means, measured, directions, weights, ridge = stored
         d = means.shape[-1] if means.ndim == 2 else -1
         shapes = [(n_classes, d), (n_classes,), (len(weights), d), (len(weights),), ()]
         if [tuple(v.shape) for v in stored] != shapes or any(v.dtype != torch.float64 for v in stored):
             raise ValueError(f"{prefix}: shapes that do not go together")
-        sound = all(bool(torch.isfinite(v).all()) for v in stored) and bool(((known == 0) | (known == 1)).all())
+        sound = all(bool(torch.isfinite(v).all()) for v in stored) and bool(((measured == 0) | (measured == 1)).all())
         if (
             not sound
-            or not bool(known.any())
+            or not bool(measured.any())
             or not float(ridge) > 0
             or not bool(((weights >= 0) & (weights <= 1)).all())
         ):
             raise ValueError(f"{prefix}: numbers that no distances have")
-        return cls(means, known > 0, directions, weights, ridge)
+        return cls(means, measured > 0, directions, weights, ridge)

@@ -83,7 +83,7 @@ def csv_text(predictions: Sequence[Prediction], classes: Sequence[str]) -> str:
 
 
 def _labels_said(sets: Mapping[str, LabelSet]) -> str:
-    return "; ".join(f"{label}: {held}" for label, held in sets.items())
+    return "; ".join(f"{label}: {answer}" for label, answer in sets.items())
 
 
 def _cell(text: str) -> str:

@@ -113,9 +113,9 @@ class Predictor:
                 yield Prediction(inputs.names[index], problem=NO_NUMBERS)
                 continue
             if several:
-                known = labels[k] if inputs.labelled else torch.full_like(p[k], UNKNOWN)
+                truth = labels[k] if inputs.labelled else torch.full_like(p[k], UNKNOWN)
                 chosen = None if sets is None else sets[k]
-                yield self._of_labels(inputs.names[index], p[k], logits[k] > 0, known, chosen)
+                yield self._of_labels(inputs.names[index], p[k], logits[k] > 0, truth, chosen)
                 continue
             yield self._said(
                 inputs.names[index],
@@ -125,16 +125,16 @@ class Predictor:
                 int(labels[k]) if inputs.labelled else -1,
             )
 
-    def _of_labels(self, name: str, p: Tensor, said: Tensor, known: Tensor, sets: Tensor | None) -> Prediction:
+    def _of_labels(self, name: str, p: Tensor, said: Tensor, truth: Tensor, sets: Tensor | None) -> Prediction:
         classes = self.model.facts.classes
-        pairs = list(zip(classes, said.tolist(), known.tolist(), strict=True))
-        held = () if sets is None else zip(classes, sets.tolist(), strict=True)
+        pairs = list(zip(classes, said.tolist(), truth.tolist(), strict=True))
+        answers = () if sets is None else zip(classes, sets.tolist(), strict=True)
         return Prediction(
             name,
             tuple(p.tolist()),
-            ", ".join(there := tuple(label for label, answer, _ in pairs if answer)),
-            labels=there,
-            sets={label: LABEL_SETS[not_there, there] for label, (not_there, there) in held},
+            ", ".join(found_labels := tuple(label for label, answer, _ in pairs if answer)),
+            labels=found_labels,
+            sets={label: LABEL_SETS[not_there, found_labels] for label, (not_there, found_labels) in answers},
             label=", ".join(label for label, _, finding in pairs if finding == FOUND),
             right=tuple(None if finding == UNKNOWN else answer == (finding == FOUND) for _, answer, finding in pairs),
         )
@@ -149,7 +149,7 @@ class Predictor:
             name,
             tuple(p.tolist()),
             classes[best],
-            None if chosen is None else tuple(c for c, there in zip(classes, chosen.tolist(), strict=True) if there),
+            None if chosen is None else tuple(c for c, in_set in zip(classes, chosen.tolist(), strict=True) if in_set),
             unknown,
             classes[label] if label >= 0 else "",
         )
@@ -177,11 +177,11 @@ def calibrated(
         logits.append(answers[1])
         progress(int(indices[-1]) + 1, len(inputs.names))
     empty = torch.zeros(0, len(model.facts.classes))
-    asked = CalibrationRequest(model.sha256, inputs.fingerprint, model.facts.classes, coverage, false_flags)
+    request = CalibrationRequest(model.sha256, inputs.fingerprint, model.facts.classes, coverage, false_flags)
     both = (torch.cat(logits), torch.cat(features)) if logits else (empty, empty)
     if model.facts.multi_label:
-        return calibrate_labels(asked, both[0], inputs.examples.labels)
-    return calibrate(asked, *both, inputs.examples.labels)
+        return calibrate_labels(request, both[0], inputs.examples.labels)
+    return calibrate(request, *both, inputs.examples.labels)
 
 
 # ---- what was right, where labels are known --------------------------------------------------------------------------
@@ -201,11 +201,11 @@ class ClassTally:
     flagged: int = 0
     judged: int = 0
 
-    def add_label(self, right: bool, there: bool, chosen: LabelSet | None) -> None:
-        """Count an answer about a label. there: whether it is   chosen: what its set holds."""
+    def add_label(self, right: bool, present: bool, chosen: LabelSet | None) -> None:
+        """Count an answer about a label. present: whether the record has it   chosen: what its set holds."""
         self.examples += 1
         self.right += right
-        self.covered += chosen in ("open", "there" if there else "not there")
+        self.covered += chosen in ("open", "there" if present else "not there")
         self.in_sets += {"open": 2, "empty": 0}.get(chosen or "empty", 1)
 
     def add(self, found: Prediction) -> None:

@@ -64,8 +64,8 @@ def make_app(pinned: Pinned, records: Records, help: str) -> typer.Typer:
         card, signer = signed.verify(wanted)
         files = check_files(card, file.parent)
         page = _page_check(file, signed, card)
-        own = records(home, signed, card) if authority is None else []
-        notes = _notes(files, page, own)
+        own_records = records(home, signed, card) if authority is None else []
+        notes = _notes(files, page, own_records)
         facts = [
             ("signed by", f"{signer.identity}, at {card.written} by the lead's clock"),
             ("authority", format_fingerprint(wanted)),
@@ -73,7 +73,7 @@ def make_app(pinned: Pinned, records: Records, help: str) -> typer.Typer:
             ("card", signed.digest),
             *((check.name, check.outcome) for check in files),
             *([("page", page)] if page else []),
-            *((record.name, record.text) for record in own),
+            *((record.name, record.text) for record in own_records),
         ]
         value = {
             "signed_by": str(signer.identity),
@@ -81,7 +81,7 @@ def make_app(pinned: Pinned, records: Records, help: str) -> typer.Typer:
             "digest": signed.digest,
             "files": {check.name: check.outcome for check in files},
             "page": page or None,
-            "own_records": {record.name: record.text for record in own},
+            "own_records": {record.name: record.text for record in own_records},
             "agrees": not notes,
             "card": asdict(card),
         }
@@ -128,7 +128,7 @@ def _page_check(file: Path, signed: SignedCard, card: Card) -> str:
     return "the same" if text == page(signed, card) else "another"
 
 
-def _notes(files: Sequence[FileCheck], page: str, own: Sequence[OwnRecord]) -> list[str]:
+def _notes(files: Sequence[FileCheck], page: str, own_records: Sequence[OwnRecord]) -> list[str]:
     notes = [
         f"{check.name} is not the file that the card names: take the one that the lead exported"
         for check in files
@@ -139,7 +139,7 @@ def _notes(files: Sequence[FileCheck], page: str, own: Sequence[OwnRecord]) -> l
             "the page is another than this version writes from the card in it: somebody changed it, or another version "
             "wrote it. The card in it is sound: `card write` writes its page"
         )
-    if not all(record.agrees for record in own):
+    if not all(record.agrees for record in own_records):
         notes.append("the card and the records of this side say different things: ask the lead before you rely on it")
     return notes
 

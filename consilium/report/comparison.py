@@ -203,15 +203,15 @@ def _standing(runs: Sequence[ComparedRun]) -> RunRanking:
         for run in runs
     }
     points = {run.id: values[run.id][COMPARED].point for run in compared}
-    known = {name: point for name, point in points.items() if point is not None}
+    scored = {name: point for name, point in points.items() if point is not None}
     measured = int(bool(last))
-    if len(compared) < 2 or len(known) < len(points):
+    if len(compared) < 2 or len(scored) < len(points):
         return RunRanking(measured, values, "", {}, excluded)
-    best = max(known, key=known.__getitem__)
+    best = max(scored, key=scored.__getitem__)
     share = (1 - LEVEL) / (len(compared) - 1)
     ahead = {
         name: difference
-        for name in known
+        for name in scored
         if name != best and (difference := _difference(last[best], last[name], share)) is not None
     }
     return RunRanking(measured, values, best, ahead if len(ahead) == len(compared) - 1 else {}, excluded)

@@ -44,7 +44,7 @@ def frozen_weights(manifest: RunManifest) -> Weights | None:
     return start.weights if frozen and start is not None else None
 
 
-class Exported(NamedTuple):
+class ExportedFiles(NamedTuple):
     """The files of an export. card: as Markdown   others: the model in other formats, in the order asked for."""
 
     model: Path
@@ -64,7 +64,7 @@ def export_model(
     formats: Sequence[str] = (),
     weights_file: Path | None = None,
     temperature: bool = False,
-) -> Exported:
+) -> ExportedFiles:
     """Write a run's newest model and its card into `out`, and return the files.
 
     The tensors are all that the method needs to classify, and the metadata names its options and the model's: a whole
@@ -104,7 +104,7 @@ def export_model(
         verified, _ = signed.verify(certificate_fingerprint(lead.ca_pem))
         (aside / card_page).write_text(documents.page(signed, verified), encoding="utf-8")
         (aside / signed_card).write_text(signed.to_json(), encoding="utf-8")
-    return Exported(out / model, out / card, [out / name for name in others], out / signed_card, out / card_page)
+    return ExportedFiles(out / model, out / card, [out / name for name in others], out / signed_card, out / card_page)
 
 
 def _temperature(manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> float:

@@ -139,17 +139,17 @@ def card_of(
     )
 
 
-def survey_of(manifest: RunManifest, asked: RunManifest, detail: pb.RunDetail, found: SurveyAnswers) -> Survey:
-    """Take the answers to a survey for the card of a run. asked, detail, found: of the survey.
+def survey_of(manifest: RunManifest, survey: RunManifest, detail: pb.RunDetail, found: SurveyAnswers) -> Survey:
+    """Take the answers to a survey for the card of a run. survey, detail, found: of the survey.
 
     Raises ConfigError (E-CFG-08) on a survey about other data or classes, whose numbers would be read as this run's,
     and on numbers that no records give.
     """
-    if (asked.data, asked.schema.classes) != (manifest.data, manifest.schema.classes):
+    if (survey.data, survey.schema.classes) != (manifest.data, manifest.schema.classes):
         raise ConfigError(
             "E-CFG-08",
-            f"expected a survey about the run's data ({manifest.data}) and its {len(manifest.schema.classes)} classes, "
-            f"found {detail.info.run_id} about {asked.data} and {len(asked.schema.classes)}: ask with the run's words",
+            f"expected a survey about the run's data ({manifest.data}) and {len(manifest.schema.classes)} classes, "
+            f"found {detail.info.run_id} about {survey.data} and {len(survey.schema.classes)}: ask about the same",
         )
     answered = {name for r in detail.rounds for name in r.included}
     made = Survey(

@@ -36,14 +36,14 @@ def _compared(store: SiloStore, name: str, card: Card) -> list[OwnRecord]:
     claimed = next((hospital.rounds for hospital in card.hospitals if hospital.name == name), None)
     run = next((record for record in store.history() if record.run_id == card.run.id), None)
     if run is None:
-        known = OwnRecord("own records", "have no such run", agrees=not claimed)
-        return [known] if claimed is None else [known, _claimed(claimed, agrees=not claimed)]
+        missing_run = OwnRecord("own records", "have no such run", agrees=not claimed)
+        return [missing_run] if claimed is None else [missing_run, _claimed(claimed, agrees=not claimed)]
     digest = store.manifest_of(run.run_id)
     same = digest is None or digest == card.run.manifest_digest
-    given = sum(task.included is True and task.key.kind.trains for task in run.tasks)
+    included = sum(task.included is True and task.key.kind.trains for task in run.tasks)
     waits = sum(task.included is None and task.receipt and task.key.kind.trains for task in run.tasks)
-    agrees = given <= (claimed or 0) <= given + waits
-    counted = f"{given} of this hospital's updates are in the model"
+    agrees = included <= (claimed or 0) <= included + waits
+    counted = f"{included} of this hospital's updates are in the model"
     counted += f", and of {waits} nothing was heard" if waits else ""
     return [
         OwnRecord("configuration", "the same as here" if same else f"here it was {digest}", same),

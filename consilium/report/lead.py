@@ -74,8 +74,8 @@ def export(
             )
         state, manifest, body, answered = Path(scratch) / "state", check_detail(detail), None, None
         if survey is not None:
-            asked = client.show(survey)
-            answered = survey_of(manifest, check_detail(asked), asked, fetched(client, asked))
+            survey_detail = client.show(survey)
+            answered = survey_of(manifest, check_detail(survey_detail), survey_detail, fetched(client, survey_detail))
         client.fetch(detail.info.model_object, state, state_limit(manifest))
         if (weights := frozen_weights(manifest)) is not None:
             body = Path(scratch) / "weights"

@@ -55,12 +55,12 @@ class SignedCard:
     authority: bytes
 
     @classmethod
-    def sign(cls, card: Card, own: Credentials) -> SignedCard:
-        """Sign as a lead. own: the lead's key, its certificate and the authority's."""
+    def sign(cls, card: Card, credentials: Credentials) -> SignedCard:
+        """Sign as a lead. credentials: the lead's key, its certificate and the authority's."""
         document: dict[str, object] = json.loads(canonical(card.facts()))  # tuples become the lists that a reader finds
-        key = certificates.load_key(own.key_pem, "the lead's key")
+        key = certificates.load_key(credentials.key_pem, "the lead's key")
         signature = certificates.sign(key, CONTEXT, canonical(document))
-        return cls(document, signature, own.cert_pem, own.ca_pem)
+        return cls(document, signature, credentials.cert_pem, credentials.ca_pem)
 
     @property
     def digest(self) -> str:

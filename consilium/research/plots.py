@@ -43,11 +43,11 @@ def plot(details: Sequence[pb.RunDetail], measures: Sequence[str], out: Path) ->
     by_run = [curves(detail.rounds) for detail in details]
     drawn = [m for m in (measures or ("accuracy", "balanced_accuracy")) if any(m in each for each in by_run)]
     if not drawn or (measures and set(drawn) != set(measures)):
-        there = sorted({name for each in by_run for name in each})
+        measured = sorted({name for each in by_run for name in each})
         raise ConfigError(
             "E-CFG-02",
             f"expected measures that one of these runs has, found {', '.join(measures) or 'none'}: "
-            + (f"there are {', '.join(there)}" if there else "no round is closed yet"),
+            + (f"there are {', '.join(measured)}" if measured else "no round is closed yet"),
         )
     names = [_name(detail.info) for detail in details]
     replace_file(out, picture(drawn, names, by_run, kind), 0o600)

@@ -94,7 +94,7 @@ def _add(values: dict[str, float], withheld: dict[str, str], name: str, found: E
         values |= {f"{name}/low": found.low, f"{name}/high": found.high}
 
 
-class Tracking:
+class RunTrackers:
     """The trackers of one run. One that takes nothing any more is told of and left out; the run is followed on."""
 
     def __init__(
@@ -126,11 +126,11 @@ class Tracking:
                 self._warn(f"{error}; nothing more is written there: {self._remedy}")
 
 
-def tracking_of(where: Sequence[str], info: pb.RunInfo) -> Tracking:
+def tracking_of(where: Sequence[str], info: pb.RunInfo) -> RunTrackers:
     """Open the trackers of `coordinator watch`; raises as `open_tracker`."""
     about = {"name": info.name, "method": info.method, "data": info.data, "manifest": info.manifest_digest}
     opened = [open_tracker(one, info.run_id, about) for one in where]
-    return Tracking(opened, lambda text: ERR.print(text, soft_wrap=True))
+    return RunTrackers(opened, lambda text: ERR.print(text, soft_wrap=True))
 
 
 def _library(name: str) -> Any:  # noqa: ANN401

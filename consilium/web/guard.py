@@ -218,8 +218,8 @@ def _upload(scope: Scope, limit: int) -> Response | None:
         return _text(411, "expected a file of one length that is said", _CLOSE)
     if len(length) > 15 or int(length) > limit:
         return _text(413, f"expected a file of at most {limit} bytes", _CLOSE)
-    tokens, own = _values(scope, TOKEN), scope[SESSION].token.encode()
-    if len(tokens) != 1 or not hmac.compare_digest(tokens[0], own):
+    tokens, expected = _values(scope, TOKEN), scope[SESSION].token.encode()
+    if len(tokens) != 1 or not hmac.compare_digest(tokens[0], expected):
         return _text(403, "expected a file of this session: load the page again", _CLOSE)
     return None
 

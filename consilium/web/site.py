@@ -240,12 +240,12 @@ class Application:
         """Say the version now and whenever it is another; end with the server."""
         self._streams += 1
         try:
-            told, quiet = "", 0.0
+            shown_version, quiet = "", 0.0
             while not self.stop.is_set():
                 version = await self._version()
-                if version != told:
+                if version != shown_version:
                     yield f"event: changed\ndata: {version}\n\n"
-                    told, quiet = version, 0.0
+                    shown_version, quiet = version, 0.0
                 elif quiet >= _QUIET_S:
                     yield ": still here\n\n"
                     quiet = 0.0

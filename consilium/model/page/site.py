@@ -29,7 +29,7 @@ _SEEN = "seen/"
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class AnsweredImage:
     """One image's answer. seen: the square that the model saw, as PNG."""
 
     number: int
@@ -47,7 +47,7 @@ class PredictionPage:
 
     predictor: Predictor
     folder: Path
-    _shown: deque[Shown] = field(default_factory=lambda: deque(maxlen=MAX_SHOWN), init=False)
+    _shown: deque[AnsweredImage] = field(default_factory=lambda: deque(maxlen=MAX_SHOWN), init=False)
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1), init=False)
     _changes: int = field(default=0, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -90,7 +90,7 @@ class PredictionPage:
             raise DataError("E-DATA-04", prediction.problem.replace(file.name, name))
         seen = _png(examples.stored(torch.zeros(1, dtype=torch.int64))[0])
         with self._lock:
-            self._shown.append(Shown(next(self._numbers), prediction, seen))
+            self._shown.append(AnsweredImage(next(self._numbers), prediction, seen))
             self._changes += 1
 
     def _forget(self, form: Parameters) -> str:
@@ -106,7 +106,7 @@ class PredictionPage:
         return None if image is None else Download(f"{image.number}.png", "image/png", image.seen)
 
 
-def _headline(shown: list[Shown]) -> str:
+def _headline(shown: list[AnsweredImage]) -> str:
     if not shown:
         return "Drop images here: nothing leaves this machine"
     none = sum(bool(image.prediction.unknown) for image in shown)

@@ -77,9 +77,9 @@ class HospitalPage:
         self.store.close_database()
 
     def site(self) -> Site:
-        own = SiloIdentity(self.home.path).load().identity
+        identity = SiloIdentity(self.home.path).load().identity
         return Site(
-            title=f"{own.name} in {own.consortium}",
+            title=f"{identity.name} in {identity.consortium}",
             command=COMMAND,
             templates=TEMPLATES,
             views={"/": View("home.html", lambda _: self.facts())},
@@ -96,10 +96,10 @@ class HospitalPage:
 
     def facts(self) -> Mapping[str, object]:
         """Gather everything that the page shows, as it is now."""
-        own = SiloIdentity(self.home.path)
-        mine, pins = own.load(), own.pins()
-        known = self._known()
-        waiting, more = self._decisions.waiting(known)
+        identity = SiloIdentity(self.home.path)
+        mine, pins = identity.load(), identity.pins()
+        policy_and_ledger = self._known()
+        waiting, more = self._decisions.waiting(policy_and_ledger)
         left, health, contact = disclosures_of(self.store), Health.of(self.home), self.store.contact()
         served = self.home.served()
         return {
@@ -112,18 +112,18 @@ class HospitalPage:
             "waiting": waiting,
             "more_waiting": more,
             "decided": self._decisions.decided(),
-            "policy_error": known.policy_error,
-            "policy": known.policy,
-            "measured": known.measured,
+            "policy_error": policy_and_ledger.policy_error,
+            "policy": policy_and_ledger.policy,
+            "measured": policy_and_ledger.measured,
             "policy_file": self.home.policy,
-            "spending": self._spending(known),
+            "spending": self._spending(policy_and_ledger),
             "shares_ledger": self._shares_ledger(),
-            "ledger_error": known.ledger_error,
+            "ledger_error": policy_and_ledger.ledger_error,
             "mine": mine.identity,
             "fingerprint": format_fingerprint(mine.fingerprint),
-            "authority": format_fingerprint(own.ca_fingerprint()),
+            "authority": format_fingerprint(identity.ca_fingerprint()),
             "until": mine.not_after.timestamp(),
-            "renewal_due": own.renewal_due(),
+            "renewal_due": identity.renewal_due(),
             "accepted": {
                 n: format_fingerprint(identity_of(pem).fingerprint) for n, pem in sorted(pins.accepted().items())
             },
@@ -169,12 +169,12 @@ class HospitalPage:
         self._ledger = state.ledger
         return state
 
-    def _spending(self, known: PolicyAndLedger) -> list[Spending]:
-        ledger = known.ledger
+    def _spending(self, policy_and_ledger: PolicyAndLedger) -> list[Spending]:
+        ledger = policy_and_ledger.ledger
         if ledger is None:
             return []
         updates = self.store.unprotected()
-        return [spending(ledger, known.policy, name, updates=updates) for name in ledger.collections()]
+        return [spending(ledger, policy_and_ledger.policy, name, updates=updates) for name in ledger.collections()]
 
     def _shares_ledger(self) -> bool:
         with suppress(FederationError):  # `ledger_error` says what
@@ -237,10 +237,10 @@ class Decisions:
     store: SiloStore
     known: Callable[[], PolicyAndLedger]
 
-    def waiting(self, known: PolicyAndLedger) -> tuple[dict[str, PendingDecision], int]:
+    def waiting(self, policy_and_ledger: PolicyAndLedger) -> tuple[dict[str, PendingDecision], int]:
         """Return the runs that wait by an id for the page, the oldest question first, and how many more there are."""
         undecided = [a for a in self.store.approvals.all() if a.decided is None]
-        shown = {_id(a): PendingDecision.of(a, known) for a in undecided[:_MAX_SHOWN]}
+        shown = {_id(a): PendingDecision.of(a, policy_and_ledger) for a in undecided[:_MAX_SHOWN]}
         return shown, len(undecided) - len(shown)
 
     def decided(self) -> list[Approval]:
@@ -260,10 +260,10 @@ class Decisions:
 
     def _decide(self, form: Mapping[str, str], approve: bool) -> str:
         """Decide, with a line in the audit log; raises ChangedError where somebody else just did."""
-        asked = self._find(form)
-        if asked is None:
+        decision = self._find(form)
+        if decision is None:
             raise ChangedError("This run does not ask any more.")
-        run, manifest = asked.run_id, asked.manifest_digest
+        run, manifest = decision.run_id, decision.manifest_digest
         about = {"run": run, "deny": not approve, "reason": f"manifest {manifest[:16]}"}
         with recording(self.home.path, _APPROVE, about, via=PAGE):
             made = self.store.approvals.decide_waiting(run, manifest, approve)

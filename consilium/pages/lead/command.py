@@ -22,10 +22,10 @@ def page(bind: Bind = None, browser: Browser = True, as_json: Json = False, *, h
     from consilium.pages.lead.service_watch import ServiceWatch
     from consilium.pages.lead.site import LeadPage, own_certificates
 
-    own, consortium = own_certificates(credentials_of(home))
-    connect = partial(LeadClient.open, home, own.lead)
+    certificates, consortium = own_certificates(credentials_of(home))
+    connect = partial(LeadClient.open, home, certificates.lead)
     watch, exporter = ServiceWatch(connect), Exporter(home, connect)
-    site = LeadPage(watch, connect, exporter, own, consortium).site()
+    site = LeadPage(watch, connect, exporter, certificates, consortium).site()
     watch.start()
     try:
         serve_until_stopped(site, home, bind, browser, as_json, lambda facts: [f"{n:<8} {v}" for n, v in facts])

@@ -113,9 +113,9 @@ def headline(found: ServiceSnapshot, now: float) -> tuple[str, str]:
     here = sum(s.state == "online" for s in members)
     present = f"{here} of {len(members)} hospitals are here."
     under_way = [r for r in found.runs if r.state in ("waiting", "running")]
-    if (held := next((r for r in under_way if away(r)), None)) is not None:
-        text = f"Round {held.waiting.round + 1} of {held.run_id} waits for {away(held)}"
-        return text, f"{received_text(held.waiting).capitalize()}. {present}"
+    if (waiting_run := next((r for r in under_way if away(r)), None)) is not None:
+        text = f"Round {waiting_run.waiting.round + 1} of {waiting_run.run_id} waits for {away(waiting_run)}"
+        return text, f"{received_text(waiting_run.waiting).capitalize()}. {present}"
     if halted := next((r for r in found.runs[:1] if r.state in ("paused", "failed")), None):
         return f"{halted.run_id} is {run_state(halted.state).word}", halted.reason or "No reason was given."
     if under_way:

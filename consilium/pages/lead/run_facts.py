@@ -103,8 +103,8 @@ def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
         return kind.answered, f"The same as a command: {kind.how_to_read(info.run_id)}"
     if info.state == "finished":
         if newest.withheld:
-            own = "Each hospital reads its own images' number without noise: silo status."
-            return "Finished", f"How good the model is, is withheld: {newest.withheld}. {own}"
+            hint = "Each hospital reads its own images' number without noise: silo status."
+            return "Finished", f"How good the model is, is withheld: {newest.withheld}. {hint}"
         if newest.point is None:
             return "Finished", "Nothing was measured of the model."
         best = "" if curve is None or not info.rounds else f" Best over rounds: {curve.scores.best.text()}."
@@ -194,8 +194,8 @@ def _privacy(manifest: str) -> tuple[str, ...]:
         )
     if name == "none":
         return read, "There is no differential privacy: nothing limits what an update or a sum reveals."
-    asked = ", ".join(f"{key} {options[key]}" for key in ("epsilon", "delta", "unit") if key in options)
-    how_much = f" ({asked})" if asked else ""
+    terms = ", ".join(f"{key} {options[key]}" for key in ("epsilon", "delta", "unit") if key in options)
+    how_much = f" ({terms})" if terms else ""
     return read, f"Profile {name}{how_much}: the most that it may spend at each hospital whose policy allows that."
 
 

@@ -180,16 +180,16 @@ class ServiceWatch:
             wanted = sorted(self._looked, key=self._looked.__getitem__)[-_MAX_RUNS:]
             kept = {name: self._followed[name] for name in wanted if name in self._followed}
         for name in wanted:
-            info, known = found.run(name), kept.get(name)
+            info, cached = found.run(name), kept.get(name)
             if info is None:
                 kept.pop(name, None)
                 continue
-            same = known is not None and settled(known.record.detail.info) == settled(info)
-            record = known.record if known and same else WatchedRun(client.show(name))
+            same = cached is not None and settled(cached.record.detail.info) == settled(info)
+            record = cached.record if cached and same else WatchedRun(client.show(name))
             if same and info.state not in ("waiting", "running"):
                 continue
-            fresh = client.events(name, known.last if known else 0)
-            events = [*(known.events if known else ()), *fresh][-_MAX_EVENTS:]
+            fresh = client.events(name, cached.last if cached else 0)
+            events = [*(cached.events if cached else ()), *fresh][-_MAX_EVENTS:]
             kept[name] = FollowedRun(record, events, events[-1].number if events else 0)
         with self._lock:
             self._followed = kept

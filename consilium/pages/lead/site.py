@@ -176,8 +176,8 @@ def own_certificates(credentials: Credentials) -> tuple[OwnCertificates, str]:
     """Read when the certificates that a lead uses end, and the name of the consortium."""
     peer = identity_of(credentials.cert_pem)
     authority = certificates.load_certificate(credentials.ca_pem, "the authority's certificate")
-    own = OwnCertificates(peer.identity.name, peer.not_after.timestamp(), authority.not_valid_after_utc.timestamp())
-    return own, peer.identity.consortium
+    ends = peer.not_after.timestamp(), authority.not_valid_after_utc.timestamp()
+    return OwnCertificates(peer.identity.name, *ends), peer.identity.consortium
 
 
 def _resume(client: LeadClient, form: Parameters) -> str:

@@ -27,14 +27,14 @@ def read(name: str, root: Path | None) -> FullDataset:
     contradicts itself, E-DATA-05 on a label or a character outside the label space.
     """
     assert root is not None
-    known = PUBLISHED[name]
+    dataset = PUBLISHED[name]
     places = (root / name / "data", root / name, root / "leaf" / "data" / name / "data")
     folder = next((p for p in places if all(any((p / s).glob("*.json")) for s in ("train", "test"))), None)
     if folder is None:
-        raise no_data_root(name, places, known.layout, known.publisher)
+        raise no_data_root(name, places, dataset.layout, dataset.publisher)
     numbers: dict[str, int] = {}
     train, test = (_half(name, folder / split, numbers) for split in ("train", "test"))
-    return FullDataset(name, known.classes, train, test, Augmentation())
+    return FullDataset(name, dataset.classes, train, test, Augmentation())
 
 
 def _half(name: str, folder: Path, numbers: dict[str, int]) -> SplitArrays:

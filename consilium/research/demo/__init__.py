@@ -51,13 +51,13 @@ def _consortium(folder: Path, processes: Processes) -> Iterator[LeadClient]:
     processes.start("coordinator", "serve", "--home", str(home), "--bind", address)
     processes.until((home / "service.json").exists, "the coordinator")
     for k in range(HOSPITALS):
-        own, data = folder / f"hospital{k}", f"digits/hospital{k}"
+        hospital, data = folder / f"hospital{k}", f"digits/hospital{k}"
         token = folder / f"hospital{k}.token"
         invitation = processes.call("coordinator", "invite", f"hospital{k}", "--home", str(home))
         write_private(token, str(invitation["token"]).encode())
-        processes.call("silo", "join", "--token-file", str(token), "--home", str(own))
-        open_budget(own, data)
-        processes.start("silo", "serve", "--data", data, "--home", str(own))
+        processes.call("silo", "join", "--token-file", str(token), "--home", str(hospital))
+        open_budget(hospital, data)
+        processes.start("silo", "serve", "--data", data, "--home", str(hospital))
     with closing(LeadClient.open(home)) as client:
         processes.until(lambda: all(s.state == "online" for s in client.silos().silos), "six hospitals")
         yield client
@@ -82,18 +82,16 @@ def _local_scores(folder: Path, processes: Processes, runs: Mapping[str, str]) -
     scores: dict[str, dict[str, float | None]] = {name: {} for name in runs}
     for k in range(HOSPITALS):
         status = processes.call("silo", "status", "--home", str(folder / f"hospital{k}"))
-        known = {r["run"]: r for r in status["runs"]}
+        by_run = {r["run"]: r for r in status["runs"]}
         for name, run in runs.items():
-            scores[name][f"hospital{k}"] = known[run]["evaluations"][-1]["accuracy"]
+            scores[name][f"hospital{k}"] = by_run[run]["evaluations"][-1]["accuracy"]
     return scores
 
 
-def _held() -> dict[str, list[int]]:
+def _training_images() -> dict[str, list[int]]:
     """Return how many training images of each digit each hospital has, read from its own data."""
     data = {f"hospital{k}": datasets.load(f"digits/hospital{k}") for k in range(HOSPITALS)}
-    return {
-        name: torch.bincount(own.train.labels, minlength=len(own.schema.classes)).tolist() for name, own in data.items()
-    }
+    return {name: torch.bincount(d.train.labels, minlength=len(d.schema.classes)).tolist() for name, d in data.items()}
 
 
 def run_demo(out: Path, rounds: int, quiet: bool) -> int:
@@ -120,5 +118,5 @@ def run_demo(out: Path, rounds: int, quiet: bool) -> int:
             shutil.rmtree(folder)
         if signals.received is not None:
             return 128 + signals.received
-    report(out, details, scores, spent, silos, _held(), time.monotonic() - started, quiet)
+    report(out, details, scores, spent, silos, _training_images(), time.monotonic() - started, quiet)
     return 0

@@ -51,11 +51,11 @@ def report(
     scores: Mapping[str, Mapping[str, float | None]],
     spent: Mapping[str, PrivateRunSpending],
     silos: Sequence[pb.SiloInfo],
-    held: Mapping[str, Sequence[int]],
+    training_images: Mapping[str, Sequence[int]],
     seconds: float,
     quiet: bool,
 ) -> None:
-    """Print and write all of it. held: training images of each digit at each hospital, which no message carries."""
+    """Print and write all of it. training_images: of each digit at each hospital, which no message carries."""
     ours, private = details[REPAIRED], details[PRIVATE]
     summary = {
         "method": REPAIRED,
@@ -69,7 +69,7 @@ def report(
         "rounds_to_milestone": {name: _first_round(d) for name, d in details.items()},
         "milestone": MILESTONE,
         "rounds": ours.info.rounds,
-        "training_images": {name: list(counts) for name, counts in held.items()},
+        "training_images": {name: list(counts) for name, counts in training_images.items()},
         "silos": [
             {
                 "name": s.name,
@@ -96,7 +96,7 @@ def report(
     write_public(out / "accuracy.png", picture)
     tables = [_by_run(details), _by_class(details), _by_hospital(details, scores, silos), _spending(spent)]
     lines = {SHORT[m]: [e.point for e in _series(d)] for m, d in details.items()}
-    write_page(out / "index.html", *_headline(details), Holdings(_classes(ours), held), lines, tables)
+    write_page(out / "index.html", *_headline(details), Holdings(_classes(ours), training_images), lines, tables)
     written = ", ".join(str(out / name) for name in ("summary.json", "accuracy.png", "index.html"))
     show_reply(
         CommandResult(summary, [*(make_table(*table) for table in tables), f"{seconds:.0f} s; wrote {written}"]),
@@ -227,11 +227,11 @@ class Holdings(NamedTuple):
     """Which hospital trains on how many images of each class: a name -> counts in the order of `classes`."""
 
     classes: Sequence[str]
-    held: Mapping[str, Sequence[int]]
+    training_images: Mapping[str, Sequence[int]]
 
     def level(self, count: int) -> int:
         """Return 0 for none to 4 for the largest count of the picture."""
-        return -(-4 * count // max(1, *(max(counts) for counts in self.held.values())))
+        return -(-4 * count // max(1, *(max(counts) for counts in self.training_images.values())))
 
 
 def write_page(

@@ -118,8 +118,8 @@ def simulate_ray(
         weights = None if run.weights is None else ray.put(dict(run.weights))
         number, device = min(cluster.actors, len(shares)), "cuda" if cluster.gpus > 0 else "cpu"
         for j in range(number):
-            own = {k: shares[k] for k in range(j, len(shares), number)}
-            actors.append(kind.remote(manifest.to_json(), weights, own, public, threads, device))
+            worker_shares = {k: shares[k] for k in range(j, len(shares), number)}
+            actors.append(kind.remote(manifest.to_json(), weights, worker_shares, public, threads, device))
         messages = _MessageCache(ray)
         ports = [
             RayPort(m.name, k, actors[k % number], messages, states, run.method.server_tracks_state)

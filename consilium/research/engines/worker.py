@@ -72,13 +72,13 @@ class _Process:
     message: State
 
 
-def begin(manifest_json: str, given: Path, threads: int) -> None:
-    """Prepare this process; given: a file with weights, shares and the official test set, which is mapped."""
+def begin(manifest_json: str, start_file: Path, threads: int) -> None:
+    """Prepare this process. start_file: weights, shares and the official test set; it is memory-mapped."""
     os.setsid()  # Linux shares a processor between sessions first, then between their processes
     Thread(target=_end_with_parent, daemon=True).start()
     with _plain_errors():
         # Objects of the process that started this one, in a folder that no other user may enter.
-        weights, shares, public = torch.load(given, mmap=True, weights_only=False)
+        weights, shares, public = torch.load(start_file, mmap=True, weights_only=False)
         _Process.worker = SiloWorker(manifest_json, weights, dict(enumerate(shares)), public, threads)
 
 

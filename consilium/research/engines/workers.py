@@ -87,9 +87,9 @@ class WorkerPool:
         """Start the processes; raises ConfigError (E-CFG-08) where examples or method are known to this one alone."""
         try:
             with tempfile.TemporaryDirectory(prefix="consilium-") as folder:
-                given = self._write(Path(folder) / "given")
+                start_file = self._write(Path(folder) / "start")
                 for _ in range(self._number):
-                    self._workers.append(_start(self._run.manifest.to_json(), given, self._threads))
+                    self._workers.append(_start(self._run.manifest.to_json(), start_file, self._threads))
                 for worker in self._workers:
                     try:
                         worker.ready.result()
@@ -211,10 +211,10 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _start(manifest_json: str, given: Path, threads: int) -> _Worker:
+def _start(manifest_json: str, start_file: Path, threads: int) -> _Worker:
     executor = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
     with _without_caller():
-        ready = executor.submit(child.begin, manifest_json, given, threads)
+        ready = executor.submit(child.begin, manifest_json, start_file, threads)
     [process] = executor._processes.values()
     # Where a process ends while it sends, its pipe must end, too: the executor waits for the rest for ever otherwise.
     executor._result_queue._writer.close()  # type: ignore[attr-defined]

@@ -277,8 +277,8 @@ class Checkpointer(Observer):
     def arrived(self, name: str) -> None:
         self.progress.history.arrived(name)
 
-    def scored(self, name: str, own: Bundle) -> None:
-        self.progress.history.scored(name, own)
+    def scored(self, name: str, bundle: Bundle) -> None:
+        self.progress.history.scored(name, bundle)
 
     def refused(self, name: str, why: str) -> None:
         self.progress.history.refused(name, why)

@@ -101,9 +101,9 @@ class LatestPersonal:
         self._initial, self._public = run.initial_state(), public_test(shares)
         self.newest: dict[int, Bundle] = {}
 
-    def keep(self, name: str, own: Bundle) -> None:
+    def keep(self, name: str, bundle: Bundle) -> None:
         """Keep what a silo measured of the model that it has now."""
-        self.newest[self._manifest.index(name)] = own
+        self.newest[self._manifest.index(name)] = bundle
 
     def scores(self, record: RoundRecord, before: State | None) -> Mapping[str, float]:
         """Return the scores over all silos after a round; before: the state that its silos received, None: the first.
@@ -116,8 +116,8 @@ class LatestPersonal:
         msg = self._runtime.method.broadcast(self._initial if before is None else before)
         models = [self.newest[k] if k in self.newest else self._untrained(k, msg, record.round) for k in silos]
         total = dict(models[0])
-        for own in models[1:]:
-            total = {part: total[part] + own[part] for part in total}
+        for model in models[1:]:
+            total = {part: total[part] + model[part] for part in total}
         return personal_scores(total)
 
     def _untrained(self, silo: int, msg: State, round: int) -> Bundle:
@@ -180,9 +180,9 @@ class BestHistory(RoundHistory):
         if self.personal:
             self.personal.newest.update(earlier.personal)
 
-    def scored(self, name: str, own: Bundle) -> None:
+    def scored(self, name: str, bundle: Bundle) -> None:
         if self.personal:
-            self.personal.keep(name, own)
+            self.personal.keep(name, bundle)
 
     def closed(self, record: RoundRecord, server: State) -> None:
         super().closed(record, server)
@@ -210,8 +210,8 @@ class FineTuned:
     @property
     def fairness(self) -> float:
         """Return the population standard deviation over silos that have test examples."""
-        known = [a for a in self.accuracies if not math.isnan(a)]
-        return math.sqrt(_mean([(a - self.pa) ** 2 for a in known])) if known else math.nan
+        measured = [a for a in self.accuracies if not math.isnan(a)]
+        return math.sqrt(_mean([(a - self.pa) ** 2 for a in measured])) if measured else math.nan
 
 
 def fine_tuned(

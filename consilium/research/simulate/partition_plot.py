@@ -80,17 +80,17 @@ def published(spec: RunSpec) -> SplitTable:
     name, text = str(spec.data["name"]), datasets.federation_text(spec.federation)
     if name == "isic2019":
         return _isic(spec, text)
-    known = PUBLISHED.get(name)
-    if known is None or not known.train:
+    setting = PUBLISHED.get(name)
+    if setting is None or not setting.train:
         valid = ", ".join([*(n for n, k in PUBLISHED.items() if k.train), "isic2019"])
         raise ConfigError(
             "E-CFG-23", f"--published: expected data with published class counts ({valid}), found {name}: leave it out"
         )
-    train, test = (np.repeat(np.arange(len(counts)), counts) for counts in (known.train, known.test))
+    train, test = (np.repeat(np.arange(len(counts)), counts) for counts in (setting.train, setting.test))
     classes, counts = schema_of(spec).classes, []
-    for share in datasets.parse_federation(text).partition(train, test, len(known.train)):
-        own = train[share.held_out] if len(share.held_out) else test[share.test]
-        counts.append([np.bincount(y, minlength=len(classes)).tolist() for y in (train[share.train], own)])
+    for share in datasets.parse_federation(text).partition(train, test, len(setting.train)):
+        test_labels = train[share.held_out] if len(share.held_out) else test[share.test]
+        counts.append([np.bincount(y, minlength=len(classes)).tolist() for y in (train[share.train], test_labels)])
     return SplitTable.of(spec, f"{name} {text}", classes, counts)
 
 

@@ -170,14 +170,14 @@ def simulate(
     """
     root, folder = _path(data_root), _path(config_dir)
     with ExitStack() as stack:
-        asked = _Request(stack)
-        asked.choose("method", method, METHODS)
-        asked.choose_model(model)
-        asked.choose_data(data)
+        request = _Request(stack)
+        request.choose("method", method, METHODS)
+        request.choose_model(model)
+        request.choose_data(data)
         for key, value in keys.items():
-            asked.put(key.replace("__", "."), value)
-        asked.choose_federation(federation, root, folder)
-        spec = asked.spec(folder)
+            request.put(key.replace("__", "."), value)
+        request.choose_federation(federation, root, folder)
+        spec = request.spec(folder)
         where = [tracker] if isinstance(tracker, str) else tracker
         observer: runner.MakeObserver | None = partial(_Reporter, progress) if callable(progress) else None
         if progress is True or (progress is None and is_watched()):
@@ -198,8 +198,8 @@ class _Reporter(Observer):
             self._progress(Progress(record.round + 1, self._rounds, accuracy.point))
 
 
-def _path(given: str | Path | None) -> Path | None:
-    return None if given is None else Path(given)
+def _path(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path)
 
 
 # ---- what stands for names and values --------------------------------------------------------------------------------
@@ -223,8 +223,8 @@ class _Request:
             of = value if isinstance(value, type) else type(value)
             if value is not of and is_dataclass(value):
                 self.put(group, {f.name: getattr(value, f.name) for f in fields(value)})
-            known = next((name for name, one in (ours or {}).items() if one is of), None)
-            value = known or self._stack.enter_context(loading.given(kind or group, of))
+            built_in = next((name for name, one in (ours or {}).items() if one is of), None)
+            value = built_in or self._stack.enter_context(loading.given(kind or group, of))
         self._words.append(f"{group}={value}")
 
     def choose_model(self, model: object) -> None:
@@ -249,8 +249,8 @@ class _Request:
 
     def choose_federation(self, federation: object, root: Path | None, config_dir: Path | None) -> None:
         """Choose by name or by a partition; shares, and what a function of the labels returns, are made into one."""
-        own = is_dataclass(federation) and hasattr(federation, "partition")
-        if not (federation is None or own or isinstance(federation, str | type)):
+        is_partition = is_dataclass(federation) and hasattr(federation, "partition")
+        if not (federation is None or is_partition or isinstance(federation, str | type)):
             shares: Any = federation(*self._labels(root, config_dir)) if callable(federation) else federation
             if not isinstance(shares, Sequence | np.ndarray) or not len(shares):
                 raise ConfigError(
@@ -320,12 +320,12 @@ def _plain(path: str, value: object) -> object:
     raise ConfigError("E-CFG-02", f"{path}: expected a plain value, found {value!r}"[:300])
 
 
-def _network_digest(given: object) -> str:
+def _network_digest(network: object) -> str:
     """Hash a network's layers and weights, or the code that makes one."""
-    if not isinstance(given, nn.Module):
-        return loading.class_digest(given if isinstance(given, type) else type("Made", (), {"make": given}))
-    hasher = blake3(repr(given).encode())
-    for name, value in given.state_dict().items():
+    if not isinstance(network, nn.Module):
+        return loading.class_digest(network if isinstance(network, type) else type("Made", (), {"make": network}))
+    hasher = blake3(repr(network).encode())
+    for name, value in network.state_dict().items():
         hasher.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         hasher.update(value.detach().cpu().contiguous().numpy().tobytes())
     return hasher.hexdigest()

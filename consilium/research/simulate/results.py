@@ -214,8 +214,8 @@ def _exact(estimates: Sequence[Estimate]) -> list[float | None]:
 
 def mean_of_last(values: Sequence[float | None], rounds: int = LAST) -> float | None:
     """Return the mean of the last so many values, of all where there are fewer; None where one of them is missing."""
-    known = [v for v in values[-rounds:] if v is not None]
-    return statistics.fmean(known) if known and len(known) == len(values[-rounds:]) else None
+    measured = [v for v in values[-rounds:] if v is not None]
+    return statistics.fmean(measured) if measured and len(measured) == len(values[-rounds:]) else None
 
 
 def _ends(found: Estimate) -> tuple[float, float] | None:
@@ -492,9 +492,9 @@ def _damaged(file: Path) -> StateError:
     return StateError("E-STATE-22", f"expected what a simulation wrote, found something else in {file}: move it away")
 
 
-def differences(there: object, here: object) -> list[str]:
+def differences(stored: object, current: object) -> list[str]:
     """Name what differs between two nests of plain values, with both values."""
-    have, wanted = _flat(there), _flat(here)
+    have, wanted = _flat(stored), _flat(current)
     return [
         f"{key}: {shown(have.get(key, 'nothing'))} there, {shown(wanted.get(key, 'nothing'))} here"
         for key in sorted({*have, *wanted})

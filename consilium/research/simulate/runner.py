@@ -26,7 +26,7 @@ from consilium.research.simulate.engine import SimulationEngine, threads_of
 from consilium.research.simulate.measures import BestHistory, GlobalTestEvaluator, LatestPersonal, fine_tuned
 from consilium.research.simulate.results import Result, ResultFolder
 from consilium.research.simulate.sweep import folder_name
-from consilium.research.trackers import Tracking
+from consilium.research.trackers import RunTrackers
 from coordinator.config import weights
 from coordinator.config.hydra_config import compose_simulation
 from coordinator.config.manifest_builder import OWN, declared_columns, manifest_from, request_of
@@ -169,8 +169,8 @@ def run(
     logs = [InMemoryReleaseLog() for _ in manifest.members] if compiled.private else []
     factories = [compiled.profile.data_factory(k, log) for k, log in enumerate(logs)]
     engine = engine or SimulationEngine()
-    own = [SiloShare(s.train, s.test, s.public) for s in sets]
-    shares = with_features(compiled, own, choose_device(engine.device), threads_of(manifest))
+    silo_shares = [SiloShare(s.train, s.test, s.public) for s in sets]
+    shares = with_features(compiled, silo_shares, choose_device(engine.device), threads_of(manifest))
     if callable(observer):
         observer = observer(manifest)
     coverage = _coverage(compiled, sets)
@@ -255,9 +255,9 @@ def prepare_simulation(spec: RunSpec, data_root: Path | None = None) -> tuple[Co
     examples = [DeclaredSize(*(round_to_two_digits(len(half)) for half in (s.train, s.test))) for s in sets]
     spec, taken = weights.take(spec)
     names = silo_names(spec, len(sets))
-    told = {name: Dictionary(s.dictionary.digest, s.coarse) for name, s in zip(names, sets, strict=True)}
-    told = {name: of for name, of in told.items() if of.labels}
-    run = weights.begin(manifest_from(spec, names, sizes, examples=examples, dictionaries=told), taken)
+    dictionaries = {name: Dictionary(s.dictionary.digest, s.coarse) for name, s in zip(names, sets, strict=True)}
+    dictionaries = {name: of for name, of in dictionaries.items() if of.labels}
+    run = weights.begin(manifest_from(spec, names, sizes, examples=examples, dictionaries=dictionaries), taken)
     if any(s.coarse for s in sets):
         check_supported(run.method, {Capability.COARSE_LABELS})
     return run, sets
@@ -265,11 +265,11 @@ def prepare_simulation(spec: RunSpec, data_root: Path | None = None) -> tuple[Co
 
 def _with_columns(spec: RunSpec, schema: Schema) -> RunSpec:
     """Take the table's own schema; raises ConfigError (E-CFG-23) where the spec declares another."""
-    own, declared = schema.columns, declared_columns(spec)
+    table_columns, declared = schema.columns, declared_columns(spec)
     several = {"multi_label": True} if schema.multi_label else {}
-    if declared and (differ := difference(declared, own)):
+    if declared and (differ := difference(declared, table_columns)):
         raise ConfigError("E-CFG-23", f"expected data.schema as the table's own beside it, found another: {differ}")
-    return replace(spec, data={**spec.data, "schema": [asdict(column) for column in own], **several})
+    return replace(spec, data={**spec.data, "schema": [asdict(column) for column in table_columns], **several})
 
 
 # ---- as the command line asks for it -------------------------------------------------------------------------------
@@ -303,8 +303,8 @@ class SimulationJob:
         One that this version finished in its folder is not run again.
         """
         out, engine = self.out and self.out / folder_name(words, keys), self.engine
-        if out and (known := ResultFolder(out).finished(compose_simulation(words, self.config_dir), version())):
-            return known
+        if out and (finished := ResultFolder(out).finished(compose_simulation(words, self.config_dir), version())):
+            return finished
         if engine.spill:
             engine = replace(engine, spill=engine.spill / "_".join(words).replace("/", "-"))
         return replace(self, out=out, engine=engine).run(words).summary()
@@ -330,7 +330,7 @@ def tracked(
     """
     for place in where:
         trackers.parsed(place)
-    begun: list[Tracking] = []
+    begun: list[RunTrackers] = []
 
     def make(manifest: RunManifest) -> Observer:
         about = {
@@ -340,7 +340,7 @@ def tracked(
             "manifest": manifest.digest(),
         }
         opened = [trackers.open_tracker(place, run_id(manifest), about) for place in where]
-        begun.append(Tracking(opened, warn, "simulate again with --tracker"))
+        begun.append(RunTrackers(opened, warn, "simulate again with --tracker"))
         return _Tracked(begun[-1], manifest, observer(manifest) if observer else Observer())
 
     state = "failed"
@@ -358,7 +358,7 @@ def tracked(
 class _Tracked(Observer):
     """Calls another observer, then writes what was measured in the round, as the displays show it."""
 
-    def __init__(self, tracking: Tracking, manifest: RunManifest, first: Observer) -> None:
+    def __init__(self, tracking: RunTrackers, manifest: RunManifest, first: Observer) -> None:
         self._tracking, self._first = tracking, first
         self._noise = profiles.result_noise(manifest)
 

@@ -31,7 +31,7 @@ def untrained(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("something was trained")
 
-    monkeypatch.setattr(canaries.Training, "run", refuse)
+    monkeypatch.setattr(canaries.AuditTraining, "run", refuse)
 
 
 def test_an_audit_writes_its_numbers_and_its_picture_for_the_hospital_alone(capsys, tmp_path, offline):

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from consilium.audit import __main__ as program
 from consilium.audit import attacks, canaries, plots, runner, step_checks
 from consilium.audit.epsilon_bounds import auc, one_run, refuted, tail
-from consilium.audit.runner import Setting
+from consilium.audit.runner import AuditSettings
 from consilium.audit.step_checks import NoiseScale, SensitivityCheck
 from consilium.audit.target import AuditTarget, ListedExamples
-from consilium.audit.training import Training, memorising
+from consilium.audit.training import AuditTraining, memorising
 from fl_core import datasets
 from fl_core.errors import ConfigError
 from privacy.mechanisms.noise.sources import SeededNoise
@@ -103,7 +103,7 @@ def test_au_5_mislabelled_canaries(digits: AuditTarget, seed: int) -> None:
     assert plain.auc > 0.95
     for epsilon, most in ((8.0, 8.0), (1.0, 0.8)):
         found = [
-            canaries.mislabelled(Training(epsilon), digits, seed=s, noise=SeededNoise(s, "au-5"))
+            canaries.mislabelled(AuditTraining(epsilon), digits, seed=s, noise=SeededNoise(s, "au-5"))
             for s in (seed, seed + 1000)
         ]
         assert min(f.guesses.epsilon for f in found) <= most
@@ -124,18 +124,18 @@ def test_au_7_losses_tell_members_apart_without_privacy_alone(digits: AuditTarge
     plain = auc(*canaries.members(memorising(600), digits, seed))
     assert plain > 0.55
     for epsilon in (8.0, 1.0):
-        private = auc(*canaries.members(Training(epsilon, steps=100), digits, seed, SeededNoise(seed, "au-7")))
+        private = auc(*canaries.members(AuditTraining(epsilon, steps=100), digits, seed, SeededNoise(seed, "au-7")))
         assert abs(private - 0.5) < 0.12  # four standard errors of 200 against 200; the mean over seeds is nearer
 
 
 @pytest.mark.slow
 @seeds
 def test_au_8_an_update_shows_which_classes_a_hospital_has_and_a_sum_does_not(digits: AuditTarget, seed: int) -> None:
-    plain = attacks.class_presence(Training(INF, steps=15, lr=0.1), digits, seed)
+    plain = attacks.class_presence(AuditTraining(INF, steps=15, lr=0.1), digits, seed)
     assert plain.held.sum(0).tolist() == [3] * 10  # each class at as many hospitals: a sum has nothing to say
     assert plain.update_auc > 0.98
     assert abs(plain.sum_auc - 0.5) <= 0.1
-    private = attacks.class_presence(Training(8.0, steps=15), digits, seed, seed)
+    private = attacks.class_presence(AuditTraining(8.0, steps=15), digits, seed, seed)
     assert private.update_auc > 0.7  # record-level privacy does not hide it
     assert abs(private.sum_auc - 0.5) <= 0.1
 
@@ -157,11 +157,11 @@ def test_au_9_prototypes_of_few_images_trace_them_and_noise_or_numbers_hide_them
 
 def test_au_8_and_au_9_in_brief(digits: AuditTarget) -> None:
     """The same attacks, shorter, without the inversion."""
-    plain = attacks.class_presence(Training(INF, batch=32, steps=8, lr=0.1), digits)
+    plain = attacks.class_presence(AuditTraining(INF, batch=32, steps=8, lr=0.1), digits)
     assert plain.update_auc > 0.95
     assert plain.sum_auc == pytest.approx(0.5)
     one, hidden = attacks.prototypes(
-        digits, [(1, 0.0), (1, 8.0)], repeats=6, steps=0, extractor=Training(INF, steps=60, lr=0.05, momentum=0.9)
+        digits, [(1, 0.0), (1, 8.0)], repeats=6, steps=0, extractor=AuditTraining(INF, steps=60, lr=0.05, momentum=0.9)
     )
     assert one.tracing > 0.95
     assert hidden.tracing < 0.75
@@ -170,7 +170,7 @@ def test_au_8_and_au_9_in_brief(digits: AuditTarget) -> None:
 @pytest.mark.slow
 def test_the_audits_of_a_hospitals_own_data_ask_for_what_its_claim_implies_alone(tmp_path: Path) -> None:
     subject = AuditTarget.of(datasets.load("digits/hospital0"))
-    setting = Setting((8.0,), demanding=False, seeded=False, trials=20)
+    setting = AuditSettings((8.0,), demanding=False, seeded=False, trials=20)
     for name, audit in runner.AUDITS.items():
         outcome = audit(subject, setting, tmp_path)
         assert (tmp_path / outcome.picture).read_bytes()[:4] == b"\x89PNG", name
@@ -214,15 +214,15 @@ def test_the_network_takes_the_shape_of_the_images(digits: AuditTarget) -> None:
 def test_a_refuted_claim_is_tried_at_three_seeds_and_a_quiet_one_once() -> None:
     asked: list[int] = []
 
-    def one(training: Training, seed: int) -> canaries.CanaryResult:
+    def one(training: AuditTraining, seed: int) -> canaries.CanaryResult:
         asked.append(seed)
         present = np.arange(200) < 100
         return canaries.CanaryResult(present + 0.0, present, one_run(present + 0.0, present, 1e-5), "given")
 
-    assert runner._without_canaries(one, Training(1.0), 2, 0.8).guesses.epsilon > 0.8
+    assert runner._without_canaries(one, AuditTraining(1.0), 2, 0.8).guesses.epsilon > 0.8
     assert asked == [2, 1002, 2002]
-    runner._without_canaries(one, Training(8.0), 5, 8.0)
-    runner._without_canaries(one, Training(INF), 6, INF)
+    runner._without_canaries(one, AuditTraining(8.0), 5, 8.0)
+    runner._without_canaries(one, AuditTraining(INF), 6, INF)
     assert asked[3:] == [5, 6]
 
 
@@ -248,7 +248,7 @@ def test_every_picture_is_drawn(tmp_path: Path) -> None:
     found = canaries.CanaryResult(present + 0.0, present, one_run(present + 0.0, present, 1e-5), "given")
     plots.bounds({"no privacy": [found], "epsilon 8": [found]}, {"epsilon 8": 8.0}, tmp_path / "bounds.png")
     plots.curves({"no privacy": (np.array([1.0, 2.0]), np.array([0.0, 1.5]))}, tmp_path / "curves.png")
-    plots.tracing([[attacks.Tracing(1, 0.0, 0.9, 0.2, 0.02)]] * 2, tmp_path / "tracing.png")
+    plots.tracing([[attacks.TracingResult(1, 0.0, 0.9, 0.2, 0.02)]] * 2, tmp_path / "tracing.png")
     plots.presence({"no privacy": [1.0, 0.9]}, {"no privacy": [0.5, 0.5]}, tmp_path / "presence.png")
     plots.steps(
         {"split": NoiseScale(1.0, 0.5)}, {"split": SensitivityCheck(1.0, 1.0)}, {"split": [0.9]}, tmp_path / "steps.png"

@@ -13,7 +13,7 @@ from benchmarks.audit import faults
 from consilium.audit import canaries, step_checks
 from consilium.audit.epsilon_bounds import mu_bound
 from consilium.audit.step_checks import KINDS, Step
-from consilium.audit.training import Training
+from consilium.audit.training import AuditTraining
 from privacy.mechanisms.noise import grid
 from privacy.mechanisms.noise.sources import SecureNoise, SeededNoise
 
@@ -162,16 +162,16 @@ def test_au_3_mu_audit_of_the_real_step_over_five_seeds(kind: str, z: float, see
 def test_au_4_dirac_canaries_at_five_seeds(seed: int) -> None:
     """Private training is not refuted: at epsilon 1 not above 0.8 (re-run twice before failing)."""
     found = [
-        canaries.dirac(Training(1.0, steps=40, lr=0.1), seed=s, noise=SeededNoise(s, "au-4")).guesses.epsilon
+        canaries.dirac(AuditTraining(1.0, steps=40, lr=0.1), seed=s, noise=SeededNoise(s, "au-4")).guesses.epsilon
         for s in (seed, seed + 1000)
     ]
     assert min(found) <= 0.8
 
 
 def test_au_4_at_epsilon_eight_and_without_privacy() -> None:
-    private = canaries.dirac(Training(8.0, steps=120, lr=0.1), seed=1, noise=SeededNoise(1, "au-4"))
+    private = canaries.dirac(AuditTraining(8.0, steps=120, lr=0.1), seed=1, noise=SeededNoise(1, "au-4"))
     assert private.guesses.epsilon <= 8
-    plain = canaries.dirac(Training(math.inf, steps=120, lr=0.1))
+    plain = canaries.dirac(AuditTraining(math.inf, steps=120, lr=0.1))
     assert plain.guesses.epsilon >= 2.0
     assert plain.auc > 0.9
 
@@ -191,7 +191,7 @@ def test_au_4_missing_noise_a_missing_clip_and_repeated_noise_are_caught(
 ) -> None:
     """Of training that claims epsilon 1, at least 2 is refuted."""
     with faults.FAULTS[fault]():
-        found = canaries.dirac(Training(1.0, steps=60, lr=0.1), seed=seed, noise=source(seed, "au-4"))
+        found = canaries.dirac(AuditTraining(1.0, steps=60, lr=0.1), seed=seed, noise=source(seed, "au-4"))
     assert found.guesses.epsilon >= 2.0
     if fault == "none":
         assert found.score == score or found.auc > 0.99

@@ -32,7 +32,7 @@ def read(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_event_files_have_each_round_at_its_number(tmp_path: Path) -> None:
-    tracking = trackers.Tracking([trackers.open_tracker(f"tensorboard:{tmp_path}", "run-1", {})], pytest.fail)
+    tracking = trackers.RunTrackers([trackers.open_tracker(f"tensorboard:{tmp_path}", "run-1", {})], pytest.fail)
     for number in range(3):
         tracking.note(closed(number, float(number)))
     tracking.end("finished")
@@ -88,7 +88,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_the_others_go_on(tmp_path: Pat
 
     told: list[str] = []
     good = trackers.open_tracker(f"tensorboard:{tmp_path}", "run-1", {})
-    tracking = trackers.Tracking([ServiceUnreachable(), good], told.append)
+    tracking = trackers.RunTrackers([ServiceUnreachable(), good], told.append)
     for number in range(2):
         tracking.note(closed(number))
     tracking.end("finished")
@@ -119,7 +119,7 @@ def test_a_real_mlflow_server_has_the_run_once_however_often_it_is_followed(tmp_
         until(answers, "MLflow's server")
         for _ in range(2):
             tracker = trackers.open_tracker(f"mlflow:{uri}", "run-1", {"method": "fedmr", "name": "a\x1b[2J"})
-            tracking = trackers.Tracking([tracker], pytest.fail)
+            tracking = trackers.RunTrackers([tracker], pytest.fail)
             for number in range(2):
                 tracking.note(closed(number))
             tracking.end("finished")

@@ -66,11 +66,11 @@ class GridRun:
     @property
     def words(self) -> Words:
         epsilon = "inf" if math.isinf(self.epsilon) else f"{self.epsilon:g}"
-        own = VARIANTS[self.variant].words
+        variant_words = VARIANTS[self.variant].words
         return (
             "privacy=dp_record",
             f"privacy.epsilon={epsilon}",
-            *own,
+            *variant_words,
             f"prototype_share={self.share:g}",
             f"seed={self.seed}",
         )

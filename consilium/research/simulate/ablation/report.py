@@ -74,10 +74,10 @@ def monotone(accuracy: Accuracy, grid: Grid) -> Check:
 
 def full_share_helps(accuracy: Accuracy, grid: Grid) -> Check | None:
     top = max(grid.epsilons)
-    asked = [v for v in grid.variants if VARIANTS[v].uses_share and not VARIANTS[v].finite]
-    if not asked or not {0.0, 1.0} <= set(grid.shares) or not math.isinf(top):
+    variants = [v for v in grid.variants if VARIANTS[v].uses_share and not VARIANTS[v].finite]
+    if not variants or not {0.0, 1.0} <= set(grid.shares) or not math.isinf(top):
         return None
-    lead = {v: _paired(accuracy, grid, (v, top, 0.0), (v, top, 1.0)) for v in asked}
+    lead = {v: _paired(accuracy, grid, (v, top, 0.0), (v, top, 1.0)) for v in variants}
     bad = [v for v, gain in lead.items() if not gain <= 0]
     return Check("without privacy, share 1 is no worse than share 0, within 2 SE", not bad, ", ".join(bad) or "none")
 

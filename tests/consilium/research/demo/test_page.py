@@ -22,4 +22,4 @@ def test_it_loads_nothing_and_shows_what_it_is_given_as_text(tmp_path: Path) -> 
     assert "\x1b" not in page
     assert page.count('vector-effect="non-scaling-stroke"') == 2
     assert "50" in page
-    assert re.findall(r'number held(\d)">(\d*)<', page) == [("0", ""), ("2", "7"), ("4", "14"), ("0", "")]
+    assert re.findall(r'number images(\d)">(\d*)<', page) == [("0", ""), ("2", "7"), ("4", "14"), ("0", "")]
