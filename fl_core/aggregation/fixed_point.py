@@ -13,7 +13,7 @@ bound are clipped, counted and reported.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
@@ -21,10 +21,10 @@ from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_core import validate
+from fl_core.aggregation.number_blocks import DecodedSums, as_numpy
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.types.interfaces import Guard
 from fl_core.types.values import Bundle, Layout, Part, PartSpec
@@ -108,12 +108,6 @@ class FixedPointFormat:
         return units.double().mul_(2.0 ** -self.frac_bits(segment))
 
 
-def as_numpy(value: Tensor) -> NDArray[np.generic]:
-    """Return a tensor's numbers without a copy where there can be one less; those of bfloat16 as float32."""
-    numbers = value.detach().float() if value.dtype == torch.bfloat16 else value.detach()  # NumPy has no bfloat16
-    return numbers.cpu().numpy()
-
-
 @cache
 def _frac_bits(ring: Ring, n_max: int, bound: float) -> int:
     top, exact = 2 ** (63 if ring == "ring64" else 31) - 1, Fraction(bound)
@@ -133,7 +127,11 @@ class FixedPoint(Guard):
         self.clipped = 0
 
     def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:  # noqa: ARG002
-        return self._converted(bundle, self._units)
+        segment, converted = self.grid.segment, {}
+        for name, part in bundle.items():
+            total = {key: self._units(segment(name, key), value) for key, value in part.total.items()}
+            converted[name] = Part(total, self._units(segment(name, None), part.weight))
+        return converted
 
     def _units(self, segment: str, value: Tensor) -> Tensor:
         units, clipped = self.grid.encode(segment, value)
@@ -141,14 +139,8 @@ class FixedPoint(Guard):
         return units
 
     def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
-        return self._converted(total, self.grid.decode)
-
-    def _converted(self, bundle: Bundle, convert: Callable[[str, Tensor], Tensor]) -> Bundle:
-        segment, converted = self.grid.segment, {}
-        for name, part in bundle.items():
-            total = {key: convert(segment(name, key), value) for key, value in part.total.items()}
-            converted[name] = Part(total, convert(segment(name, None), part.weight))
-        return converted
+        weights = {name: self.grid.decode(self.grid.segment(name, None), part.weight) for name, part in total.items()}
+        return {name: Part(DecodedSums(self.grid, name, part.total), weights[name]) for name, part in total.items()}
 
 
 def check_layout(bundle: Bundle, layout: Layout) -> None:

@@ -8,21 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_core.aggregation.fixed_point import FixedPointFormat, as_numpy
 from fl_core.types.values import StoredTensors, Tensors
+
+if TYPE_CHECKING:
+    from fl_core.aggregation.fixed_point import FixedPointFormat
 
 BLOCK = 1 << 15
 Blocks = Iterator[NDArray[np.generic]]
 _ROUNDER = 1.5 * 2.0**52
-"""Added to a number below 2^51, it leaves the nearest integer, of two the even one, in the low bits of the sum."""
-_ROUNDER_BITS = int(np.float64(_ROUNDER).view(np.int64))
+"""Units that are added to fewer than 2^51: the low bits of the sum are the nearest integer, of two the even one."""
 _ROUNDED = 2.0**50
+
+
+def as_numpy(value: Tensor) -> NDArray[np.generic]:
+    """Return a tensor's numbers without a copy where there can be one less; those of bfloat16 as float32."""
+    numbers = value.detach().float() if value.dtype == torch.bfloat16 else value.detach()  # NumPy has no bfloat16
+    return numbers.cpu().numpy()
 
 
 def blocks(tensors: Tensors, name: str) -> Blocks:
@@ -35,10 +43,10 @@ def blocks(tensors: Tensors, name: str) -> Blocks:
     return split(tensors[name])
 
 
-def split(value: Tensor) -> Blocks:
+def split(value: Tensor, size: int = BLOCK) -> Blocks:
     """Give the numbers of a tensor as `blocks` does."""
     flat = as_numpy(value).reshape(-1)
-    return (flat[start : start + BLOCK] for start in range(0, len(flat), BLOCK))
+    return (flat[start : start + size] for start in range(0, len(flat), size))
 
 
 def sum_of_squares(numbers: Blocks, unit: Callable[[], float]) -> float:
@@ -46,14 +54,13 @@ def sum_of_squares(numbers: Blocks, unit: Callable[[], float]) -> float:
 
     unit: returns what an integer counts.
     """
-    room, sums = np.empty(BLOCK), list[float]()
+    exact, sums = np.empty(0), list[float]()
     for block in numbers:
-        exact = room[: len(block)]
-        if block.dtype.kind == "f":
-            np.square(block, out=exact, dtype=np.float64)
-        else:
-            np.multiply(block, unit(), out=exact, dtype=np.float64)
-            np.square(exact, out=exact)
+        exact = _room(exact, len(block))
+        np.copyto(exact, block)
+        if block.dtype.kind != "f":
+            exact *= unit()
+        np.square(exact, out=exact)
         sums.append(float(exact.sum()))
     return math.fsum(sums)
 
@@ -63,22 +70,61 @@ def add_units(grid: FixedPointFormat, segment: str, numbers: Blocks, into: Tenso
 
     into: a tensor of as many numbers, in the memory of the processor. Raises as `FixedPointFormat.encode`.
     """
-    sums, at, clipped, room = into.view(-1).numpy(), 0, 0, np.empty(BLOCK)
-    bound, scale = grid.bound(segment), 2.0 ** grid.frac_bits(segment)
-    most = min(bound, _ROUNDED / scale)
+    sums, at, clipped, exact = into.view(-1).numpy(), 0, 0, np.empty(0)
+    unit = 2.0 ** -grid.frac_bits(segment)
+    rounder, most = np.float64(_ROUNDER * unit), min(grid.bound(segment), _ROUNDED * unit)
+    bits = rounder.view(np.int64)
     for block in numbers:
-        place, exact = sums[at : at + len(block)], room[: len(block)]
+        place, exact = sums[at : at + len(block)], _room(exact, len(block))
         at += len(block)
         if factor is not None:
-            block = np.multiply(block, factor, out=exact, dtype=np.float64)
+            np.copyto(exact, block)
+            exact *= factor
+            block = exact
         if block.dtype.kind != "f" or not (float(block.min()) >= -most and float(block.max()) <= most):  # or NaN
             encoded, beyond = grid.encode(segment, torch.from_numpy(block))
             place += encoded.numpy()
             clipped += beyond
             continue
-        np.multiply(block, scale, out=exact, dtype=np.float64)
-        exact += _ROUNDER
+        if factor is None:
+            np.copyto(exact, block)
+        exact += rounder
         units = exact.view(np.int64)
-        units -= _ROUNDER_BITS
+        units -= bits
         place += units
     return clipped
+
+
+class DecodedSums(StoredTensors):
+    """Sums in units as the float64 that `FixedPointFormat.decode` makes of them, each time they are asked for."""
+
+    def __init__(self, grid: FixedPointFormat, part: str, sums: Tensors) -> None:
+        self.shapes = {name: tuple(value.shape) for name, value in sums.items()}
+        self._grid, self._part, self._sums = grid, part, sums
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._grid.decode(self._grid.segment(self._part, name), self._sums[name])
+
+    def blocks(self, name: str, size: int) -> Iterator[Tensor]:
+        segment = self._grid.segment(self._part, name)
+        if self._grid.ring == "ring32":
+            for units in split(self._sums[name], size):
+                yield self._grid.decode(segment, torch.from_numpy(units))
+            return
+        exact, unit = np.empty(0), 2.0 ** -self._grid.frac_bits(segment)
+        for units in split(self._sums[name], size):
+            exact = _room(exact, len(units))
+            np.copyto(exact, units)
+            exact *= unit
+            yield torch.from_numpy(exact)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sums)
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+
+def _room(memory: NDArray[np.float64], size: int) -> NDArray[np.float64]:
+    """Return memory for so many numbers: the same again, once there is enough of it."""
+    return memory[:size] if len(memory) >= size else np.empty(size)

@@ -145,7 +145,7 @@ class FedAvg(Traits):
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:  # noqa: ARG002
         """Add the mean difference; without any update the model stays as it is."""
-        return {**server, "w": tensor_maps.add(server["w"], total["delta"].mean())}
+        return {**server, "w": tensor_maps.add_to(total["delta"].mean(), server["w"])}
 
     def exported(self, server: State) -> Tensors:
         return server["w"]

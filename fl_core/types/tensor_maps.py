@@ -66,6 +66,11 @@ def add(a: Tensors, b: Tensors, scale: float = 1.0) -> dict[str, Tensor]:
     return {name: v + (b[name] if scale == 1.0 else scale * b[name]) for name, v in a.items()}
 
 
+def add_to(a: Mapping[str, Tensor], b: Tensors) -> dict[str, Tensor]:
+    """Return `add(b, a)` in the memory of `a`, which nobody else holds."""
+    return {name: a[name].add_(v) if a[name].dtype == v.dtype else v + a[name] for name, v in b.items()}
+
+
 def sub(a: Tensors, b: Tensors) -> dict[str, Tensor]:
     return {name: v - b[name] for name, v in a.items()}
 

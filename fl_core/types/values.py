@@ -61,7 +61,7 @@ class Part:
         return Part({name: v + other.total[name] for name, v in self.total.items()}, self.weight + other.weight)
 
     def mean(self, default: Tensors | None = None) -> Tensors:
-        """Divide by the weight, in float64, and return float32.
+        """Divide by the weight, in float64, and return float32 in memory of its own.
 
         | weight of a row | result of that row            |
         |-----------------|-------------------------------|
@@ -70,13 +70,29 @@ class Part:
         """
         w = self.weight.double()
         if w.dim() == 0 and w > 0:
-            return {name: (v.double() / w).float() for name, v in self.total.items()}
+            return {name: self._divided(name, w) for name in self.total}
         safe = torch.where(w > 0, w, torch.ones_like(w))
         mean: dict[str, Tensor] = {}
         for name, v in self.total.items():
             rest = torch.zeros_like(v, dtype=torch.float32) if default is None else default[name].float()
             mean[name] = torch.where(_rows(w > 0, v), (v.double() / _rows(safe, v)).float(), rest)
         return mean
+
+    def _divided(self, name: str, weight: Tensor) -> Tensor:
+        if not isinstance(self.total, StoredTensors):
+            return (self.total[name].double() / weight).float()
+        mean, at = torch.empty(self.total.shapes[name]), 0
+        flat = mean.view(-1)
+        exact = torch.empty(min(_BLOCK, len(flat)), dtype=torch.float64)
+        for block in self.total.blocks(name, _BLOCK):
+            torch.div(block, weight, out=exact[: len(block)])
+            flat[at : at + len(block)] = exact[: len(block)]
+            at += len(block)
+        return mean
+
+
+_BLOCK = 1 << 15
+"""Numbers that are divided at a time, where they are not in memory already."""
 
 
 def _rows(weight: Tensor, value: Tensor) -> Tensor:

@@ -184,12 +184,14 @@ class TensorFile:
         """Read a tensor's numbers, `size` at a time, all into the same memory; raises as `read`."""
         left, at = math.prod(self.shapes[place]), 0
         room = torch.empty(min(left, size), dtype=self.dtypes[place])
+        memory = _bytes_of(room)
         while left:
-            block = room[: min(left, size)]
-            self._read_into(_bytes_of(block), place, at)
-            yield block
-            at += block.nbytes
-            left -= len(block)
+            if left < len(room):
+                room, memory = room[:left], memory[: left * room.itemsize]
+            self._read_into(memory, place, at)
+            yield room
+            at += len(memory)
+            left -= len(room)
 
     def _read_into(self, room: memoryview, place: int, at: int) -> None:
         """Fill memory with the bytes of a tensor that begin at `at`."""

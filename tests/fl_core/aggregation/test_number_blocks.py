@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat, Ring
 from fl_core.aggregation.number_blocks import BLOCK, add_units, blocks, split, sum_of_squares
 from fl_core.errors import ProtocolError
+from fl_core.types import tensor_maps
+from fl_core.types.values import Part, PartSpec
 
 GRID = FixedPointFormat("ring64", 3)
 UNIT = 2.0 ** -GRID.frac_bits("p")
@@ -93,3 +95,33 @@ def test_a_tensor_in_memory_is_given_in_order() -> None:
     given = [block.copy() for block in blocks({"a": value}, "a")]
     assert [len(block) for block in given] == [BLOCK, BLOCK, 3]
     assert np.array_equal(np.concatenate(given), value.reshape(-1).numpy())
+
+
+@pytest.mark.parametrize("ring", ["ring64", "ring32"])
+@pytest.mark.parametrize("weight", [torch.tensor(7.0), torch.tensor([2.0, 0.0, 5.0])])
+def test_decoded_sums_and_their_mean_are_those_of_the_obvious_code(ring: Ring, weight: Tensor) -> None:
+    grid = FixedPointFormat(ring, 3, {"p": 2.0**5, "p.weight": 2.0**9})
+    units = {name: torch.randint(-(2**31), 2**31, (3, size)) for name, size in (("a", 2 * BLOCK), ("b", 5), ("c", 0))}
+    sums = Part(units, grid.encode("p.weight", weight)[0])
+    decoded = FixedPoint(grid).incoming({"p": sums}, 3, 0)["p"]
+    obvious = Part({name: grid.decode("p", value) for name, value in units.items()}, weight)
+    assert PartSpec.of(decoded) == PartSpec.of(obvious)
+    assert torch.equal(decoded.weight.float(), weight)
+    before = {name: value.clone() for name, value in units.items()}
+    for name, value in obvious.mean().items():
+        assert torch.equal(decoded.total[name], obvious.total[name])
+        assert torch.equal(
+            torch.cat([b.clone() for b in decoded.total.blocks(name, 99)] or [value[:0].reshape(-1).double()]),
+            obvious.total[name].reshape(-1),
+        )  # type: ignore[attr-defined]
+        assert torch.equal(decoded.mean()[name], value)
+        assert torch.equal(units[name], before[name])
+
+
+def test_the_mean_is_added_in_memory_that_nobody_else_holds() -> None:
+    units = {"a": torch.arange(2 * BLOCK + 3) << 30}
+    mean = FixedPoint(GRID).incoming({"p": Part(units, torch.tensor(1 << 40))}, 3, 0)["p"].mean()
+    model = {"a": numbers(2 * BLOCK + 3, 1.0)}
+    expected, kept = tensor_maps.add(model, mean), model["a"].clone()
+    assert torch.equal(tensor_maps.add_to(dict(mean), model)["a"], expected["a"])
+    assert torch.equal(model["a"], kept)
