@@ -1,4 +1,4 @@
-"""What everything is made of.
+"""The basic types of all packages.
 
 Nothing is re-exported here: commands that need enums or records must not load torch.
 """

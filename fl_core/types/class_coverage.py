@@ -1,7 +1,7 @@
-"""Which classes of a run are taught, by how many hospitals, and on how many test images a model was measured.
+"""Class coverage: which classes a run trains, at how many hospitals, and on how many test images a model was measured.
 
-One fact, made once before round 1, that every display words alike. It names classes and never a hospital. Imports no
-torch.
+Computed once before round 1, so that every display has the same wording. It names classes and never a hospital. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 NAMED = 20
-"""Classes that a sentence names; of more it says how many."""
+"""A sentence names this many classes; of more it gives the number."""
 LEFT_OUT = "E-RUN-53"
-"""How the question to the lead begins of a run that would leave classes out."""
+"""Code of the question to the lead about a run that would leave classes out."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClassCoverage:
-    """At how many hospitals each class of a run is trained, and what becomes of the classes that few of them have.
+    """At how many hospitals each class of a run is trained, and the consequence for classes that few of them have.
 
-    hospitals: (C,), those of the runs that this one goes on from counted as well; empty: not known, and `why`
-    partial: some have not said, so that 0 may be more   least: hospitals that a class needs for its rows to leave
-    masked: whether updates leave under masks   tested: test images (C,) of the newest evaluation; empty: not known.
+    hospitals: (C,), including those of the run's ancestors; empty: unknown, with the reason in `why`
+    partial: some hospitals did not declare, so that 0 may be more   least: hospitals that a class needs for its rows
+    to leave
+    masked: updates leave under masks   tested: test images (C,) of the newest evaluation; empty: unknown.
     """
 
     classes: tuple[str, ...] = ()
@@ -35,7 +36,7 @@ class ClassCoverage:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> ClassCoverage:
-        """Read what `facts` wrote, by way of JSON or a message."""
+        """Read the output of `facts`, through JSON or a message."""
         listed: dict[str, Any] = {
             name: tuple(v) if isinstance(v, Sequence) and not isinstance(v, str) else v for name, v in raw.items()
         }
@@ -45,7 +46,7 @@ class ClassCoverage:
         return asdict(self)
 
     def after(self, parent: ClassCoverage | None, *, trains: bool) -> ClassCoverage:
-        """Add what the model that a run begins with was taught. parent: None where that is not known."""
+        """Add the classes that the start model was trained on. parent: None if unknown."""
         if parent is None or not parent.hospitals or parent.classes != self.classes:
             return replace(self, partial=True) if trains else replace(self, hospitals=(), why="the first run is older")
         before = tuple(0 if n < parent.least else n for n in parent.hospitals)
@@ -61,17 +62,17 @@ class ClassCoverage:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Classes that hospitals have, and too few of them for their rows to leave."""
+        """Classes at too few hospitals for their rows to leave."""
         return self._where(lambda n: 0 < n < self.least)
 
     @property
     def alone(self) -> tuple[str, ...]:
-        """Classes that are learnt from one hospital."""
+        """Classes trained at one hospital only."""
         return self._where(lambda n: n == 1 >= self.least)
 
     @property
     def untaught(self) -> tuple[str, ...]:
-        """Classes that nothing teaches the model: no hospital has them, or they are left out."""
+        """Classes that the model does not learn: no hospital has them, or they are left out."""
         return self._where(lambda n: n < self.least and (n > 0 or not self.partial))
 
     def _where(self, true: Callable[[int], bool]) -> tuple[str, ...]:
@@ -80,7 +81,7 @@ class ClassCoverage:
     # ---- in words ------------------------------------------------------------------------------------------------
 
     def sentences(self) -> list[str]:
-        """Say of the classes that few hospitals have what becomes of them; empty where nothing is remarkable."""
+        """Describe the consequence for classes that few hospitals have; empty if there is nothing special."""
         if not self.hospitals:
             return [f"at how many hospitals each class is trained is not known: {self.why}"] if self.why else []
         nobody = [name for name in self.untaught if name not in self.left_out]
@@ -94,7 +95,7 @@ class ClassCoverage:
         return [f"{listed(names)}: {_each(text, len(names))}" for names, text in texts if names]
 
     def headline(self) -> str:
-        """Say of how many classes the model was tested and taught, in a few words; empty where nothing is known."""
+        """Describe the tested and trained classes in a few words; empty if nothing is known."""
         total = max(len(self.classes), len(self.tested))
         parts = []
         if self.tested:
@@ -112,19 +113,19 @@ class ClassCoverage:
         return f" at {low}{'' if low == high else f' to {high}'} {'hospital' if high == 1 else 'hospitals'} each"
 
     def lines(self) -> list[str]:
-        """Say how many classes a run teaches and tests, and what becomes of those that few hospitals have.
+        """Describe the trained and tested classes, and the consequence for those that few hospitals have.
 
-        Empty where the classes have no names.
+        Empty if the classes have no names.
         """
         return [*filter(None, [self.headline()]), *self.sentences()]
 
     def over(self) -> str:
-        """Say over how many classes a number is, where these are not all; follows the number."""
+        """Name the number of classes behind a number, if these are not all; follows the number."""
         n = sum(of > 0 for of in self.tested)
         return f" over {n} of {len(self.tested)} classes" if self.tested and n < len(self.tested) else ""
 
     def as_json(self) -> dict[str, object]:
-        """Return what machines read; null: not known."""
+        """Return it for machines; null: unknown."""
         return {
             "names": list(self.classes),
             "hospitals": list(self.hospitals) or None,
@@ -135,13 +136,13 @@ class ClassCoverage:
         }
 
     def hospitals_of(self, name: str) -> int | None:
-        """Return at how many hospitals a class is trained; None where that is not known."""
+        """Return at how many hospitals a class is trained; None if unknown."""
         n = dict(zip(self.classes, self.hospitals, strict=False)).get(name)
         return None if n == 0 and self.partial else n
 
 
 def _each(text: str, number: int) -> str:
-    """Word a sentence about one class for several."""
+    """Turn a sentence about one class into one about several."""
     if number == 1:
         return text
     for one, several in (
@@ -160,6 +161,6 @@ def listed(names: Collection[str]) -> str:
 
 
 def counted_holders(classes: Sequence[str], holders: Iterable[Collection[str]]) -> tuple[int, ...]:
-    """Count of each class the hospitals that have it. holders: the classes of each hospital."""
+    """Count the hospitals of each class. holders: the classes of each hospital."""
     class_sets = [frozenset(each) for each in holders]
     return tuple(sum(name in each for each in class_sets) for name in classes)

@@ -1,4 +1,4 @@
-"""Metrics that medicine uses, from counts that can be added over hospitals. docs/metrics.md has the definitions."""
+"""Clinical metrics from counts that can be added over hospitals. docs/metrics.md has the definitions."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from typing import Any, NamedTuple
 
 BASIC, CLINICAL = "basic", "clinical"
 METRICS_KINDS = (BASIC, CLINICAL)
-"""What evaluations of a run send: correct answers per class, or all that is in `ClinicalMetrics` beside them."""
+"""What evaluations of a run send: correct answers per class, or also everything in `ClinicalMetrics`."""
 SUGGESTED_CLASSES, MAX_CLASSES = 50, 100
-"""Classes up to which a run measures them unasked, and at all: they are C^2 + 256 C numbers in each update."""
+"""Most classes for which a run measures them by default, and at all: they are C^2 + 256 C numbers in each update."""
 SCORE_BINS, SCORE_UNIT, SCORE_LIMIT = 128, 0.03, 16.0
-"""Bins of a score s, 0 where a model knows nothing: equal width in asinh(s / 0.03), so 0.003 wide at 0 and 11 % of |s|
-far from it, up to |s| = 16; the outer two take what is beyond. ADR 0040 compares them with others."""
+"""Bins of a score s, which is 0 for a model without knowledge: equal width in asinh(s / 0.03), so 0.003 wide at 0 and
+11 % of |s| far from it, up to |s| = 16; the outer two contain the rest. ADR 0040 compares them with others."""
 CALIBRATION_BINS = 15
 """Bins of equal width of the confidence (Guo et al., ICML 2017)."""
 
 
 def macro_mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean over the classes that have a value, each counted alike; None where none has."""
+    """Return the mean over the classes that have a value, with equal weights; None if none has."""
     present = [v for v in values if v is not None]
     return math.fsum(present) / len(present) if present else None
 
 
 Counts = tuple[Sequence[float], Sequence[float]]
-"""Right answers, and of how many, in rows of which each counts alike."""
+"""Correct answers, and all answers, in rows of equal weight."""
 
 
 def balanced_counts(
     correct: Sequence[float], examples: Sequence[float], clinical: ClinicalMetrics | None, several_labels: bool
 ) -> Counts:
-    """Return the counts whose shares' mean is an evaluation's balanced accuracy.
+    """Return the counts whose mean share is an evaluation's balanced accuracy.
 
-    Those by class. Of several labels at once a model that never finds any has most answers right: then those of the
-    clinical metrics, and none without them.
+    They are by class. With several labels at once, a model that never finds any is mostly right: then the counts of the
+    clinical metrics are used, and none without them.
     """
     if not several_labels:
         return correct, examples
@@ -43,7 +43,7 @@ def balanced_counts(
 
 
 class BinnedRange(NamedTuple):
-    """What is known of a number that was counted in bins: it lies between `low` and `high`."""
+    """The range of a number computed from bins: it lies between `low` and `high`."""
 
     low: float
     high: float
@@ -54,7 +54,10 @@ class BinnedRange(NamedTuple):
 
 
 class TwoByTwo(NamedTuple):
-    """Answers about one class or label: tn: not there and not said, fp: said, fn: there and not said, tp: said."""
+    """A 2 x 2 table of one class or label.
+
+    tn: absent, not predicted   fp: absent, predicted   fn: present, not predicted   tp: present, predicted
+    """
 
     tn: int
     fp: int
@@ -71,7 +74,7 @@ class TwoByTwo(NamedTuple):
 
 
 class ReliabilityBin(NamedTuple):
-    """The test examples whose confidence lies in one bin: how many, how many right, the sum of the confidences."""
+    """The test examples with a confidence in one bin: their number, the correct ones, the sum of confidences."""
 
     examples: int
     correct: int
@@ -80,12 +83,12 @@ class ReliabilityBin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClinicalMetrics:
-    """Counts of one evaluation, and what follows from them. A number that a class does not have is None.
+    """Counts of one evaluation, and derived metrics. A number that a class does not have is None.
 
     confusion: (C, C) test examples by class and prediction; empty with several labels at once   auc: one class against
-    the rest, by class, or where a label was found against where it was not; the true area (ties count half) lies in the
-    range   bins: of confidence, CALIBRATION_BINS from 0 to 1   labels: of several at once, the test examples in which
-    each was looked for.
+    the rest, by class, or present against absent labels; the true area (ties count half) lies in the range   bins: of
+    confidence, CALIBRATION_BINS from 0 to 1   labels: of several at once, the test examples in which each was looked
+    for.
     """
 
     confusion: tuple[tuple[int, ...], ...]
@@ -95,7 +98,7 @@ class ClinicalMetrics:
 
     @property
     def tables(self) -> tuple[TwoByTwo, ...]:
-        """Answers by label, or by class against the rest."""
+        """2 x 2 tables by label, or by class against the rest."""
         if self.labels:
             return self.labels
         total, tables = sum(map(sum, self.confusion)), list[TwoByTwo]()
@@ -106,22 +109,22 @@ class ClinicalMetrics:
 
     @property
     def per_class(self) -> list[int]:
-        """Test examples by class, or in which each label was found."""
+        """Test examples by class, or with each label."""
         return [table.there for table in self.tables]
 
     @property
     def examples(self) -> int:
-        """Test examples; of several labels at once the answers about all of them that were looked for."""
+        """Test examples; with several labels at once, the answers about labels that were looked for."""
         return sum(map(sum, self.labels)) if self.labels else sum(self.per_class)
 
     @property
     def classes_present(self) -> int:
-        """Classes with a test example, labels found in some and not in others: what the macro means are taken over."""
+        """Classes with a test example, labels both present and absent in some: the basis of the macro means."""
         return sum(bool(t.there and (t.absent or not self.labels)) for t in self.tables)
 
     @property
     def alternatives(self) -> int:
-        """Among how many answers one is given."""
+        """The number of possible answers."""
         return 2 if self.labels else len(self.confusion)
 
     @property
@@ -136,9 +139,9 @@ class ClinicalMetrics:
 
     @property
     def balanced_counts(self) -> Counts:
-        """Return right answers, and of how many: balanced accuracy is the mean of their shares.
+        """Return correct and all answers: balanced accuracy is the mean of their shares.
 
-        A share for each class; of several labels two for each that was found in some and not in others.
+        One share for each class; with several labels two for each label that is present in some and absent in others.
         """
         if not self.labels:
             return tuple(t.tp for t in self.tables), tuple(self.per_class)
@@ -147,12 +150,12 @@ class ClinicalMetrics:
 
     @property
     def balanced_accuracy(self) -> float | None:
-        """Return the mean of the sensitivities; of several labels that of sensitivities and specificities."""
+        """Return the mean of the sensitivities; with several labels that of sensitivities and specificities."""
         return macro_mean(right / of if of else None for right, of in zip(*self.balanced_counts, strict=True))
 
     @property
     def macro_auc(self) -> BinnedRange | None:
-        """Return the mean AUC over the classes that have examples, and others beside them; exact up to the range."""
+        """Return the mean AUC over the classes with examples and with others; exact up to the range."""
         present = [r for r in self.auc if r is not None]
         if not present:
             return None
@@ -160,13 +163,13 @@ class ClinicalMetrics:
 
     @property
     def calibration_error(self) -> float | None:
-        """Return ECE: the mean of |share right - confidence| over the bins, weighed by their examples."""
+        """Return ECE: the mean of |share correct - confidence| over the bins, weighted by their examples."""
         n = sum(b.examples for b in self.bins)
         return sum(abs(b.correct - b.confidence) for b in self.bins) / n if n else None
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> ClinicalMetrics:
-        """Read what `dataclasses.asdict` made of one, by way of JSON."""
+        """Read the output of `dataclasses.asdict`, through JSON."""
         return cls(
             tuple(tuple(row) for row in raw["confusion"]),
             tuple(r and BinnedRange(*r) for r in raw["auc"]),
@@ -175,7 +178,7 @@ class ClinicalMetrics:
         )
 
     def facts(self) -> dict[str, object]:
-        """Write it for machines, lists in the order of the run's classes; None for what there is not."""
+        """Return it for machines, lists in the order of the run's classes; None for missing numbers."""
         auc = self.macro_auc
         return {
             "examples": self.examples,
@@ -204,7 +207,7 @@ class ClinicalMetrics:
 
 
 def binned_auc(positive: Sequence[int], negative: Sequence[int]) -> BinnedRange | None:
-    """Return what binned scores, bins in ascending order, leave of P(score of a positive > of a negative), ties half.
+    """Return the range of P(score of a positive > of a negative), ties half, from scores in ascending bins.
 
     Pairs in one bin may be in either order. None without a positive or without a negative.
     """

@@ -1,4 +1,4 @@
-"""The columns of a table that a model sees: declared in public, equal at every hospital of a run."""
+"""The columns of a table that a model uses: declared in public, equal at every hospital of a run."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ MAX_COLUMNS, MAX_CATEGORIES, MAX_CHARS = 4096, 1024, 200
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One input column and the numbers that a cell becomes; nothing of it is learnt from anybody's records.
+    """One input column and the numbers of its cells; nothing is estimated from records.
 
     | type            | a cell is                                | becomes                                         |
     |-----------------|------------------------------------------|-------------------------------------------------|
-    | number, integer | a number from `min` to `max`             | its place in that range, from -1 to 1           |
+    | number, integer | a number from `min` to `max`             | its position in that range, from -1 to 1        |
     | boolean         | true, false, yes, no, 1 or 0             | 1 or -1                                         |
     | category        | one of `categories`, spelt like that     | one number per category: 1 for this one, else 0 |
 
     missing: "refuse" such rows, or "indicator": all numbers are 0, and one more number is 1, which is 0 in other rows
-    outside: of a number outside its range: "refuse" such rows, or "clip" to the nearest end
-    Raises ConfigError (E-CFG-02) on what contradicts itself.
+    outside: a number outside its range: "refuse" such rows, or "clip" to the nearest end
+    Raises ConfigError (E-CFG-02) on contradictory options.
     """
 
     name: str
@@ -76,7 +76,7 @@ def width(columns: Sequence[Column]) -> int:
 
 
 def difference(run: Sequence[Column], local: Sequence[Column]) -> str:
-    """Say where two schemas differ, in the order of the run's; empty where they do not. It tells of schemas alone."""
+    """Describe the differences of two schemas, in the order of the run's; empty if equal. It is about schemas only."""
     theirs, ours = ({column.name: column for column in columns} for columns in (run, local))
     differences = [f"{name!r} is not here" for name in theirs if name not in ours]
     differences += [f"{name!r} is not the run's" for name in ours if name not in theirs]

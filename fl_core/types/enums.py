@@ -1,4 +1,4 @@
-"""The closed choices, apart from the tensors: a command that only needs these does not load torch."""
+"""Enums, apart from the tensors: a command that only needs these does not load torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Coupling(Enum):
 
 
 class TaskKind(Enum):
-    """What a silo is asked to do in a round, and what follows from that. The values are on disk and in digests.
+    """What a silo is asked to do in a round. The values are on disk and in digests.
 
-    TRAIN: the silo's half of a round; the model received is measured too   EVALUATE: the last task of every run, which
-    only measures   CENSUS: before round 0 of a masked run, say of which classes it will contribute rows.
+    TRAIN: the silo's half of a round; the received model is measured too   EVALUATE: the last task of every run, which
+    only measures   CENSUS: before round 0 of a masked run, state the classes of which it will contribute rows.
     """
 
     TRAIN = "train", "training", "round {}"
@@ -25,7 +25,7 @@ class TaskKind(Enum):
 
     _value_: str
     doing: str
-    """What a silo does meanwhile, for people."""
+    """The silo's activity, for people."""
     _label: str
 
     def __new__(cls, value: str, doing: str = "", label: str = "") -> TaskKind:
@@ -35,26 +35,26 @@ class TaskKind(Enum):
 
     @property
     def trains(self) -> bool:
-        """Whether the server's state goes on from the updates, and a silo from a state of its own."""
+        """Whether the updates change the server's state, and the silo has a state of its own."""
         return self is TaskKind.TRAIN
 
     @property
     def ends_run(self) -> bool:
-        """Whether the run is over when this is closed."""
+        """Whether the run ends when this is closed."""
         return self is TaskKind.EVALUATE
 
     @property
     def census(self) -> bool:
-        """Whether it is about records alone: no model is sent with it."""
+        """Whether it is only about records: no model is sent with it."""
         return self is TaskKind.CENSUS
 
     def rounds(self, number: int) -> range:
-        """Return the rounds of a run of so many rounds that are such a task."""
+        """Return the rounds with this task in a run of so many rounds."""
         last = {TaskKind.TRAIN: range(number), TaskKind.EVALUATE: range(number, number + 1)}
         return last.get(self, range(1))
 
     def drawn(self, cohort: int) -> int:
-        """Return how many silos are drawn, of a run that draws `cohort` of them; 0: all are asked."""
+        """Return the cohort size, in a run that draws `cohort` silos; 0: all are asked."""
         return cohort if self.trains else 0
 
     def label(self, round: int) -> str:
@@ -63,9 +63,9 @@ class TaskKind(Enum):
 
 
 class Split(Enum):
-    """Which of a silo's examples a `sum` query runs over.
+    """Which of a silo's examples a `sum` query uses.
 
-    GLOBAL is a public test set, equal at every silo: no silo's secret. Where there is none, it has no example.
+    GLOBAL is a public test set, equal at every silo: no silo's secret. It may be empty.
     """
 
     TRAIN = "train"
@@ -86,14 +86,14 @@ class Capability(Enum):
 
 Targets = frozenset[Capability]
 ANY_TARGET: Targets = frozenset({Capability.COARSE_LABELS, Capability.MULTI_LABEL})
-"""What targets of records can be beside a class."""
+"""Possible targets of records besides a class."""
 
 
 class Weighing(Enum):
-    """What a silo's weight of a part is: what a coordinator can hold it to.
+    """The meaning of a silo's weight for a part, which the coordinator checks.
 
-    EXAMPLES: a number of its training examples, in all or per row   ONCE: 1, or 0 where it has nothing to send
-    QUALITY: a number per row that the method makes, of at most e or the silo's examples.
+    EXAMPLES: a number of its training examples, in total or per row   ONCE: 1, or 0 if it has nothing to send QUALITY:
+    a number per row that the method computes, of at most e or the silo's examples.
     """
 
     EXAMPLES = "examples"

@@ -1,4 +1,4 @@
-"""The roles: access to the examples, a method, a guard, a port. Properties, not only types."""
+"""The interfaces: access to the examples, a method, a guard, a port. They define guarantees, not only types."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fl_core.types.values import (
 class LocalData(Protocol):
     """The only access to a silo's examples: `sgd` and `sum`.
 
-    `PlainLocalData` and the data of private runs implement it; a method cannot tell which one it has.
+    `PlainLocalData` and the data of private runs implement it; a method cannot tell which one it uses.
     """
 
     lr: float
@@ -71,15 +71,15 @@ class LocalData(Protocol):
         ...
 
     def contributes(self) -> Tensor:
-        """Tell of which classes (C,) every sum over training examples may have a row that is not zeros."""
+        """Return the classes (C,) for which sums over training examples may have rows other than zeros."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RoundData:
-    """What a silo's round opens: its examples, the schedule, and where the model is.
+    """The input of a silo's round: its examples, the schedule, and the model's device.
 
-    device: the CPU by default   progress: told steps done and steps in all   public: the public test set, where there
+    device: the CPU by default   progress: receives steps done and total steps   public: the public test set, if there
     is one.
     """
 
@@ -93,85 +93,85 @@ class RoundData:
 
 
 DataFactory = Callable[[RoundData], LocalData]
-"""Opens a round's data: `PlainLocalData`, or what a privacy profile puts in its place. A private profile reserves what
-the round will release, before any example is read."""
+"""Opens a round's data: `PlainLocalData`, or a privacy profile's replacement. A private profile reserves the round's
+releases before any example is read."""
 
 
 class Method(Protocol):
-    """One federated method, both halves: a frozen dataclass of hyper-parameters that owns no state.
+    """One federated method, both halves: a frozen dataclass of hyper-parameters without state.
 
-    Properties that an implementation must have, each checked by the contract suite for every method:
-    `local` mutates none of its arguments but `model`; one exchange per round, a State down and a Bundle up; the
-    bundle's layout is the same for every silo and every round. `model` holds the run's initial weights on entry,
-    except for `personal` after a round's training, which gets it as `local` left it.
+    Required properties, each checked by the contract suite for every method: `local` mutates none of its arguments
+    except `model`; one exchange per round, a State down and a Bundle up; the bundle's layout is the same for every silo
+    and every round. `model` has the run's initial weights on entry, except for `personal` after a round's training,
+    which gets it as `local` left it.
     """
 
     name: ClassVar[str]
     has_global_model: ClassVar[bool] = True
-    """Whether the federation has a model of its own; else no global accuracy is measured and nothing exported."""
+    """Whether the federation has a global model; otherwise no global accuracy is measured and nothing exported."""
     ga_is_personal: ClassVar[bool] = False
-    """Whether papers take its generic accuracy (GA) from personal models, on the whole test set: a global model may
+    """Whether papers compute its generic accuracy (GA) from personal models, on the whole test set: a global model may
     exist, but no silo would use it."""
     personal_at_end: ClassVar[bool] = False
-    """Whether personal models are made once, of the final global model: they are measured in the closing evaluation,
-    and in no round before."""
+    """Whether personal models are made once, from the final global model: they are measured only in the closing
+    evaluation."""
     server_tracks_state: ClassVar[bool] = False
     """Whether the server keeps a sum of silo states: then a silo whose update was not included discards its new state;
-    else it keeps it."""
+    otherwise it keeps it."""
 
     bias_follows_classes: ClassVar[bool] = False
-    """Whether training raises the head's bias for the silo's own classes, which plain cross entropy does: updates that
+    """Whether training raises the head's bias for the silo's own classes, as plain cross entropy does: updates that
     lower it are then refused."""
     even_norms: ClassVar[bool] = True
-    """Whether honest updates stay within 100 medians; where they do not, long updates are cut and none is refused."""
+    """Whether honest updates stay within 100 medians; if not, long updates are clipped and none is refused."""
 
     exact: ClassVar[bool] = False
-    """Whether updates hold float64 numbers, on a grid on which their sums are exact."""
+    """Whether updates contain float64 numbers, on a grid on which their sums are exact."""
 
     @property
     def exchanges(self) -> int:
-        """Say how many rounds the method takes to end; 0 where every round brings it further."""
+        """Return after how many rounds the method ends; 0 if every round improves the model."""
         return 0
 
     def fingerprint(self, update: Bundle) -> str:  # noqa: ARG002
-        """Return a digest of what a silo's update adds to a sum that it can be taken out of again; empty: no such."""
+        """Return a digest of an update's contribution to a sum; empty if it cannot be taken out of it again."""
         return ""
 
     def expects(self, round: int) -> str:  # noqa: ARG002
-        """Return the fingerprint that every update of a training round must have; empty where any may come."""
+        """Return the fingerprint that every update of a training round must have; empty for any."""
         return ""
 
     def own_numbers(self, n_classes: int, feature_dim: int) -> int:  # noqa: ARG002
-        """Count the float32 numbers that the method's options make it hold at once beside the model, at least."""
+        """Count the float32 numbers that the method needs at once besides the model, at least."""
         return 0
 
     @property
     def unsummed_parts(self) -> frozenset[str]:
-        """Name the parts that `merge` sees one by one: total (n, ...) and weight (n, ...) in the roster's order."""
+        """Return the parts that `merge` sees one by one: total (n, ...) and weight (n, ...) in the roster's order."""
         return frozenset()
 
     @property
     def part_rules(self) -> Mapping[str, PartRule]:
-        """Say what the parts of an update mean, so that lies are refused; a part without a rule has `PartRule()`."""
+        """Return the meaning of an update's parts, for checks against false claims; the default is `PartRule()`."""
         return {}
 
     @property
     def unsupported(self) -> Mapping[Capability, str]:
-        """Say what the method cannot do, with the remedy; a run that asks for it is refused before round 0.
+        """Return what the method cannot do, with the remedy; a run that needs it is refused before round 0.
 
-        What the private form brings is lacking without it; methods that lack more name the remedy.
+        Properties of the private form are missing without it; methods that lack more name the remedy.
         """
         wanted = " and ".join(f"method.{option}={value}" for option, value in self.private_form.items())
         return {Capability.DIFFERENTIAL_PRIVACY: f"set {wanted}"} if wanted else {}
 
     @property
     def private_form(self) -> Mapping[str, str | int]:
-        """Name the options that a run with record-level privacy must change, and to what; empty where none."""
+        """Return the options that a run with record-level privacy must change, and their values; empty if none."""
         return {}
 
     @property
     def coupling(self) -> Coupling:
-        """Say whether the loss, with these hyper-parameters, mixes the examples of a batch."""
+        """Return whether the loss, with these hyper-parameters, mixes the examples of a batch."""
         return Coupling.EXAMPLE
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
@@ -179,11 +179,11 @@ class Method(Protocol):
         ...
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:
-        """Make a silo's private state before its first round; it has no path to the wire."""
+        """Create a silo's private state before its first round; it is never sent."""
         ...
 
     def broadcast(self, server: State) -> State:
-        """Choose what goes down to every silo of the cohort."""
+        """Return the state that is sent to every silo of the cohort."""
         ...
 
     def local(
@@ -191,21 +191,21 @@ class Method(Protocol):
     ) -> LocalResult: ...
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
-        """Do the server's half: the only place where a mean is taken. An empty cohort changes nothing."""
+        """Do the server's half: the only place that computes a mean. An empty cohort changes nothing."""
         ...
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:
-        """Load what was broadcast into `model`: the model that is evaluated and exported."""
+        """Load the broadcast into `model`: the model that is evaluated and exported."""
         ...
 
     def exported(self, server: State) -> Tensors:
-        """Choose the tensors of an exported model: all that was learnt or drawn for classification."""
+        """Return the tensors of an exported model: everything learnt or drawn for classification."""
         ...
 
     def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:
-        """Make the silo's personal model after a round, from what `local` left in `model` and the silo's new state.
+        """Make the silo's personal model after a round, from the `model` that `local` left and the silo's new state.
 
-        With `personal_at_end` that of the final `msg`, from the initial weights and the silo's last state.
+        With `personal_at_end`: from the final `msg`, the initial weights and the silo's last state.
         """
         ...
 
@@ -213,12 +213,12 @@ class Method(Protocol):
 class Guard:
     """One privacy or coding layer: `outgoing` at the silo, `incoming` on the sum; it never sees the method.
 
-    An adaptive guard has a public setting, which follows what earlier rounds released (adaptive_guards.py). A guard
-    without one is an adaptive guard that never moves: this class, which changes nothing.
+    An adaptive guard has a public setting that follows the releases of earlier rounds (adaptive_guards.py). A guard
+    without one is an adaptive guard that never changes: this class, which does nothing.
     """
 
     group: ClassVar[str] = ""
-    """Names the setting's group in the state and its part in the bundle; empty without a setting."""
+    """The setting's group in the state and its part in the bundle; empty without a setting."""
 
     def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:  # noqa: ARG002
         return bundle
@@ -231,20 +231,20 @@ class Guard:
         return {}
 
     def initial_setting(self) -> Tensors:
-        """Make the setting of round 0; empty where the plan states that nothing adapts."""
+        """Create the setting of round 0; empty if nothing adapts in the plan."""
         return {}
 
     def with_setting(self, setting: Tensors | None) -> Guard:  # noqa: ARG002
-        """Make the guard of a round; raises RefusedError on a setting, or a lack of one, that the plan is silent on."""
+        """Create the guard of a round; raises RefusedError on a setting, or none, against the plan."""
         return self
 
     def next_setting(self, setting: Tensors, answered: Part) -> Tensors:  # noqa: ARG002
-        """Make the next round's setting from the sum of what the silos' guards answered."""
+        """Create the next round's setting from the sum of the silos' guards' answers."""
         return setting
 
 
 class SiloPort(Protocol):
-    """Where a silo's round happens: in this process or at a hospital. Both run the same `run_silo_round`."""
+    """Where a silo's round runs: in this process or at a hospital. Both run the same `run_silo_round`."""
 
     @property
     def name(self) -> str: ...
@@ -252,5 +252,5 @@ class SiloPort(Protocol):
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle: ...
 
     def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
-        """Learn that a round is closed, and whether this silo's bundle is part of it."""
+        """Receive the close of a round, and whether this silo's bundle is part of it."""
         ...

@@ -1,24 +1,24 @@
-"""Intervals for the luck of a test set, from the counts that travel.
+"""Confidence intervals for the sampling of test images, from counts that can be added.
 
 | of                  | interval                                                                                      |
 |---------------------|-----------------------------------------------------------------------------------------------|
 | a share k / n       | exact: all p under which k or more, and k or fewer, have at least a chance of 2.5 % [1]        |
-| a mean of shares    | the shares' own intervals, put together by squares and add ("MOVER") [2]                       |
-| a difference        | likewise, as of two test sets that share no image [2]                                          |
-| an AUC              | all areas t with (AUC - t)^2 <= z^2 V(t) [3]; where bins leave a range, from its low to its    |
-|                     | high end                                                                                      |
-| a mean of AUCs      | the mean of the lower and of the upper ends, right whatever the areas have in common, since the|
-|                     | same images are in all of them; so it is wider than it need be                                 |
+| a mean of shares    | the shares' own intervals, combined by squares and add ("MOVER") [2]                           |
+| a difference        | likewise, for two test sets that share no image [2]                                            |
+| an AUC              | all areas t with (AUC - t)^2 <= z^2 V(t) [3]; if bins leave a range, from its low to its high  |
+|                     | end                                                                                            |
+| a mean of AUCs      | the mean of the lower and of the upper ends, valid for any dependence of the areas, which use  |
+|                     | the same images; so it is conservative                                                         |
 
-With m examples of the class and n others, V(t) = t (1 - t) (1 + N (1 - t) / (2 - t) + N t / (1 + t)) / (m n),
-N = (m + n) / 2 - 1, which needs no score and holds for small sets and for an area of 1.
+With m examples of the class and n others, V(t) = t (1 - t) (1 + N (1 - t) / (2 - t) + N t / (1 + t)) / (m n), N = (m +
+n) / 2 - 1, which needs no scores and is valid for small sets and for an area of 1.
 
-All assume images that were drawn independently: several of one patient tell less than they seem to.
+All assume independently drawn images: several of one patient give less information than they seem to.
 
 [1] Clopper and Pearson, Biometrika 26, 1934.
 [2] Newcombe, Statistics in Medicine 17, 1998; Zou and Donner, Statistics in Medicine 27, 2008.
 [3] Newcombe, "Confidence intervals for an effect size measure based on the Mann-Whitney statistic. Part 2", Statistics
-    in Medicine 25, 2006, method 5.
+in Medicine 25, 2006, method 5.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from fl_core.types.clinical import BinnedRange, ClinicalMetrics
 
 LEVEL = 0.95
 _STEPS = 60
-"""Halvings of a bracket: beyond what a float64 can tell apart."""
+"""Bisection steps: enough for the precision of a float64."""
 
 
 class Interval(NamedTuple):
-    """Where a number may lie at the level that it was asked for: `low` to `high`, both ends included."""
+    """The interval of a number at a level: `low` to `high`, both ends included."""
 
     low: float
     high: float
@@ -46,13 +46,13 @@ class Interval(NamedTuple):
 
 
 def share(right: float, of: float, level: float = LEVEL) -> Interval | None:
-    """Return the interval of the probability behind `right` of `of`; None of nothing.
+    """Return the interval of the probability behind `right` of `of`; None for an empty sample.
 
     Guarantees: covers it in at least `level` of all samples, whatever it is.
     """
     if not 0 <= right <= of or of <= 0:
         return None
-    from scipy.special import betaincinv  # most commands that read this module compute none
+    from scipy.special import betaincinv  # imported late: most commands that import this module compute no interval
 
     tail = (1 - level) / 2
     low = 0.0 if right == 0 else float(betaincinv(right, of - right + 1, tail))
@@ -61,7 +61,7 @@ def share(right: float, of: float, level: float = LEVEL) -> Interval | None:
 
 
 def mean_of_shares(right: Sequence[float], of: Sequence[float], level: float = LEVEL) -> Interval | None:
-    """Return the interval of the mean of the shares that have examples, each counted alike: of a balanced accuracy."""
+    """Return the interval of the mean of the shares that have examples, with equal weights: of a balanced accuracy."""
     rows = [(r / n, share(r, n, level)) for r, n in zip(right, of, strict=True) if n > 0]
     measured = [(point, interval) for point, interval in rows if interval is not None]
     if not measured:
@@ -80,7 +80,7 @@ def difference(first: float, of_first: Interval, second: float, of_second: Inter
 
 
 def auc(measured: BinnedRange | None, positives: int, negatives: int, level: float = LEVEL) -> Interval | None:
-    """Return the interval of an area that was measured on so many examples of the class and others; None of none."""
+    """Return the interval of an area measured on so many examples of the class and others; None without any."""
     if measured is None or positives < 1 or negatives < 1:
         return None
     z = NormalDist().inv_cdf((1 + level) / 2)
@@ -99,7 +99,7 @@ def auc_variance(area: float, positives: int, negatives: int) -> float:
 
 
 def _end(inside: float, bound: float, outside: Callable[[float], bool]) -> float:
-    """Return where an interval ends between a point that is in it and a bound, by halving."""
+    """Return the end of an interval between a point inside it and a bound, by bisection."""
     if not outside(bound):
         return bound
     beyond = bound
@@ -137,7 +137,7 @@ def macro_auc(metrics: ClinicalMetrics, level: float = LEVEL) -> Interval | None
 
 
 def facts(metrics: ClinicalMetrics) -> dict[str, object]:
-    """Write an evaluation for machines, with the intervals of its numbers beside them; None for what there is not."""
+    """Return an evaluation for machines, with the intervals of its numbers; None for missing ones."""
     return {
         **metrics.facts(),
         "balanced_accuracy_interval": mean_of_shares(*metrics.balanced_counts),

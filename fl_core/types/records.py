@@ -17,16 +17,16 @@ from fl_core.validate import HalfOpenUnit, Positive, at_most, between, bounded, 
 MAX_STEPS, MAX_STRENGTH, MAX_VIEWS = 2**31 - 1, 1e12, 64
 FEATURES = "features"
 PERSONAL_SCORES = ("pa", "pm_l", "pm_v")
-"""What `RoundRecord.personal` has of personal models, as `training/evaluation.py` measures them."""
+"""Scores of personal models in `RoundRecord.personal`, measured as in `training/evaluation.py`."""
 Strength = Annotated[float, bounded(between, 0, MAX_STRENGTH)]
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """The public description of the examples that every silo of a run must hold: shape of x and the label space.
+    """The public description of the examples that every silo of a run must have: shape of x and the label space.
 
-    columns: of a table, what each becomes; x is as wide as all of them   window: (centre, width) of DICOM's grey values
-    multi_label: whether classes are labels of which a record may have several, each of them known or not
+    columns: of a table; x is as wide as all of them   window: (centre, width) of DICOM's grey values
+    multi_label: classes are labels of which a record may have several, each of them known or not
     """
 
     shape: tuple[int, ...]
@@ -82,7 +82,7 @@ class TrainConfig:
     drop_last: bool = False
 
     def check(self) -> None:
-        """Raise ConfigError (E-CFG-02) on what no schedule can be, whoever made it."""
+        """Raise ConfigError (E-CFG-02) on an impossible schedule."""
         validate.declared("E-CFG-02", "train", self)
         if self.nesterov and (self.momentum <= 0 or self.optimizer != "sgd"):
             raise ConfigError("E-CFG-02", "train.nesterov needs train.optimizer=sgd and train.momentum > 0")
@@ -104,7 +104,7 @@ class TrainConfig:
             )
 
     def facts(self) -> dict[str, object]:
-        """Return all fields for JSON, without later ones at their default, so that digests stay as they were."""
+        """Return all fields for JSON, without later ones at their default, so that digests stay the same."""
         raw = asdict(self)
         for name, default in _LATER.items():
             if raw[name] == default and type(raw[name]) is type(default):
@@ -125,11 +125,11 @@ _LATER: Mapping[str, object] = {
 
 @dataclass(frozen=True, slots=True)
 class OwnModels:
-    """How models did that hospitals trained alone, each on its own test images, and the measured model on the same.
+    """Results of hospitals' local models, each on its own test images, and of the measured model on the same.
 
-    own, measured, examples: right answers and test examples (C,)   images, difference, square: over the hospitals that
-    compared scores, sums of n, of n d and of n^2 v, as in training/delong.py; d is of the measured model's macro AUC
-    minus the own one's.
+    own, measured, examples: correct answers and test examples (C,)   images, difference, square: over the hospitals
+    that compared scores, sums of n, of n d and of n^2 v, as in training/delong.py; d is of the measured model's macro
+    AUC minus the local one's.
     """
 
     own: tuple[float, ...]
@@ -146,13 +146,13 @@ class OwnModels:
 
     @property
     def auc_ahead(self) -> tuple[float, float] | None:
-        """Return by how much the measured model's macro AUC is higher, and the standard error; None where unknown."""
+        """Return by how much the measured model's macro AUC is higher, and the standard error; None if unknown."""
         return (self.difference / self.images, math.sqrt(self.square) / self.images) if self.images > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class HospitalResult:
-    """One hospital's part of an evaluation's sums, which it lets be shown. Fields as in `RoundRecord`."""
+    """One hospital's part of an evaluation's sums, shown with its consent. Fields as in `RoundRecord`."""
 
     correct: tuple[float, ...]
     examples: tuple[float, ...]
@@ -168,18 +168,19 @@ class HospitalResult:
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """What is known of one round after its close.
+    """The result of a closed round.
 
     correct, examples: (C,) over the union of the test sets, for the model *before* the round's training;
-    missing: silo -> reason; clipped: values that the grid cut off; personal: means and standard deviations over the
+    missing: silo -> reason; clipped: values that the grid clipped; personal: means and standard deviations over the
     round's silos (pa, pm_l, pm_v, ga; with _std: standard deviations) of the personal models *after* its training;
-    cut: silo -> what of its update was cut; medians: of the norms of accepted updates, by block; clinical: over the
-    test sets of the silos that send them, None in runs that measure accuracies alone; cut_rows: rows of prototypes
-    that were cut, over all silos; unbounded: whether the run bounds updates and had nothing to compare these with;
-    added: silo -> fingerprint of what it added whole to a sum that it can be taken out of again (`Method.fingerprint`);
-    by_hospital: silo -> its own part, of those that let it be shown in a run that asks; own: the hospitals' own models
-    beside the measured one, None where nobody asks or has any; several_labels: whether correct and examples are answers
-    about labels, of which a record may have several.
+    cut: silo -> the clipped parts of its update; medians: of the norms of accepted updates, by block; clinical: over
+    the test sets of the silos that send them, None in runs with accuracies only; cut_rows: clipped rows of prototypes,
+    over all silos; unbounded: the run bounds updates, but had no comparison for these;
+    added: silo -> fingerprint of its whole contribution to a sum that it can be taken out of again
+    (`Method.fingerprint`);
+    by_hospital: silo -> its own part, with its consent, in a run that asks for it; own: the hospitals' local models
+    beside the measured one, None if not asked for or missing; several_labels: correct and examples are answers about
+    labels, of which a record may have several.
     """
 
     round: int
@@ -202,7 +203,7 @@ class RoundRecord:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> RoundRecord:
-        """Read what `to_dict` wrote, by way of JSON: numbers come back as they were, infinite ones too."""
+        """Read the output of `to_dict`, through JSON: numbers are unchanged, including infinite ones."""
         lists = {name: tuple(value) for name, value in raw.items() if isinstance(value, list)}
         clinical = raw.get("clinical")
         each = {name: HospitalResult.of(metrics) for name, metrics in raw.get("by_hospital", {}).items()}
@@ -211,7 +212,7 @@ class RoundRecord:
         return cls(**{**raw, **lists, **measured, "kind": TaskKind(raw["kind"])})
 
     def to_dict(self) -> dict[str, Any]:
-        """Write the record as it is stored, and as `of` reads it."""
+        """Return the record as it is stored, for `of`."""
         return asdict(self) | {"kind": self.kind.value}
 
     @property
@@ -221,27 +222,27 @@ class RoundRecord:
 
     @property
     def accuracy(self) -> float:
-        """Return correct / examples over all classes; -1 where there is no test example or no global model."""
+        """Return correct / examples over all classes; -1 without test examples or a global model."""
         return sum(self.correct) / n if (n := sum(self.examples)) else -1.0
 
     @property
     def balanced_counts(self) -> Counts:
-        """Return the counts whose shares' mean is the balanced accuracy."""
+        """Return the counts whose mean share is the balanced accuracy."""
         return balanced_counts(self.correct, self.examples, self.clinical, self.several_labels)
 
     @property
     def balanced_accuracy(self) -> float:
-        """Return the mean accuracy over classes that have test examples; -1 where none has, or labels are not known."""
+        """Return the mean accuracy over classes with test examples; -1 if there are none, or labels are unknown."""
         mean = macro_mean(right / of if of else None for right, of in zip(*self.balanced_counts, strict=True))
         return -1.0 if mean is None else mean
 
     def class_accuracy(self) -> list[float | None]:
-        """Return the accuracy per class, None where no silo has a test example."""
+        """Return the accuracy per class, None for a class without test examples."""
         return [c / n if n else None for c, n in zip(self.correct, self.examples, strict=True)]
 
 
 def fairness(scores: Mapping[str, float]) -> float | None:
-    """Return the standard deviation over silos of PM(L), of PA where there is none; None without scores."""
+    """Return the standard deviation over silos of PM(L), or of PA without it; None without scores."""
     return scores.get("pm_l_std", scores.get("pa_std"))
 
 
@@ -251,11 +252,11 @@ NO_BOUND = (
     "nothing to compare these updates with: the length of the initial weights alone bounds them, and rows nothing"
 )
 _REFUSALS = ("E-RUN-43", "E-RUN-44", "E-WIRE-05", "E-WIRE-06")
-"""How reasons begin for which the check of an update refuses it; other silos without an update sent none."""
+"""Codes of refusals by an update's check; other silos without an update sent none."""
 
 
 class HasUpdateOutcomes(Protocol):
-    """A round as far as its updates were judged: a `RoundRecord`, or how a store or a message has it."""
+    """The outcomes of a round's updates: a `RoundRecord`, or its form in a store or a message."""
 
     @property
     def missing(self) -> Mapping[str, str]: ...
@@ -268,12 +269,12 @@ class HasUpdateOutcomes(Protocol):
 
 
 def refused(missing: Mapping[str, str]) -> dict[str, str]:
-    """Return the silos whose update came and was refused, with the reason."""
+    """Return the silos whose update arrived and was refused, with the reason."""
     return {name: why for name, why in missing.items() if why.startswith(_REFUSALS)}
 
 
 def update_outcomes(rounds: Iterable[HasUpdateOutcomes]) -> dict[str, int]:
-    """Count over rounds the updates that were refused and cut, rows that were cut, and rounds without a bound."""
+    """Count refused and clipped updates, clipped rows, and rounds without a bound, over rounds."""
     closed_rounds = list(rounds)
     return {
         "updates_refused": sum(len(refused(r.missing)) for r in closed_rounds),

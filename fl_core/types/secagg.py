@@ -17,13 +17,13 @@ from fl_core.errors import ConfigError
 from fl_core.validate import between, bounded, one_of
 
 MIN_MASKED, MAX_MASKED = 3, 240
-"""Members of a run with masks: of two, each reads the other off the sum; packages of more fit into no message."""
+"""Members of a masked run: two could read each other off the sum; the packages of more than 240 exceed a message."""
 MAX_ROUNDS = 10_000
-"""Rounds of a run with masks: a coordinator that names the last one first makes a hospital step its keys so often."""
+"""Rounds of a masked run: a coordinator that names the last round first makes a hospital step its keys this often."""
 MASKS = "masks"
-"""The part of a masked update that is no block: what others need to take the masks off a sum."""
+"""The part of a masked update besides its blocks: the data with which others help to take the masks off a sum."""
 SECRET, SHARE, TAG = 32, 33, 16
-"""Bytes of a seed, a digest, a salt and a public key; of a share; of what an encrypted package is longer by."""
+"""Bytes of a seed, a digest, a salt and a public key; of a share; of the overhead of an encrypted package."""
 READ_ALONE = "the coordinator reads this hospital's update by itself"
 COMPLETE, EACH = "complete", "each"
 CLASS_SUMS = (COMPLETE, EACH)
@@ -35,18 +35,18 @@ def answers(cohort: int) -> int:
 
 
 def tolerated_colluders(cohort: int) -> int:
-    """Return c: how many may collude with the coordinator; of three, which have one set only, 1."""
+    """Return c: how many may collude with the coordinator; with three members, who have only one set, 1."""
     return 1 if cohort == MIN_MASKED else 2 * answers(cohort) - cohort - 1
 
 
 def read_alone(silos: int) -> str:
-    """Say who reads the updates of a run of so many hospitals without masks, and why it has none."""
+    """Describe who reads the updates of a run of so many hospitals without masks, and why it has none."""
     few = f"; masks need {MIN_MASKED} hospitals, and {silos} {'takes' if silos == 1 else 'take'} part"
     return f"no masks: the coordinator reads each hospital's update by itself{few if silos < MIN_MASKED else ''}"
 
 
 def masking_shapes(cohort: int) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of bytes that a masked update has beside its two blocks, whatever a silo holds.
+    """Return the shapes of the bytes in a masked update besides its two blocks, the same for every silo.
 
     salt: of the packages' keys   commitments: per block and member, to a seed   packages: for each member, shares of
     all seeds of both blocks.
@@ -61,16 +61,15 @@ def masking_bytes(cohort: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Secagg:
-    """The terms of a run whose updates are masked; what a sum needs follows from the number of members.
+    """The terms of a masked run; the needs of a sum follow from the number of members.
 
-    min_contributors: hospitals that rows of a class are sums over at least, 1: any number
-    class_sums: whether sums per class are opened in rounds in which every member sent alone, or in each; the difference
-    of two sums over different sets is one hospital's
-    collusion: hospitals whose noise does not count, where noise is shared out
-    min_sum: updates that a sum has at least, where that is more than follows from the number of members; a round of
-    fewer members then needs all of them
-    census: whether it is counted before round 1 at how many hospitals each class is trained, also where that changes
-    nothing; not in runs of 0.1.0
+    min_contributors: minimum of hospitals in the sums of a class's rows, 1: any number
+    class_sums: whether sums per class are opened only in rounds with an update from every member, or in each; the
+    difference of two sums over different sets is one hospital's
+    collusion: hospitals whose noise does not count, if noise is shared
+    min_sum: minimum of updates in a sum, if more than follows from the number of members; a round of fewer members then
+    needs all of them
+    census: whether hospitals per class are counted before round 1, also if that has no effect; not in runs of 0.1.0
     """
 
     min_contributors: Annotated[int, bounded(between, 1, MAX_MASKED)] = 1
@@ -80,7 +79,7 @@ class Secagg:
     census: bool = False
 
     def check(self, members: int, cohort: int, rounds: int) -> None:
-        """Raise ConfigError (E-CFG-02) on terms that no run of so many members has; cohort: of a round, 0: all."""
+        """Raise ConfigError (E-CFG-02) on terms that are impossible for so many members; cohort: of a round, 0: all."""
         validate.declared("E-CFG-02", "secagg", self)
         drawn = cohort or members
         if not MIN_MASKED <= members <= MAX_MASKED or drawn < MIN_MASKED:
@@ -120,18 +119,18 @@ class Secagg:
             )
 
     def least_holders(self, members: int, cohort: int) -> int:
-        """Return how many hospitals a class has at least whose rows leave, so that a sum has min_contributors of them.
+        """Return the minimum of hospitals for a class whose rows leave, so that a sum has min_contributors of them.
 
-        Where rows are opened in each round, so many of them may be absent as a sum can do without.
+        If rows are opened in each round, it adds the members that may be absent from a sum.
         """
         return self.min_contributors + (members - self.smallest_sum(cohort) if self.class_sums == EACH else 0)
 
     def smallest_sum(self, cohort: int) -> int:
-        """Return how many updates a sum has at least."""
+        """Return the minimum of updates in a sum."""
         return max(MIN_MASKED, answers(cohort), min(self.min_sum, cohort))
 
     def require_quorum(self, quorum: int, cohort: int) -> None:
-        """Raise ConfigError (E-CFG-02) on a quorum with which no round could close; 0 is that of the run."""
+        """Raise ConfigError (E-CFG-02) on a quorum with which no round could close; 0: the run's."""
         least = self.smallest_sum(cohort)
         if 0 < quorum < least:
             raise ConfigError(

@@ -1,24 +1,24 @@
-"""What may be asked about hospitals' records before anything is trained: questions by name, with public bins.
+"""The questions that a survey may ask about hospitals' records: by name, with public bins.
 
 Every question divides records into cells that are fixed before any record is read: a record has a share in each cell of
-a question, 1 in all. Ranges are the table's, so no least and no greatest value is ever told; quantiles are read off the
-bins. There are no expressions: what is not in the table cannot be asked.
+a question, 1 in total. Ranges are fixed here, so no smallest and no largest value is ever released; quantiles are read
+from the bins. There are no expressions: only questions in this table can be asked.
 
 | question  | of each record                                                     | range, bin (least bin)      |
 |-----------|--------------------------------------------------------------------|-----------------------------|
 | classes   | its class, of the run's label space                                |                             |
 | images    | whether it is for training or for test                             |                             |
-| patients  | how many images its patient has                                    |                             |
-| sizes     | the shorter side of the image as it is stored                      | 0 to 4096 pixels, 256 (64)  |
-| spacing   | the distance of pixels that DICOM states                           | 0 to 2000 um, 100 (50)      |
+| patients  | the number of images of its patient                                |                             |
+| sizes     | the shorter side of the stored image                               | 0 to 4096 pixels, 256 (64)  |
+| spacing   | the pixel spacing stated in DICOM                                  | 0 to 2000 um, 100 (50)      |
 | bits      | bits of a stored value                                             |                             |
-| makes     | the manufacturer that DICOM states, of a list                      |                             |
-| missing   | how many declared values of a table's row are missing              |                             |
+| makes     | the manufacturer stated in DICOM, from a list                      |                             |
+| missing   | the number of missing declared values of a table's row             |                             |
 | intensity | the shares of its pixels, by grey value of 8 bits                  | 0 to 256, 16 (8)            |
 | ages      | a table's column `age`, in years                                   | 0 to 120 years, 10 (5)      |
 | sex       | a table's column `sex`                                             |                             |
 
-A bin that is narrower than the least one is refused wherever a question is read, at the hospital too.
+A bin narrower than the least one is refused wherever a question is read, also at the hospital.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fl_core.errors import ConfigError
 from fl_core.suggest import suggest
 
 MIN_PATIENTS = 10
-"""Patients of the smallest number that leaves without noise, whatever a policy says."""
+"""Patients in the smallest number that may leave without noise, whatever a policy says."""
 NOT_STATED = "not stated"
 MAKES = ("Siemens", "GE", "Philips", "Canon", "Fujifilm", "Hologic", "Agfa", "Samsung", "another")
 AGE_COLUMNS, SEX_COLUMNS = ("age", "age_years", "age_approx", "patient_age"), ("sex", "gender")
@@ -85,7 +85,7 @@ _WORD = re.compile(r"([a-z]{1,20})(?::(\d{1,6}))?")
 
 @dataclass(frozen=True, slots=True)
 class SurveyQuestion:
-    """One question. width: of its bins, 0 where it has none.
+    """One question. width: of its bins, 0 without bins.
 
     Raises ConfigError: E-CFG-01 on another name, E-CFG-02 on bins that are too narrow or do not divide the range.
     """
@@ -139,7 +139,7 @@ class SurveyQuestion:
 
     @property
     def least(self) -> SurveyQuestion:
-        """The question with the narrowest bins that its own are made of; shares of pixels are rounded in each."""
+        """The question with the narrowest bins that make up its own; shares of pixels are rounded in each."""
         bins = self.kind.bins
         return self if bins is None or self.name == "intensity" else SurveyQuestion(self.name, bins.least)
 
@@ -150,15 +150,15 @@ class SurveyQuestion:
         return {cell: cells[k // times if k < len(least) - ends else k - len(least)] for k, cell in enumerate(least)}
 
     def edges(self) -> tuple[int, ...]:
-        """Return the ends of its bins; empty where it has none."""
+        """Return the ends of its bins; empty without bins."""
         bins = self.kind.bins
         return () if bins is None else tuple(range(bins.low, bins.high + 1, self.width))
 
 
 def parse_questions(text: str) -> tuple[SurveyQuestion, ...]:
-    """Read questions with commas between, and put them into the table's order.
+    """Read questions separated by commas, and sort them in the table's order.
 
-    Raises ConfigError: E-CFG-02 on none, or on one that is asked twice; as `Question.of`.
+    Raises ConfigError: E-CFG-02 on none, or on a repeated one; as `Question.of`.
     """
     questions = [SurveyQuestion.of(word) for word in text.split(",")] if text.strip() else []
     names = [question.name for question in questions]
@@ -171,12 +171,12 @@ def parse_questions(text: str) -> tuple[SurveyQuestion, ...]:
 
 
 def document(questions: Sequence[SurveyQuestion]) -> str:
-    """Write the question document: canonical JSON, equal for equal questions."""
+    """Return the question document: canonical JSON, equal for equal questions."""
     return json.dumps({"questions": [asdict(q) for q in questions]}, sort_keys=True, separators=(",", ":"))
 
 
 def document_digest(questions: Sequence[SurveyQuestion]) -> str:
-    """Name a question document: its BLAKE3, in hex."""
+    """Return the BLAKE3 of a question document, in hex."""
     return blake3(document(questions).encode()).hexdigest()
 
 
@@ -185,11 +185,11 @@ def document_digest(questions: Sequence[SurveyQuestion]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The numbers of one cell, of the hospitals that told theirs; None where none did.
+    """The numbers of one cell, summed over the hospitals that released theirs; None if none did.
 
-    images: of an answer without noise   patients: records, of hospitals whose data name no patients   half_width: of
-    the 95 % interval of patients, 0 without noise   held: hospitals that held the cell back   unnamed: hospitals that
-    counted records.
+    images: of an answer without noise   patients: records, for hospitals whose data name no patients   half_width: of
+    the 95 % interval of patients, 0 without noise   held: hospitals that suppressed the cell   unnamed: hospitals
+    that counted records.
     """
 
     name: str
@@ -202,10 +202,10 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class SurveyAnswer:
-    """What is known of one question.
+    """The answer to one question.
 
-    quantiles: the bin of each quantile; empty without bins or numbers   counts: what the numbers called patients are
-    of: patients, records by their name (images, rows), or either, where hospitals differ.
+    quantiles: the bin of each quantile; empty without bins or numbers   counts: what the patient numbers count:
+    patients, records by their name (images, rows), or either, if hospitals differ.
     """
 
     question: str
@@ -217,5 +217,5 @@ class SurveyAnswer:
 
 
 def records_word(columns: Sequence[object]) -> str:
-    """Return what records are called. columns: of a table, none of images."""
+    """Return what records are called. columns: of a table, none for images."""
     return "rows" if columns else "images"

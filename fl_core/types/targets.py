@@ -1,21 +1,21 @@
-"""What is known of a record: its class, that it is one of several classes, or of each label whether it was found.
+"""Targets of records: a class, a set of possible classes, or for each label whether it was found.
 
-A target is an int64. From 0 on it is the class; below 0 it is a set of classes, bit c of its lower 62 bits saying that
-it may be class c. So no set looks like a class to code that knows of none: as an index it is out of range.
+A target is an int64. From 0 on it is the class; below 0 it is a set of classes: bit c of its lower 62 bits means that
+it may be class c. So code without support for sets never takes one for a class: as an index it is out of range.
 
-A record of a set S, a coarse label, is learnt by the probability of S:
+A record with a set S, a coarse label, is trained on the probability of S:
 
-    loss = -log sum_{c in S} p_c        gradient in the logits: p - p restricted to S and divided by its sum
+loss = -log sum_{c in S} p_c        gradient in the logits: p - p restricted to S and divided by its sum
 
-which is the cross entropy where S is one class. Sums per class and evaluations leave such records out: they ask for a
+which is the cross entropy if S is one class. Sums per class and evaluations leave such records out, since they need a
 class.
 
-A record of a run with several labels at once has a row of L of them: FOUND, NOT_FOUND, or UNKNOWN where nobody looked.
+A record of a run with several labels at once has a row of L of them: FOUND, NOT_FOUND, or UNKNOWN if nobody looked.
 With p_l = sigmoid of logit l,
 
-    loss = -1/L sum over known l of (t_l log p_l + (1 - t_l) log(1 - p_l))
+loss = -1/L sum over known l of (t_l log p_l + (1 - t_l) log(1 - p_l))
 
-divided by L and not by the known ones: every answer that somebody gave counts the same, whoever else was not asked.
+divided by L and not by the number of known ones: every known answer has the same weight, whatever else is unknown.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 MAX_COARSE = 62
-"""A coarse label can have classes of which the run has fewer before them. With one more a set could be -1."""
+"""A coarse label may only contain the first 62 classes of a run. With one more, a set could be -1."""
 _SET = -(2**63)
 FOUND, NOT_FOUND, UNKNOWN = 1, 0, -1
 """Of a label: seen, looked for and not seen, not looked for."""
@@ -42,7 +42,7 @@ def one_of(classes: Iterable[int]) -> int:
 
 
 def has_class(y: Tensor) -> Tensor:
-    """Tell of which targets (n,) the class is known."""
+    """Return which targets (n,) have a known class."""
     return y >= 0
 
 
@@ -54,19 +54,19 @@ def possible(y: Tensor, n_classes: int) -> Tensor:
 
 
 def is_multi_label(y: Tensor) -> bool:
-    """Tell whether targets are rows of labels (n, L), not one class for each record (n,)."""
+    """Return whether targets are rows of labels (n, L), instead of one class per record (n,)."""
     return y.dim() == 2
 
 
 def class_counts(y: Tensor, n_classes: int) -> Tensor:
-    """Count the records (C,) whose class is known, or in which each label was found."""
+    """Count the records (C,) with a known class, or with each label found."""
     if is_multi_label(y):
         return (y == FOUND).sum(0)
     return torch.bincount(y[has_class(y)], minlength=n_classes)
 
 
 def trained_classes(y: Tensor, n_classes: int) -> Tensor:
-    """Tell which classes (C,) training on these examples is about; of several labels those that anybody looked for."""
+    """Return the classes (C,) in the training examples; with several labels, those that anybody looked for."""
     return (y != UNKNOWN).any(0) if is_multi_label(y) else class_counts(y, n_classes) > 0
 
 
@@ -78,15 +78,15 @@ def classes_in(y: Tensor, n_classes: int) -> list[int]:
 
 
 def target_loss(logits: Tensor, y: Tensor) -> Tensor:
-    """Return the loss (n,) of each example: cross entropy, of a set -log of its summed probability, of labels as above.
+    """Return the loss (n,) of each example: cross entropy, -log of a set's summed probability, labels as above.
 
-    Guarantees: an example of one class has the bits that `cross_entropy` gives it, whatever the others are; a label
-    that is unknown has a gradient of exactly 0.
+    Guarantees: an example of one class has the same bits as in `cross_entropy`, whatever the others are; an unknown
+    label has a gradient of exactly 0.
     """
     if is_multi_label(y):
         each = binary_cross_entropy_with_logits(logits, y.clamp(min=0).to(logits), reduction="none")
         return torch.where(y != UNKNOWN, each, torch.zeros_like(each)).sum(1) / y.shape[1]
-    if y.device.type == "cpu" and bool(has_class(y).all()):  # elsewhere the question would stop the device
+    if y.device.type == "cpu" and bool(has_class(y).all()):  # on a GPU the check would synchronise the device
         return cross_entropy(logits, y, reduction="none")
     plain = cross_entropy(logits, y.clamp(min=0), reduction="none")
     outside = ~possible(y, logits.shape[1])
