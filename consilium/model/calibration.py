@@ -77,7 +77,7 @@ class CalibrationFacts:
 
     @property
     def judged(self) -> tuple[bool, ...]:
-        """Tell by class whether an example that looks like it can be told from one of no class."""
+        """Tell for each class whether its examples can be distinguished from examples of no class."""
         return tuple(n >= MIN_EXAMPLES and not self.multi_label for n in self.fitted)
 
 

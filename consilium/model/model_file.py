@@ -211,7 +211,7 @@ def _require_named(sha256: str, file: Path, card: Path) -> None:
 def build(facts: ModelFileFacts, tensors: Tensors) -> nn.Module:
     """Build the evaluated model from what `RunSetup.exported` chose.
 
-    Its form is that of the method's global model of a run that has not begun; then every tensor is overwritten.
+    It is built as the method's global model before round 1; then every tensor is overwritten.
     Raises StateError (E-STATE-22) unless tensors are exactly those of the model, and numbers that one can have.
     """
     registry.require_same(facts.method, facts.model, facts.extensions)

@@ -18,7 +18,7 @@ from service_core.storage.private_files import replace_file
 SUFFIXES = (".csv", ".json")
 _FORMULA = ("=", "+", "-", "@", "\t")
 HEAD = ("example", "answer", "probability", "set", "note")
-CANNOT_TELL = "whether it is of none of the classes cannot be told"
+CANNOT_TELL = "cannot tell whether it belongs to none of the classes"
 
 
 def check_out(out: Sequence[Path]) -> None:
@@ -165,7 +165,7 @@ def calibration_table(facts: CalibrationFacts) -> TextTable:
     several = facts.multi_label
     names = [f"{name}: {answer}" for name in facts.classes for answer in ANSWERS] if several else facts.classes
     rows = [
-        (name, str(a), str(b), f"{1 - q:.4f}", WORDS[source], "is told" if judged else "cannot be told: too few images")
+        (name, str(a), str(b), f"{1 - q:.4f}", WORDS[source], "can be judged" if judged else "too few images to judge")
         for name, a, b, q, source, judged in zip(
             names, facts.fitted, facts.held, facts.quantiles, facts.sources, facts.judged, strict=True
         )

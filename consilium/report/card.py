@@ -278,7 +278,7 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What hospitals answered when a lead asked them about their records: numbers of those who told theirs.
+    """What hospitals answered to a lead's survey of their records: sums over the hospitals that answered.
 
     document: digest of the questions   hospitals: how many answered   members: those of them that belong to the run
     epsilon, delta: promised to each patient of them; None without noise.

@@ -56,7 +56,7 @@ class Difference(NamedTuple):
     high: float
 
     @property
-    def told_apart(self) -> bool:
+    def significant(self) -> bool:
         return self.low > 0 or self.high < 0
 
     def text(self) -> str:
@@ -71,7 +71,7 @@ class RunRanking:
     best: the run whose value is largest   ahead: of it, by every other run; both empty where a value is withheld, or
     there are none to compare   excluded: runs that are not held against the first one, and why.
     Guarantees: all intervals of `ahead` hold at once with a probability of 95 %, over the luck of the test images and
-    the noise of privacy; not over that of training, of which one run tells nothing.
+    the noise of privacy; not over the randomness of training, which a single run cannot show.
     """
 
     rounds: int
@@ -84,11 +84,11 @@ class RunRanking:
         """Say who is ahead in one sentence. names: what runs are called in it."""
         if not self.ahead:
             return f"{len(names)} runs side by side"
-        tied = {run: lead for run, lead in self.ahead.items() if not lead.told_apart}
+        tied = {run: lead for run, lead in self.ahead.items() if not lead.significant}
         nearest, difference = min((tied or self.ahead).items(), key=lambda item: item[1].point)
         if tied:
             all_of_them = " and ".join(names[run] for run in (self.best, *tied))
-            return f"{all_of_them} are not told apart in balanced accuracy: {difference.text()}"
+            return f"{all_of_them} do not differ significantly in balanced accuracy: {difference.text()}"
         return f"{names[self.best]} ends ahead of {names[nearest]} in balanced accuracy: {difference.text()}"
 
     def text(self, run: str) -> str:
@@ -99,7 +99,7 @@ class RunRanking:
             return "best" if self.ahead else "-"
         difference = self.ahead[run]
         behind = Difference(0.0 - difference.point, 0.0 - difference.high, 0.0 - difference.low)
-        return behind.text() if difference.told_apart else f"{behind.text()}, not told apart"
+        return behind.text() if difference.significant else f"{behind.text()}, not significant"
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +310,7 @@ def _notes(runs: Sequence[ComparedRun], standing: RunRanking) -> tuple[str, ...]
             "sampling of test images and the noise of privacy, not variation between training runs: repeat with seeds"
         )
     if any(e.result.noise is not None for run in runs for e in run.evaluated[-1:]):
-        notes.append("counts of test images are noisy: whether runs were measured on equally many cannot be told")
+        notes.append("counts of test images are noisy: runs may have been measured on different numbers of images")
     if moving := [run.id for run in runs if run.info.state in ("waiting", "running")]:
         notes.append(f"not over yet: {', '.join(moving)}")
     if halted := [f"{run.id} ({run.info.state})" for run in runs if run.info.state in ("paused", "aborted", "failed")]:
@@ -362,7 +362,7 @@ def comparison_json(found: RunComparison) -> dict[str, object]:
                 for run, values in found.standing.values.items()
             },
             "ahead": {
-                run: {**ahead._asdict(), "told_apart": ahead.told_apart} for run, ahead in found.standing.ahead.items()
+                run: {**ahead._asdict(), "told_apart": ahead.significant} for run, ahead in found.standing.ahead.items()
             },
             "not_compared": dict(found.standing.excluded),
         },

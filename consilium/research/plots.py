@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("png", "svg")
 LINES = (("#0072b2", "-"), ("#c44a00", "--"), ("#00785a", ":"), ("#7b4f9d", "-."))
-"""Colours that are told apart with any eyes, and each with a dash of its own."""
+"""Colours that colour-blind readers can distinguish; each has its own dashes."""
 _NAME_CHARS = 60
 
 
@@ -106,8 +106,8 @@ def survey_drawing(out: Path) -> Callable[[SurveyAnswers], None]:
 def survey_picture(found: SurveyAnswers, kind: str) -> bytes:
     """Draw a panel for each question of a survey. kind: png or svg.
 
-    A cell that some hospitals suppressed is hatched, and one that nobody told has a mark and no bar: neither looks like
-    a small number. Noise has the bar of its interval.
+    A cell that some hospitals suppressed is hatched, and one that nobody answered has a mark and no bar: neither looks
+    like a small number. Noise has the bar of its interval.
     """
     require("matplotlib", "research", "pictures of surveys")
     from matplotlib.figure import Figure
@@ -135,9 +135,9 @@ def _draw_answer(axes: Axes, answer: SurveyAnswer, noisy: bool) -> None:
     if noisy:
         widths = [cell.half_width if cell.patients is not None else 0.0 for cell in cells]
         axes.errorbar(places, patients, yerr=widths, fmt="none", ecolor="#333333", capsize=2, linewidth=1)
-    untold = [place for place, cell in zip(places, cells, strict=True) if cell.patients is None]
-    if untold:
-        axes.plot(untold, [0.0] * len(untold), "x", color=LINES[1][0])
+    unanswered = [place for place, cell in zip(places, cells, strict=True) if cell.patients is None]
+    if unanswered:
+        axes.plot(unanswered, [0.0] * len(unanswered), "x", color=LINES[1][0])
     axes.set_xticks(places, [printable(cell.name)[:20] for cell in cells], rotation=45, ha="right", fontsize="small")
     for label in axes.get_xticklabels():
         label.set_parse_math(False)  # a name is no formula

@@ -31,7 +31,7 @@ _HEADS_CHARS = 40
 
 @command
 def compare(runs: Runs, home: Place) -> CommandResult:
-    """Show runs side by side: how their configurations differ, what their models reached, and which are told apart.
+    """Show runs side by side: their configurations, what their models reached, and which differ by more than chance.
 
     Compared is the last evaluation of each, as `show` has it, where all were made at the same hospitals on as many test
     images.

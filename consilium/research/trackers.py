@@ -95,7 +95,7 @@ def _add(values: dict[str, float], withheld: dict[str, str], name: str, found: E
 
 
 class RunTrackers:
-    """The trackers of one run. One that takes nothing any more is told of and left out; the run is followed on."""
+    """The trackers of one run. A tracker that fails is named in a warning and left out; the others go on."""
 
     def __init__(
         self,

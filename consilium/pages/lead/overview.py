@@ -46,7 +46,7 @@ class ExpiringCertificate:
 
 @dataclass(frozen=True, slots=True)
 class OwnCertificates:
-    """When the certificates that the lead uses end: the lead's own, and that of the authority."""
+    """When the lead's certificate and the authority's certificate expire."""
 
     lead: str
     lead_until: float

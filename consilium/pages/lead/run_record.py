@@ -54,7 +54,7 @@ class Clinical:
 
 @dataclass(frozen=True)
 class WatchedRun:
-    """A run as the service told it. Its properties raise ProtocolError (E-WIRE-06) on what no service tells."""
+    """A run as the service described it. Properties raise ProtocolError (E-WIRE-06) on impossible values."""
 
     detail: pb.RunDetail
 

@@ -83,7 +83,7 @@ def begin(manifest_json: str, start_file: Path, threads: int) -> None:
 
 
 def run(message: Pickled | None, task: Pickled) -> Pickled:
-    """Run a silo's round; message: what the round sends to all silos, None where it is that of the last call."""
+    """Run a silo's round; message: what the round sends to all silos, None for the message of the last call."""
     with _plain_errors():
         if message is not None:
             _Process.message = cast("State", loads(message))

@@ -53,7 +53,7 @@ Data = ArrayData | type[ArrayData] | tuple[Split | Examples, Split | Examples]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What `simulate(progress=...)` is told after each round.
+    """What `simulate(progress=...)` receives after each round.
 
     done: rounds   accuracy: of the model that the round began with, None where there is none or noise hides it.
     """

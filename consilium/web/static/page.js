@@ -3,7 +3,7 @@
 (() => {
   const lost = document.getElementById("lost");
   let source = null;
-  let asked = false;
+  let pending = false;
 
   // Take over each part marked live that differs; the keyboard's place stays where it was.
   const take = (fresh) => {
@@ -23,13 +23,13 @@
   };
 
   const refresh = () => {
-    if (asked) return;
-    asked = true;
+    if (pending) return;
+    pending = true;
     const request = new XMLHttpRequest(); // parses by itself: no text of ours becomes markup
     request.open("GET", location.href);
     request.responseType = "document";
     request.onloadend = () => {
-      asked = false;
+      pending = false;
       if (request.status === 200 && request.response) take(request.response);
     };
     request.send();

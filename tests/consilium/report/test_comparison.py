@@ -142,11 +142,13 @@ def test_runs_whose_difference_may_be_luck_of_the_test_images_are_not_told_apart
         for scale in (1, 100)
     )
     found = compare(few)
-    assert found.standing.headline(NAMES_OF).startswith("B and A are not told apart in balanced accuracy: +3.0 points")
-    assert dict(score_rows(found))[BEHIND][0].endswith(", not told apart")
+    assert found.standing.headline(NAMES_OF).startswith(
+        "B and A do not differ significantly in balanced accuracy: +3.0 points"
+    )
+    assert dict(score_rows(found))[BEHIND][0].endswith(", not significant")
     assert compare(many).standing.headline(NAMES_OF).startswith("B ends ahead of A")
     alike = compare([detail("a", rounds([0.1, 1.0])), detail("b", rounds([0.1, 1.0]))])
-    assert not alike.standing.ahead["b"].told_apart
+    assert not alike.standing.ahead["b"].significant
 
 
 def test_a_run_that_was_measured_at_other_hospitals_is_named_and_not_compared() -> None:

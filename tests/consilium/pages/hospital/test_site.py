@@ -93,7 +93,7 @@ def test_the_page_shows_what_left_what_was_spent_who_is_there_and_what_waits(hom
     text = show(home).text()
     assert "No image has left this hospital" in text
     assert "3 updates left, 466 kB in all" in text
-    assert "None is larger than the sums over records that its run lists." in text
+    assert "Each update was checked against the numbers that its run declared." in text
     assert "38,379 numbers: changes of the model's parameters" in text
     assert re.search(r"Epsilon \d\.\d\d of 8 is spent for each record", text)
     assert "center3 ◐ not confirmed" in text
