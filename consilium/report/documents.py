@@ -11,8 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+from jinja2 import Environment
 from markupsafe import Markup
 
 from consilium.report.card import Card
@@ -57,21 +59,29 @@ def page(signed: SignedCard, card: Card) -> str:
     )
 
 
-def _render(name: str, card: Card, **facts: object) -> str:
-    environment = make_environment([Path(__file__).parent / "templates"])
-    html = name.endswith(".html")
-    if not html:
-        environment = environment.overlay(finalize=_inert)
-    line = "<p>{}</p>" if html else "- {}" if name == "card.md" else "- {} (card: {})"
+@cache
+def _templates(html: bool) -> Environment:
+    """Make the templates of pages, or those of Markdown; each is compiled once."""
+    environment = make_environment(Path(__file__).parent / "templates")
     environment.filters["listed"] = _listed
     environment.filters["literal"] = lambda text: Markup(printable(text))  # noqa: S704 - in a block of code
-    return environment.get_template(f"{name}.j2").render(
-        card=card,
-        sentence=_sentence(line + "\n"),
-        code=(Markup("<code>{}</code>") if html else Markup("`{}`")).format,
-        pluralize=pluralize,
-        options=_options,
-        **facts,
+    return environment if html else environment.overlay(finalize=_inert)
+
+
+def _render(name: str, card: Card, **facts: object) -> str:
+    html = name.endswith(".html")
+    line = "<p>{}</p>" if html else "- {}" if name == "card.md" else "- {} (card: {})"
+    return (
+        _templates(html)
+        .get_template(f"{name}.j2")
+        .render(
+            card=card,
+            sentence=_sentence(line + "\n"),
+            code=(Markup("<code>{}</code>") if html else Markup("`{}`")).format,
+            pluralize=pluralize,
+            options=_options,
+            **facts,
+        )
     )
 
 

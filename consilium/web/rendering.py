@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,15 @@ MAX_CHARS = 2_000
 """Characters of one text; what another side wrote may be longer, and is cut with three dots."""
 
 
-def make_environment(folders: Sequence[Path]) -> Environment:
-    r"""Make the templates of a page, those of `consilium.web` behind its own.
+@cache
+def make_environment(folder: Path) -> Environment:
+    r"""Make the templates of a page, those of `consilium.web` behind its own; each is compiled once in a process.
 
     Guarantees: no text brings markup into a page, or a character that is not visible: a control character or a mark of
     writing direction is shown as its escape (`\x1b`). A name that a template misses is an error, never nothing.
     """
     environment = Environment(
-        loader=FileSystemLoader([*folders, OWN]),
+        loader=FileSystemLoader([folder, OWN]),
         autoescape=True,
         undefined=StrictUndefined,
         finalize=_visible,

@@ -117,7 +117,7 @@ class Application:
         self._site = site
         self._host = host
         self._sessions = sessions
-        self._templates = make_environment([site.templates])
+        self._templates = make_environment(site.templates)
         self._threads = anyio.CapacityLimiter(4)
         self._one_file = asyncio.Lock()
         self._streams = 0

@@ -254,7 +254,7 @@ def write_page(
         ],
         (0.0, 100.0),
     )
-    template = make_environment([_FOLDER]).get_template("demo.html")
+    template = make_environment(_FOLDER).get_template("demo.html")
     style = Markup(STYLE.read_text(encoding="utf-8"))  # noqa: S704 - our own file, in a style element
     page = template.render(headline=headline, below=below, holdings=holdings, curves=drawn, tables=tables, style=style)
     write_public(file, page.encode())

@@ -131,7 +131,7 @@ def test_everything_of_a_chart_is_escaped(tmp_path: Path) -> None:
     hostile = "</svg><script>\u202e\x00"
     (tmp_path / "t.html").write_text('{% from "parts.html" import chart with context %}{{ chart(c, "c1") }}')
     text = (
-        make_environment([tmp_path])
+        make_environment(tmp_path)
         .get_template("t.html")
         .render(c=Chart(hostile, hostile, [1], [Series(hostile, [1.0], 1)]), token="t")
     )
@@ -148,7 +148,7 @@ def test_the_cells_of_a_stacked_table_have_the_names_of_their_columns(tmp_path: 
         "</tbody></table>{% endfilter %}"
     )
     (tmp_path / "t.html").write_text(table)
-    text = make_environment([tmp_path]).get_template("t.html").render(h=hostile)
+    text = make_environment(tmp_path).get_template("t.html").render(h=hostile)
     name = r"&#34;&gt;&lt;script&gt;\u202e"
     assert text.count(f'<td data-label="{name}" class=x') == 2
     assert f'<td data-label="{name}" class=x data-empty>–</td><td data-label="c"><b>–</b></td>' in text
