@@ -83,7 +83,7 @@ def test_a_refusal_over_the_hospitals_images_names_no_file_of_it(started, tmp_pa
 
 
 def test_a_hospital_whose_data_give_no_training_step_says_so_with_the_reason(started):
-    hospital = started(manifest(train=TrainConfig(epochs=1, batch_size=100_000, drop_last=True)))
+    hospital = started(manifest(train=TrainConfig(epochs=1, batch_size=1_000, drop_last=True)))
     hospital.offer()
     refused = hospital.refused()
     assert refused.code == "E-RUN-52"
