@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from consilium.research import papers
+from consilium.report import papers
 from fl_core.models import MODELS, SplitModel, build_model, describe
 from tests.support.federations import MODEL_SHAPES, schema, small
 
