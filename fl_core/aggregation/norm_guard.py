@@ -147,8 +147,8 @@ class NormGuard(Guard):
         medians = {block: _lower_median(answered.total[block]) for block in self.blocks}
         after = self.with_setting(setting).history.after(medians)
         return {
-            name: torch.tensor([known.get(block, 0.0) for block in self.blocks])
-            for name, known in ((_FIRST, after.first), (_LARGEST, after.largest))
+            name: torch.tensor([norms.get(block, 0.0) for block in self.blocks])
+            for name, norms in ((_FIRST, after.first), (_LARGEST, after.largest))
         }
 
     def _norm(self, bundle: Bundle, block: str) -> float | None:

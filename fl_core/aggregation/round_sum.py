@@ -160,7 +160,7 @@ class NormClippedSum(RoundSum):
     def finish(self) -> AggregationDecision:
         decided, references = AggregationDecision(), self._references()
         moved = self._moved(references)
-        for name, held in sorted(self._waiting.items()):
+        for name, waiting in sorted(self._waiting.items()):
             over = [
                 _ratio(norm, references.get(block))
                 for block, norm in self._differences(name).items()
@@ -169,7 +169,7 @@ class NormClippedSum(RoundSum):
             if over:
                 decided.refused[name] = self._refusal(name, max(over))
                 continue
-            self._add_cut(held, name, references, decided)
+            self._add_cut(waiting, name, references, decided)
         self._add_late(decided)
         decided.medians = self._medians(decided.refused)
         decided.unbounded = self._has_no_comparison()
@@ -248,9 +248,11 @@ class NormClippedSum(RoundSum):
         for block, norm in self._differences(name).items():
             if block in references and norm > (bound := self._options.clip_at * references[block]):
                 part = block.removesuffix(".buffers")
-                own = block != part
+                is_own_block = block != part
                 factors |= {
-                    (part, key): bound / norm for key in late.update[part].total if key.endswith(BUFFERS) is own
+                    (part, key): bound / norm
+                    for key in late.update[part].total
+                    if key.endswith(BUFFERS) is is_own_block
                 }
         if factors:
             decided.cut[name] = f"update cut to {self._options.clip_at:g} times the usual length"

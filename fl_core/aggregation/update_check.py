@@ -447,9 +447,9 @@ def clinical_fault(total: Mapping[str, Tensor], weight: Tensor, correct: Tensor,
         ("sum of 'examples'", counts["examples"].sum(), every),
         ("sum of 'correct'", counts["correct"].sum(), correct.sum()),
     )
-    for what, found, expected in sums:
-        if bool(((found - expected).abs() > _rounding_margin(expected)).any()):
-            return f"{what} {_number_list(found)}, expected {_number_list(expected)} as in 'metrics'"
+    for what, actual, expected in sums:
+        if bool(((actual - expected).abs() > _rounding_margin(expected)).any()):
+            return f"{what} {_number_list(actual)}, expected {_number_list(expected)} as in 'metrics'"
     if bool((counts["correct"] > counts["examples"]).any()):
         return "more correct answers than examples in a bin, expected at most as many"
     edges = torch.arange(len(counts["examples"]) + 1, dtype=torch.float64) / len(counts["examples"])

@@ -83,7 +83,7 @@ READERS: Mapping[str, arrays.Reader] = {
 FIXED: Mapping[str, Schema] = {
     "digits": Schema(digits.SHAPE, digits.CLASSES),
     "spiral": Schema((2,), tuple("01234")),
-    **{name: Schema(known.shape, known.classes) for name, known in PUBLISHED.items()},
+    **{name: Schema(published.shape, published.classes) for name, published in PUBLISHED.items()},
 }
 """The data sets whose examples have one shape."""
 

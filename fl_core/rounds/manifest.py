@@ -107,10 +107,10 @@ class Weights:
 
     def require_possible(self) -> None:
         """Raise ConfigError (E-CFG-02) on impossible digests, size or text."""
-        for name, found in (("object", self.object), ("file", self.file)):
-            if not _DIGEST.fullmatch(found):
+        for name, digest in (("object", self.object), ("file", self.file)):
+            if not _DIGEST.fullmatch(digest):
                 raise ConfigError(
-                    "E-CFG-02", f"expected weights.{name} of 64 hex digits, found {shown(found)}: give the file again"
+                    "E-CFG-02", f"expected weights.{name} of 64 hex digits, found {shown(digest)}: give the file again"
                 )
         validate.between("E-CFG-02", "weights", 1, MAX_WEIGHTS_BYTES, size=self.size)
         if len(self.source) > MAX_SOURCE_CHARS or not self.source.isprintable():

@@ -141,8 +141,8 @@ class OwnModels:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> OwnModels:
-        own, measured, examples = (tuple(raw[name]) for name in ("own", "measured", "examples"))
-        return cls(own, measured, examples, raw["images"], raw["difference"], raw["square"])
+        local, measured, examples = (tuple(raw[name]) for name in ("own", "measured", "examples"))
+        return cls(local, measured, examples, raw["images"], raw["difference"], raw["square"])
 
     @property
     def auc_ahead(self) -> tuple[float, float] | None:
@@ -161,9 +161,9 @@ class HospitalResult:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> HospitalResult:
-        clinical, own = raw["clinical"], raw.get("own")
+        clinical, local = raw["clinical"], raw.get("own")
         metrics = clinical and ClinicalMetrics.of(clinical)
-        return cls(tuple(raw["correct"]), tuple(raw["examples"]), metrics, own and OwnModels.of(own))
+        return cls(tuple(raw["correct"]), tuple(raw["examples"]), metrics, local and OwnModels.of(local))
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class RoundRecord:
         clinical = raw.get("clinical")
         each = {name: HospitalResult.of(metrics) for name, metrics in raw.get("by_hospital", {}).items()}
         measured = {"clinical": clinical and ClinicalMetrics.of(clinical), "by_hospital": each}
-        measured["own"] = (own := raw.get("own")) and OwnModels.of(own)
+        measured["own"] = (local := raw.get("own")) and OwnModels.of(local)
         return cls(**{**raw, **lists, **measured, "kind": TaskKind(raw["kind"])})
 
     def to_dict(self) -> dict[str, Any]:

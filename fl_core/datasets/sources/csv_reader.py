@@ -57,12 +57,12 @@ def read_rows(file: Path, required: Sequence[str]) -> CsvTable:
 
 
 def _check_header(file: Path, header: Sequence[str], required: Sequence[str]) -> None:
-    if lacking := [name for name in required if name not in header]:
+    if missing := [name for name in required if name not in header]:
         require_commas(file, header)
         raise DataError(
             "E-DATA-07",
             f"expected the columns {', '.join(required)} separated by commas in {file}, found the header "
-            f"{','.join(header)[:200]!r} without {', '.join(lacking)}: export it again",
+            f"{','.join(header)[:200]!r} without {', '.join(missing)}: export it again",
         )
     if twice := sorted({name for name in header if header.count(name) > 1 and name in required}):
         raise DataError(

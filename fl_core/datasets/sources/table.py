@@ -252,11 +252,11 @@ class _Rows:
 
     def use(self, file: Path, header: Sequence[str]) -> list[str]:
         """Find the columns in a header; return those that are not declared."""
-        lacking = [name for name in self.wanted if name not in header]
+        missing = [name for name in self.wanted if name not in header]
         twice = [name for name in self.wanted if list(header).count(name) > 1]
-        if lacking or twice:
+        if missing or twice:
             require_commas(file, header)
-            fault = f"without {', '.join(lacking[:10])}" if lacking else f"with {', '.join(twice[:10])} twice"
+            fault = f"without {', '.join(missing[:10])}" if missing else f"with {', '.join(twice[:10])} twice"
             raise DataError(
                 "E-DATA-07",
                 f"expected the {len(self.wanted)} columns of {schema_path(file).name} in {file}, found a header {fault}"
