@@ -265,7 +265,7 @@ class TransferServicer(object):
     """
 
     def Open(self, request, context):
-        """Announce a contribution and learn how much of it is already here. Idempotent.
+        """Announce a contribution; the answer is how much of it is already here. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -516,7 +516,7 @@ class LeadServicer(object):
     """
 
     def OpenWeights(self, request, context):
-        """Announce weights that a run is to begin with, and learn how much of them is already here. Idempotent.
+        """Announce weights for the start of a run; the answer is how much of them is already here. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -548,7 +548,7 @@ class LeadServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Stream what happens in a run, from an event number on, until the run ends; a cut stream is resumed by number.
+        """Stream a run's events from a number on, until the run ends; an interrupted stream is resumed by number.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -561,28 +561,28 @@ class LeadServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Let a paused or failed run go on at its last closed round; silos that refused are asked again.
+        """Resume a paused or failed run after its last closed round; silos that refused are asked again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Exclude(self, request, context):
-        """Await a silo no longer and ask it for no further round, or ask it again.
+        """Exclude a silo from waiting and from further rounds, or readmit it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Extend(self, request, context):
-        """Give everybody who is awaited in the open round more time.
+        """Extend the time of all awaited silos in the open round.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Withdraw(self, request, context):
-        """Take a hospital's sums out of every model that can be without them, and name the models that cannot. Idempotent.
+        """Remove a hospital's sums from every model that allows it, and name the models that do not. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
