@@ -45,7 +45,7 @@ from fl_core.types.values import Bundle, Layout, Part, PartRule, Tensors
 
 _SIGMAS = 12.0
 _COUNT_ROUNDING = 1e-6
-"""Of float32, in which counts travel: exact up to 16 million."""
+"""Rounding of float32, in which counts are sent: exact up to 16 million."""
 _ROUNDING = 1e-4
 _MIN_TESTED = 20
 _MIN_LACKED = 0.2
@@ -54,14 +54,14 @@ _KNOWN = 0.5
 
 @dataclass(frozen=True, slots=True)
 class DeclaredSize:
-    """How many examples a silo trains and tests on, at most; infinite where nobody says."""
+    """A silo's upper bound on its training and test examples; infinite if undeclared."""
 
     train: float = math.inf
     test: float = math.inf
 
 
 def with_undeclared(sizes: Mapping[str, DeclaredSize]) -> dict[str, DeclaredSize]:
-    """Let who declares no size count as much as the largest that does, and nobody more than the grid holds."""
+    """Let undeclared sizes count as the largest declared one, and no size exceed the grid."""
 
     def largest(values: Sequence[float]) -> float:
         return max((n for n in values if n < math.inf), default=RING64_BOUND)
@@ -72,9 +72,9 @@ def with_undeclared(sizes: Mapping[str, DeclaredSize]) -> dict[str, DeclaredSize
 
 @dataclass(frozen=True, slots=True)
 class NoisyRows:
-    """Sums and counts per class of a private run, of which a row is 0 unless its noisy count is positive.
+    """Sums and counts per class of a private run, in which a row is 0 unless its noisy count is positive.
 
-    length: of one unit's vector, at most; also of what a method makes of a row of count 1
+    length: maximum of one unit's vector; also of a method's result from a row of count 1
     count, value: standard deviation of the noise on a count, and on each number of a sum
     """
 
@@ -83,7 +83,7 @@ class NoisyRows:
     value: float
 
     def longest(self, weight: float, numbers: int) -> float:
-        """Bound the length of an honest row: its true count is hidden by at most so much noise."""
+        """Bound the length of an honest row, whose true count is hidden by noise of at most this size."""
         return self.length * (weight + _SIGMAS * self.count) + self.value * (math.sqrt(numbers) + _SIGMAS)
 
 
@@ -93,12 +93,12 @@ class UpdateNorms:
 
     Attributes:
         norms: of each block, a part's values or its batch norm's buffers ("delta", "delta.buffers"); none of weight 0
-        rows: per part with one weight per row (C,), NaN where the row has weight 0
-        bias: how far the head's bias moved (C,), empty where that says nothing of classes: also where the received
-            model gets half of the silo's test images right, since what is left to learn may then be a class without a
-            test image
+        rows: per part with one weight per row (C,), NaN if the row has weight 0
+        bias: change of the head's bias (C,), empty if it carries no information about classes: also if the received
+            model classifies half of the silo's test images correctly, since the rest may be a class without a test
+            image
         tested: test examples per class (C,)
-        decay: the largest share of the received bias that weight decay took away
+        decay: the largest share of the received bias that weight decay removed
     """
 
     norms: Mapping[str, float]
@@ -108,11 +108,11 @@ class UpdateNorms:
     decay: float = 0.0
 
     def direction(self, received: Tensor | None = None) -> float:
-        """Return a number below 0 where the head's bias fell for the silo's own classes; 0 where that says nothing.
+        """Return a number below 0 if the head's bias fell for the silo's own classes; 0 without information.
 
-        received: the bias (C,) that training began with. Weight decay takes the more of a class's bias the larger it
-        is, whatever the examples say, and where a model has converged nothing else moves: so no share of it up to
-        `decay` explains an update that is below 0. Between both ends the number is convex.
+        received: the bias (C,) at the start of training. Weight decay reduces a large bias more, whatever the examples
+        are, and in a converged model nothing else changes it: so the result is below 0 only if no share of decay up to
+        `decay` explains the update. Between both ends the number is convex.
         """
         if not self.bias:
             return 0.0
@@ -124,7 +124,7 @@ class UpdateNorms:
 
 
 class MeasuredUpdate(dict[str, Part]):
-    """An update that the check of its run has passed and measured before, with the same bytes."""
+    """An update that its run's check has passed and measured before, with the same bytes."""
 
     def __init__(self, update: Bundle, measured: UpdateNorms) -> None:
         super().__init__(update)
@@ -133,17 +133,17 @@ class MeasuredUpdate(dict[str, Part]):
 
 @dataclass(frozen=True, eq=False)
 class UpdateCheck:
-    """Checks single updates of one run, and measures them on the way.
+    """Checks single updates of one run, and measures them at the same time.
 
     Attributes:
         rules: as `Method.part_rules`
-        sizes: per silo; a silo without one may claim what the grid holds
-        noise: in a private run the standard deviation of counts by part; infinite: they are not checked
-        noisy_rows: in a private run what parts with a weight per class hold, where that is known
-        signs: whether the head's bias tells of the silo's classes, as `Method.bias_follows_classes`
+        sizes: per silo; a silo without one may claim what the grid can represent
+        noise: in a private run the standard deviation of counts by part; infinite: not checked
+        noisy_rows: in a private run the bounds on parts with a weight per class, if known
+        signs: whether the head's bias reveals the silo's classes, as `Method.bias_follows_classes`
         multi_label: whether an example counts for several labels
-        coarse: silos of which it does not, since they train on coarse labels that no test example has
-        updates: how many updates what is checked is the sum of; the ranges of a sum are the sums of theirs
+        coarse: silos whose bias does not, since they train on coarse labels that no test example has
+        updates: number of updates in the checked sum; the ranges of a sum are the sums of theirs
     """
 
     layout: Layout
@@ -159,11 +159,11 @@ class UpdateCheck:
     multi_label: bool = False
 
     def of(self, layout: Layout) -> UpdateCheck:
-        """Return the check of updates that have only a part of the run's layout: those of one kind of round."""
+        """Return the check of updates with only a part of the run's layout: those of one kind of round."""
         return replace(self, layout=layout)
 
     def of_sum(self, sizes: Sequence[DeclaredSize]) -> UpdateCheck:
-        """Return the check of a sum of updates whose silos declared these sizes; it names nobody."""
+        """Return the check of a sum of updates whose silos declared these sizes; its errors name no silo."""
         together, n = DeclaredSize(sum(s.train for s in sizes), sum(s.test for s in sizes)), len(sizes)
         noise, rows = {part: n * std for part, std in self.noise.items()}, self.noisy_rows
         rows = None if rows is None else NoisyRows(rows.length, n * rows.count, n * rows.value)
@@ -212,14 +212,14 @@ class UpdateCheck:
         return UpdateNorms(norms, rows, tuple(change.tolist()), tuple(tested.tolist()), self._decay(counted, silo))
 
     def _decay(self, weight: float, silo: str) -> float:
-        """Bound the share of a parameter that weight decay takes away in one round."""
+        """Bound the share of a parameter that weight decay removes in one round."""
         counted = self.rule("delta", False).weight is Weighing.EXAMPLES
         examples = weight if counted else self.sizes.get(silo, DeclaredSize()).train
         steps = most_steps(self.train, examples) if self.train.weight_decay else 0.0
         return min(1.0, self.train.lr * self.train.weight_decay * steps)
 
     def rule(self, name: str, per_row: bool) -> PartRule:
-        """Return what a part means; prototypes and what else has a weight per row count examples unless it says not."""
+        """Return a part's meaning; by default prototypes and other parts with a weight per row count examples."""
         if name in (HOSPITALS, BY_HOSPITAL):
             return PartRule(Weighing.ONCE)
         if name in (METRICS, OWN, PAIRED, *PERSONAL_PARTS):
@@ -229,7 +229,7 @@ class UpdateCheck:
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     def _weight(self, name: str, part: Part, silo: str) -> Tensor:
-        """Return the weight in float64, once it is within its range."""
+        """Return the weight in float64, after checking its range."""
         weight, slack = self._numbers(f"{name}.weight", part.weight), self._slack(name, part.weight)
         size, rule = self.sizes.get(silo, DeclaredSize()), self.rule(name, bool(weight.dim()))
         most = size.test if name in (METRICS, OWN, PAIRED) else size.train
@@ -249,7 +249,7 @@ class UpdateCheck:
         return self.noisy_rows if weight.dim() and name not in METRIC_PARTS else None
 
     def _slack(self, name: str, weight: Tensor) -> float:
-        """Return how far noise may carry a count; a weight of one number is no noisy count."""
+        """Return how far noise may move a count; a single weight is no noisy count."""
         std = self.noise.get(name, 0.0) if weight.dim() else 0.0
         return _SIGMAS * std if std else 0.0
 
@@ -264,7 +264,7 @@ class UpdateCheck:
     # ---- values ----------------------------------------------------------------------------------------------------
 
     def _values(self, name: str, part: Part, weight: Tensor, silo: str) -> Iterator[str]:
-        """Name the tensors of a total that are values; those that count something are checked at once."""
+        """Yield the names of a total's value tensors; counts are checked at once."""
         rule = self.rule(name, bool(weight.dim()))
         for key in part.total:
             if name in METRIC_PARTS or key in (rule.counts, rule.steps):
@@ -273,7 +273,7 @@ class UpdateCheck:
                 yield key
 
     def _square(self, name: str, key: str, total: Tensors, weight: Tensor, silo: str) -> Tensor:
-        """Return the sum of squares, per row where weights are; raises ProtocolError where it is not finite."""
+        """Return the sum of squares, per row if weights are; raises ProtocolError if it is not finite."""
         value = total[key] if weight.dim() else None
         rows = [blocks(total, key)] if value is None else map(split, value)
         sums = [sum_of_squares(row, lambda: self._unit(name, key)) for row in rows]
@@ -293,7 +293,7 @@ class UpdateCheck:
         return 2.0 ** -self.grid.frac_bits(self.grid.segment(name, key))
 
     def _check_clinical(self, part: Part, metrics: Part, silo: str) -> None:
-        """Check the clinical part against "metrics", which is checked by itself; neither is ever noisy."""
+        """Check the clinical part against "metrics", which is checked separately; neither is ever noisy."""
         weight = self._numbers(f"{CLINICAL_PART}.weight", part.weight)
         total = {key: self._numbers(CLINICAL_PART, part.total[key]) for key in part.total}
         correct = self._numbers(METRICS, metrics.total["correct"])
@@ -338,13 +338,13 @@ class UpdateCheck:
 
 
 def _sign(bias: Tensor, counts: Tensor) -> float:
-    """Return a number below 0 where a bias fell for a silo's own classes; 0 where that says nothing.
+    """Return a number below 0 if a bias fell for a silo's own classes; 0 without information.
 
-    The gradient of a cross-entropy lowers the bias of every class without an example, and all of them together stay
-    where they are: it rises on average for the classes of an honest silo, however logits are scaled. Which classes it
-    has, test examples say, which every update counts, and a class without one may have had some to train on. So
-    it is 0 where they are fewer than 20 or fewer than a fifth of the classes lack one, and below 0 only if the
-    covariance with the classes' shares is, too, in which a class of few examples hardly counts.
+    The gradient of a cross-entropy lowers the bias of every class without an example, and their sum does not change: it
+    rises on average for the classes of an honest silo, however logits are scaled. Test examples, counted in every
+    update, show which classes it has; a class without one may still have had training examples. So the result is 0 with
+    fewer than 20 test examples or if fewer than a fifth of the classes lack one, and below 0 only if the covariance
+    with the classes' shares is below 0, too, in which a class of few examples has little weight.
     """
     present = counts > 0
     lacked = len(counts) - int(present.sum())
@@ -366,7 +366,7 @@ def norms(part: str, tensors: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def _by_block(name: str, squares: Mapping[str, Tensor]) -> dict[str, float]:
-    """Sum squares of values and, apart, those of batch norm's statistics."""
+    """Sum squares of values and, separately, those of batch norm's statistics."""
     of_block: dict[str, list[float]] = {}
     for key, square in squares.items():
         of_block.setdefault(f"{name}.buffers" if key.endswith(BUFFERS) else name, []).append(float(square))
@@ -374,7 +374,7 @@ def _by_block(name: str, squares: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def most_steps(train: TrainConfig, examples: float) -> float:
-    """Bound the steps of one round, and how far they reach with momentum."""
+    """Bound the steps of one round, and their effect with momentum."""
     if not math.isfinite(examples):
         return math.inf
     planned = train.epochs * math.ceil(max(examples, 1.0) / train.batch_size)
@@ -382,9 +382,9 @@ def most_steps(train: TrainConfig, examples: float) -> float:
 
 
 def _within(what: str, value: Tensor, low: float, high: float, together: float, silo: str) -> None:
-    """Raise ProtocolError (E-RUN-43) unless all numbers are in their range, and their sum too where there are several.
+    """Raise ProtocolError (E-RUN-43) unless all numbers are in their range, and their sum too if there are several.
 
-    The room for rounding is that of float32 sums.
+    The tolerance is the rounding of float32 sums.
     """
     room = 1e-6 * max(1.0, abs(high)) if math.isfinite(high) else 0.0
     numbers, low = value.reshape(-1).tolist(), low or 0.0
@@ -396,7 +396,7 @@ def _within(what: str, value: Tensor, low: float, high: float, together: float, 
 
 
 def _within_noise(name: str, lengths: Tensor, weight: Tensor, noisy: NoisyRows, numbers: int, silo: str) -> None:
-    """Raise ProtocolError (E-RUN-43) where a row of so many numbers is longer than clip and noise make it."""
+    """Raise ProtocolError (E-RUN-43) if a row of so many numbers is longer than clip and noise permit."""
     for length, counted in zip(lengths.tolist(), weight.tolist(), strict=True):
         if counted > 0 and length > (most := noisy.longest(counted, numbers)):
             raise _refused(silo, f"a row of {name!r} of length {length:.3g}", f"at most {most:.3g}")

@@ -1,11 +1,11 @@
-"""Data by reference: parse it, check it, load it, or know its schema without having it.
+"""Data by reference: parse it, check it, load it, or return its schema without the data.
 
 sources/    one reader per source
 decoding/   from an image file's bytes to its pixels
 partition/  how examples are divided among silos
 
-`image_loader` decodes with all cores and keeps what came out; `references` has the names of all sources, `catalogue`
-what is known of the public ones.
+`image_loader` decodes with all cores and caches the results; `references` has the names of all sources, `catalogue`
+describes the public ones.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ SIZES = range(8, 2049)
 
 
 def _of_papers(module: str) -> arrays.Reader:
-    """Return a reader that only papers need: it lies on top of the core."""
+    """Return a reader that only papers need: it stands on the core."""
     return lambda name, root: load_by_name(f"consilium.research.datasets.{module}:read", name)(name, root)
 
 
@@ -90,7 +90,7 @@ FIXED: Mapping[str, Schema] = {
 
 @dataclass(frozen=True, slots=True)
 class DataRequest:
-    """What a run wants of data, whatever their source.
+    """A run's requirements on data from any source.
 
     classes: the label space, in order; None takes the data set's own   image_size: pixels; None takes its default
     window: (centre, width) of DICOM's grey values; None takes each file's own
@@ -115,11 +115,11 @@ ANY = DataRequest()
 def load(
     reference: str, request: DataRequest = ANY, *, data_root: Path | None = None, loader: ImageLoader | None = None
 ) -> SiloDataset:
-    """Load a silo's data, images lazily; existence and labels of all of them are verified first.
+    """Load a silo's data, images lazily; existence and labels of all of them are checked first.
 
-    data_root: where named data sets lie; None takes the environment variable CONSILIUM_DATA_ROOT
-    loader: decodes images and keeps them; None takes `image_loader.shared_loader`
-    Raises ConfigError (E-CFG-01, E-CFG-23) for what is asked, one DataError (E-DATA-..) for all that is wrong.
+    data_root: folder of named data sets; None takes the environment variable CONSILIUM_DATA_ROOT
+    loader: decodes and caches images; None takes `image_loader.shared_loader`
+    Raises ConfigError (E-CFG-01, E-CFG-23) on an invalid request, one DataError (E-DATA-..) for all faults of the data.
     """
     return load_all([reference], request, data_root=data_root, loader=loader)[0]
 
@@ -131,7 +131,7 @@ def load_all(
     data_root: Path | None = None,
     loader: ImageLoader | None = None,
 ) -> list[SiloDataset]:
-    """Load the data of many silos as `load`; a folder or a table that they share is read once, and decoded once."""
+    """Load the data of many silos as `load`; a shared folder or table is read and decoded only once."""
     scans, loaded = _Scans(), []
     for reference in references:
         index = _find(reference, data_root, request, scans)
@@ -145,10 +145,10 @@ def load_all(
 def check(
     reference: str, request: DataRequest = ANY, *, data_root: Path | None = None, deep: bool = False
 ) -> CheckReport:
-    """Look at a silo's data without training; the same settings as `load`.
+    """Check a silo's data without training; the same settings as `load`.
 
-    deep: decode every image to its end, and compare all of them. Raises where there is nothing to look at (E-DATA-02,
-    E-DATA-07); all other faults are in the report's `problems`, and so is a label space of one class.
+    deep: decode every image completely, and compare all of them. Raises if there is nothing to check (E-DATA-02,
+    E-DATA-07); all other faults are in the report's `problems`, including a label space of one class.
     """
     return check_all([reference], request, data_root=data_root, deep=deep)[0]
 
@@ -156,7 +156,7 @@ def check(
 def check_all(
     references: Sequence[str], request: DataRequest = ANY, *, data_root: Path | None = None, deep: bool = False
 ) -> list[CheckReport]:
-    """Look at the data of many silos as `check`; a folder or a table that they share is read once."""
+    """Check the data of many silos as `check`; a shared folder or table is read only once."""
     scans, reports = _Scans(), []
     few = list(request.classes) if request.classes is not None and len(request.classes) == 1 else []
     remedy = "Name all classes of the run"
@@ -171,7 +171,7 @@ def check_all(
 def schema_of(
     data: str, request: DataRequest = ANY, columns: Sequence[Column] = (), multi_label: bool = False
 ) -> Schema:
-    """Give the schema of a data set by its name (digits, cifar10, isic2019, folder, table, ...), without the data.
+    """Return the schema of a data set by its name (digits, cifar10, isic2019, folder, table, ...), without the data.
 
     Raises ConfigError: E-CFG-01 for an unknown name, E-CFG-23 for a hospital's own data without `classes`, or a table
     without `columns`.
@@ -205,12 +205,12 @@ def schema_of(
 
 
 def _fixed(source: str) -> Schema | None:
-    """Return the schema of a data set whose examples have one shape, ours or a loaded one."""
+    """Return the schema of a data set whose examples have one shape, built in or loaded."""
     return FIXED.get(source) or user_data.schema(source)
 
 
 def _check_settings(source: str, request: DataRequest, fewest: int = 2) -> None:
-    """Refuse what no data can give. fewest: classes that are taken."""
+    """Refuse impossible settings. fewest: minimum of classes."""
     classes, image_size, window = request.classes, request.image_size, request.window
     if classes is not None and (isinstance(classes, str) or not fewest <= len(classes) == len(set(classes))):
         raise ConfigError("E-CFG-23", f"classes: expected at least two different names, found {classes!r}: correct it")
@@ -256,7 +256,7 @@ def _place(ref: DataRef) -> tuple[Partitioner, int]:
 def _reader(source: str, root: Path | None) -> arrays.Reader | None:
     """Choose how a data set is read into memory; None for files that are decoded when first read.
 
-    CIFAR10 may lie there in either form; the published arrays win, and name themselves when neither is there.
+    CIFAR10 may be stored in either form; the published arrays win, and are named if neither exists.
     """
     if source == "cifar10" and root and not torchvision.located("cifar10", root):
         return None if image_folders.located("cifar10", root) else torchvision.read
@@ -264,7 +264,7 @@ def _reader(source: str, root: Path | None) -> arrays.Reader | None:
 
 
 class _Scans:
-    """What was read for one call of `load_all`: hospitals' own folders and tables, and their partitions."""
+    """Cached scans for one call of `load_all`: hospitals' own folders and tables, and their partitions."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, Path | None], SourceIndex | table.TableIndex] = {}

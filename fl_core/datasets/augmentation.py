@@ -1,4 +1,4 @@
-"""Augmentation that one generator decides: the same generator state gives the same images, in any process."""
+"""Augmentation from one generator: the same generator state gives the same images, in any process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Border = Literal["mirror", "black"]
 
 @dataclass(frozen=True, slots=True)
 class Augmentation:
-    """Bounds of what happens to one image; every draw is uniform and per image.
+    """Bounds of an image's augmentation; every draw is uniform and per image.
 
     Attributes:
         mirror: flip left-right with probability 1/2
@@ -23,8 +23,8 @@ class Augmentation:
         shift: share of the side, in [-shift, shift]
         brightness: added, in [-brightness, brightness]
         contrast: factor in [1 - contrast, 1 + contrast] about the image's mean
-        crop: pixels; the image is padded by so many on each side and a window of its own size is cut out at random
-        border: what `crop` pads with, "mirror" or "black"; rotation, scale and shift always mirror pixels in
+        crop: pixels of padding on each side, from which a window of the image's size is cut out at random
+        border: padding of `crop`, "mirror" or "black"; rotation, scale and shift always mirror pixels
     """
 
     mirror: bool = False
@@ -54,9 +54,9 @@ TINY = Augmentation(mirror=True, crop=4, border="black")
 def augmented(x: Tensor, how: Augmentation, generator: torch.Generator) -> Tensor:
     """Return new images (B, C, H, W) in [0, 1], drawn from `generator`; `x` is not changed.
 
-    generator: of the CPU, wherever `x` is, so that all devices move images alike.
-    Guarantees: equal generator states give equal images, on another device within float noise; all-zero bounds give
-    back the same images.
+    generator: on the CPU for any device of `x`, so that all devices transform images alike.
+    Guarantees: equal generator states give equal images, on another device within float noise; all-zero bounds give the
+    same images.
     """
     n = len(x)
     if n == 0:

@@ -1,4 +1,4 @@
-"""Looking at a source before any training: what is there, and everything that is wrong with it, in one report."""
+"""Checks of a source before training: its contents and all its faults, in one report."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ from fl_core.types.records import Schema
 
 SHOWN, IN_A_LINE = 50, 5
 ONE_IN = 100
-"""Of so many records one may be broken, and one of fewer: they are left out of a run, and more are refused."""
+"""One record in this many may be broken, or a single one of fewer: it is left out of a run, and more are refused."""
 MAX_KINDS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class CheckProblem:
-    """One kind of fault: its error code, what was expected and found, how often, the first names, what to do.
+    """One kind of fault: its error code, what was expected and found, how often, the first names, the remedy.
 
-    first: at most SHOWN names, of which the text has IN_A_LINE   records: each name is a record that the source lists
-    and that cannot be read, so that a few of them are left out of a run   names: how many there are, where a name may
-    stand for several.
+    first: at most SHOWN names, of which the text has IN_A_LINE   records: each name is a listed record that cannot be
+    read, so that a few of them are left out of a run   names: their number, if a name may stand for several.
     """
 
     code: str
@@ -56,14 +55,14 @@ class CheckProblem:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What was found in a source; `problems` is empty when a run may use it.
+    """The contents and faults of a source; a run may use it if `problems` is empty.
 
     Attributes:
         counts: examples per split and class, in the order of `classes`
-        sizes: (width, height) -> images, of a deep check alone
-        groups: number of privacy units (lesions, patients), None where the source names none
-        notes: facts that hinder nothing
-        unread: files that lie there and are no examples, by extension
+        sizes: (width, height) -> images, only of a deep check
+        groups: number of privacy units (lesions, patients), None if the source names none
+        notes: remarks that are no faults
+        unread: files that are no examples, by extension
     """
 
     origin: str
@@ -83,7 +82,7 @@ class CheckReport:
             raise DataError(self.problems[0].code, f"{self.origin} cannot be used as it is:{lines}")
 
     def require_usable(self) -> None:
-        """Raise as `require_sound`, unless all that is wrong are a few records that runs leave out."""
+        """Raise as `require_sound`, unless the only problems are a few records that runs leave out."""
         broken = sum(problem.count for problem in self.problems if problem.records)
         if any(not p.records for p in self.problems) or broken > allowed_broken(sum(map(sum, self.counts.values()))):
             self.require_sound()
@@ -93,7 +92,7 @@ class CheckReport:
 class Item:
     """One image of a source.
 
-    name: unique within the source, independent of where the source lies   size: in bytes, where listing told it
+    name: unique within the source, independent of the source's path   size: in bytes, if the listing had it
     """
 
     path: Path
@@ -106,10 +105,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class SourceIndex:
-    """All that a source says of itself, before any pixel is read; items of unknown classes are left in.
+    """A source's own description, before any pixel is read; items of unknown classes are included.
 
-    public: the official test images, where a silo's own test images were held out of its training images
-    labels: what made the items' labels of the hospital's own
+    public: the official test images, if a silo's own test images were held out of its training images
+    labels: translates the hospital's own labels
     """
 
     origin: str
@@ -122,7 +121,7 @@ class SourceIndex:
     labels: Translator = field(default_factory=Translator)
 
     def report(self) -> CheckReport:
-        """Count, and find what every kind of source can have wrong: unknown classes, empty splits, split groups."""
+        """Count the examples, and find faults of every kind of source: unknown classes, empty splits, split groups."""
         counts = self._counts()
         groups = {item.group for item in self.items} - {None}
         return CheckReport(
@@ -141,7 +140,7 @@ class SourceIndex:
         return {split: tuple(tally[split, c] for c in self.classes) for split in SPLITS}
 
     def deep_report(self, window: Window | None = None) -> CheckReport:
-        """Report on every image as well: that it is read to its end, its size, and whether others have its pixels."""
+        """Also check every image: whether it can be read completely, its size, and duplicates of its pixels."""
         report = self.report()
         with ThreadPoolExecutor(cores()) as pool:
             results = list(pool.map(lambda item: _measure(item.path, window), self.items))
@@ -167,7 +166,7 @@ class SourceIndex:
         )
 
     def dataset(self, transform: ImageTransform, loader: ImageLoader | None = None) -> SiloDataset:
-        """Make the examples, also of a few files that cannot be read; raises DataError on any other problem."""
+        """Create the examples, also with a few unreadable files; raises DataError on any other problem."""
         report = self.report()
         report.require_usable()
         size = transform.size
@@ -180,7 +179,7 @@ class SourceIndex:
         return SiloDataset(schema, train, test, self.origin, report.fingerprint, public, dictionary, records)
 
     def has_problems(self) -> bool:
-        """Tell whether `report` would say more than which records cannot be read, without looking at a file."""
+        """Tell whether `report` would list more than unreadable records, without opening a file."""
         faults = self.labels.dictionary.faults
         other = any(not p.records for p in self.problems)
         return bool(other or faults or self._unknown() or self._empty() or self._ungrouped())
@@ -195,7 +194,7 @@ class SourceIndex:
         return federation.partition(labels[0], labels[1], len(self.classes))
 
     def subset(self, share: SiloIndices, origin: str) -> SourceIndex:
-        """Keep one share of `shares`; where it holds out training images as its own test, the test split is public."""
+        """Keep one share of `shares`; if it holds out training images as its own test, the test split is public."""
         train, test = ([item for item in self.items if item.split is split] for split in SPLITS)
         kept = [train[i] for i in share.train] + [test[i] for i in share.test]
         kept += [replace(train[i], split=Split.TEST) for i in share.held_out]
@@ -245,7 +244,7 @@ class SourceIndex:
         return problem("E-DATA-08", "splits without any usable image", empty, "Give both splits images")
 
     def _ungrouped(self) -> tuple[CheckProblem, ...]:
-        """Refuse groups for some images only: the privacy unit of the others would be unknown."""
+        """Refuse groups for only some images: the privacy unit of the others would be unknown."""
         ungrouped = [item.name for item in self.items if item.group is None]
         if len(ungrouped) == len(self.items):
             return ()
@@ -260,7 +259,7 @@ def allowed_broken(n: int) -> int:
 def problem(
     code: str, what: str, names: Sequence[str], remedy: str, count: int | None = None, records: bool = False
 ) -> tuple[CheckProblem, ...]:
-    """Make a problem of these names, or nothing when there are none; count: when a name stands for several."""
+    """Create a problem for these names, or nothing if there are none; count: if a name stands for several."""
     number = len(names) if count is None else count
     return (CheckProblem(code, what, number, tuple(names[:SHOWN]), remedy, records, len(names)),) if names else ()
 
@@ -285,7 +284,7 @@ def dictionary_problems(labels: Translator) -> tuple[CheckProblem, ...]:
 
 
 def require_one_class(labels: Translator) -> None:
-    """Raise ConfigError (E-CFG-23) where records of coarse labels would have to be divided by class."""
+    """Raise ConfigError (E-CFG-23) if records with coarse labels would have to be divided by class."""
     if labels.coarse:
         raise ConfigError(
             "E-CFG-23",
@@ -303,7 +302,7 @@ def groups_in_both_splits(items: Sequence[Item]) -> list[str]:
 class _Measured(NamedTuple):
     """One image: its pixels' digest, and (width, height).
 
-    dark: it is next to black in the range of its values   square: its pixels are
+    dark: nearly black in the range of its values   square: its pixels are
     """
 
     key: str
@@ -325,7 +324,7 @@ def _measure(path: Path, window: Window | None) -> _Measured | str:
 
 
 def _twins(measured_items: Sequence[tuple[Item, _Measured]]) -> tuple[tuple[CheckProblem, ...], tuple[str, ...]]:
-    """Find images whose pixels are the same: problems where they lie in both splits or classes, else a note."""
+    """Find images with the same pixels: problems if they are in both splits or several classes, otherwise a note."""
     by_key: dict[str, list[Item]] = {}
     for item, measured in measured_items:
         by_key.setdefault(measured.key, []).append(item)
@@ -367,7 +366,7 @@ def by_extension(paths: Iterable[Path]) -> dict[str, int]:
 
 
 def _bytes(path: Path) -> int:
-    """Return a file's size, -1 where it is gone."""
+    """Return a file's size, -1 if it is missing."""
     try:
         status = path.stat()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What a source of data gives a silo: examples of both splits, their public schema, and a fingerprint."""
+"""A silo's data from any source: examples of both splits, their public schema, and a fingerprint."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fl_core.types.records import Schema
 from fl_core.types.values import Examples
 
 SPLITS = (Split.TRAIN, Split.TEST)
-"""The splits that a hospital's own data has."""
+"""The splits of a hospital's own data."""
 
 
 class ListedRecord(NamedTuple):
-    """A record in a file, as its source lists it; group: empty without one   size: in bytes, -1 where it is gone."""
+    """A record in a file, as its source lists it; group: empty without one   size: in bytes, -1 if it is missing."""
 
     name: str
     label: str

@@ -24,9 +24,9 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 class ImageTransform:
     """From a file to x (3, size, size).
 
-    size:   pixels of a side of x
+    size: side of x in pixels
     margin: the shorter side is first resized to round(margin * size), from which a square of `size` is cropped: the
-            centre, or at random when augmented. FLamby: 224 / 200.
+    centre, or at random for augmentation. FLamby: 224 / 200.
     mean, std: per channel, of x in [0, 1]
     window: of DICOM's grey values, the same at every hospital of a run; None: each file's own (`decoding.dicom`)
     """
@@ -40,14 +40,15 @@ class ImageTransform:
 
     @property
     def stored(self) -> int:
-        """Return the side of the square that is kept before the last crop."""
+        """Return the side of the cached square, before the last crop."""
         return round(self.size * self.margin)
 
 
 class ImageExamples(Examples):
-    """Examples in image files, decoded when first read; loader: decodes and keeps them, shared by all that have it.
+    """Examples in image files, decoded when first read; loader: decodes and caches them, shared.
 
-    Guarantees: loader and number of threads change no result; a file that cannot be read names itself (E-DATA-04).
+    Guarantees: loader and number of threads do not change results; the error of an unreadable file names it
+    (E-DATA-04).
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class ImageExamples(Examples):
         return (x - mean) / std
 
     def stored(self, index: Tensor) -> Tensor:
-        """Return the squares (B, 3, stored, stored) uint8, in the state in which each file was first met."""
+        """Return the squares (B, 3, stored, stored) uint8, of each file's state when it was first read."""
         wanted = index.tolist()
         for i in wanted:
             if i not in self._seen:
@@ -97,7 +98,7 @@ class ImageExamples(Examples):
         return torch.from_numpy(squares).permute(0, 3, 1, 2).contiguous()
 
     def without(self, broken: Collection[int]) -> ImageExamples:
-        """Return the same examples, each in the state in which it was met, but for those at some positions."""
+        """Return the same examples, each in its first state, except those at some positions."""
         kept = [i for i in range(len(self)) if i not in broken]
         groups = None if self.groups is None else tuple(self.groups[i] for i in kept)
         paths, labels = [self.paths[i] for i in kept], self.labels[torch.tensor(kept, dtype=torch.long)]
@@ -106,7 +107,7 @@ class ImageExamples(Examples):
         return fewer
 
     def _crop(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Cut out (size, size): the middle, or anywhere."""
+        """Cut out (size, size): the centre, or at random."""
         size, slack = self._transform.size, self._transform.stored - self._transform.size
         if slack == 0 or len(x) == 0:
             return x[..., :size, :size]

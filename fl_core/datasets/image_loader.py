@@ -1,4 +1,4 @@
-"""Decoding many image files with all cores, and a bounded cache of what came out."""
+"""Decoding many image files with all cores, and a bounded cache of the results."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from fl_core.errors import ConfigError
 log = logging.getLogger(__name__)
 
 CACHE_BYTES = 4 << 30
-"""What is kept by default: 28,000 squares of 224 pixels."""
+"""Default size of the cache: 28,000 squares of 224 pixels."""
 RESERVE_BYTES = 2 << 30
-"""Of the disk, that the cache leaves free."""
+"""Disk space that the cache leaves free."""
 _BYTES, _FOLDER = "CONSILIUM_IMAGE_CACHE_BYTES", "CONSILIUM_IMAGE_CACHE_FOLDER"
 _LOOK_EVERY = 64 << 20
 
@@ -36,7 +36,7 @@ Pixels = NDArray[np.uint8]
 
 
 class SquareKey(NamedTuple):
-    """One state of one file, and the square that is made of it. changed_ns: ctime, which no program can set."""
+    """One state of one file, and the square made from it. changed_ns: ctime, which programs cannot set."""
 
     path: str
     bytes: int
@@ -47,7 +47,7 @@ class SquareKey(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> SquareKey | None:
-        """Look at a file without reading it; None where that cannot be."""
+        """Stat a file without reading it; None if that fails."""
         try:
             status = path.stat()
         except (OSError, ValueError):
@@ -56,14 +56,14 @@ class SquareKey(NamedTuple):
 
 
 class ImageFormat(NamedTuple):
-    """What a square is made with: its side in pixels, and the window of DICOM's grey values."""
+    """The format of a square: its side in pixels, and the window of DICOM's grey values."""
 
     side: int
     window: Window | None = None
 
 
 class _CacheFile:
-    """The squares of one form, in a file without a name."""
+    """The squares of one format, in a file without a name."""
 
     def __init__(self, folder: Path | None) -> None:
         self.file: IO[bytes] = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - lives as long as the loader
@@ -72,13 +72,13 @@ class _CacheFile:
 
 
 class ImageLoader:
-    """Decodes files to squares with one thread per core, and keeps the squares in a temporary file. Thread-safe.
+    """Decodes files to squares with one thread per core, and caches the squares in a temporary file. Thread-safe.
 
-    folder: of that file, the system's for temporary files by default   cache_bytes: the most that is kept, 0: nothing
+    folder: of that file, by default the system's for temporary files   cache_bytes: size limit, 0: no cache
     threads: 0 for as many as this process has cores
-    Guarantees: the file has no name and mode 0600, so nobody else opens it and it is gone when the process ends,
-    however that is; neither cache nor threads change a bit of a result; a file that changed is decoded again; a full
-    disk ends the keeping, never the work. Pillow decodes without Python's lock, so threads do.
+    Guarantees: the file has no name and mode 0600, so nobody else opens it and it disappears when the process ends, in
+    any way; neither cache nor threads change a bit of a result; a changed file is decoded again; a full disk ends the
+    caching, never the work. Pillow decodes without Python's lock, so threads help.
     """
 
     def __init__(self, folder: Path | None = None, cache_bytes: int = CACHE_BYTES, threads: int = 0) -> None:
@@ -90,7 +90,7 @@ class ImageLoader:
         self._stopped = cache_bytes <= 0
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Go to another process as settings alone."""
+        """Pickle only the settings."""
         return ImageLoader, (self.folder, self.cache_bytes, self.threads)
 
     @property
@@ -98,7 +98,7 @@ class ImageLoader:
         return sum(shelf.size for shelf in self._shelves.values())
 
     def forget(self) -> None:
-        """Drop what is kept."""
+        """Clear the cache."""
         with self._lock:
             for shelf in self._shelves.values():
                 shelf.file.close()
@@ -162,7 +162,7 @@ class ImageLoader:
             shelf.size += pixels.nbytes
 
     def _make_room(self, size: int, form: ImageFormat) -> bool:
-        """Make room by dropping squares of other forms, the least recently used first; False when there is none."""
+        """Make room by dropping squares of other formats, the least recently used first; False if there is none."""
         while self.kept_bytes + size > self.cache_bytes:
             oldest = next(iter(self._shelves), form)
             if oldest == form:
@@ -179,7 +179,7 @@ class ImageLoader:
 
 
 def square(path: Path, form: ImageFormat) -> Pixels:
-    """Decode a file to its middle square (side, side, 3), whose side is the image's shorter one, resized."""
+    """Decode a file to its central square (side, side, 3), resized; its side is the image's shorter one."""
     image, size = open_image(path, form.window), (form.side, form.side)
     return np.array(ImageOps.fit(image, size, method=Image.Resampling.BILINEAR))
 
@@ -191,10 +191,10 @@ def cores() -> int:
 
 @cache
 def shared_loader() -> ImageLoader:
-    """Return the loader of whoever brings none: one for the whole process, so that a simulation decodes once.
+    """Return the default loader: one for the whole process, so that a simulation decodes once.
 
-    CONSILIUM_IMAGE_CACHE_BYTES (0: off) and CONSILIUM_IMAGE_CACHE_FOLDER set its bound and its place; raises
-    ConfigError (E-CFG-02) on others than a whole number and a folder.
+    CONSILIUM_IMAGE_CACHE_BYTES (0: off) and CONSILIUM_IMAGE_CACHE_FOLDER set its size and its folder; raises
+    ConfigError (E-CFG-02) unless they are a whole number and a folder.
     """
     text, folder = os.environ.get(_BYTES, str(CACHE_BYTES)), os.environ.get(_FOLDER)
     if not text.isdecimal():

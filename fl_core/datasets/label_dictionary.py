@@ -36,7 +36,7 @@ _SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class LabelEntry:
-    """What a name stands for: one class, a set of classes, or none; and the line that says so."""
+    """The meaning of a name: one class, a set of classes, or none; and its line in the file."""
 
     classes: tuple[str, ...]
     line: int
@@ -51,14 +51,14 @@ class LabelDictionary:
 
     @property
     def digest(self) -> str:
-        """Return the BLAKE3 of what the table says, in hex, whatever its order and comments; empty without an entry."""
+        """Return the BLAKE3 of the entries, in hex, independent of order and comments; empty without entries."""
         if not self.entries:
             return ""
         classes_by_name = {name: sorted(entry.classes) for name, entry in self.entries.items()}
         return blake3(json.dumps(classes_by_name, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def is_coarse(self, classes: Collection[str] | None = None) -> bool:
-        """Tell whether it has a coarse label of classes of a run, of any without; whatever the records are."""
+        """Tell whether it has a coarse label of a run's classes, or of any if None; whatever the records are."""
         sets = [set(entry.classes) for entry in self.entries.values() if len(entry.classes) > 1]
         return any(classes is None or coarse <= set(classes) for coarse in sets)
 
@@ -67,14 +67,14 @@ NO_DICTIONARY = LabelDictionary()
 
 
 def read_dictionary(folder: Path) -> LabelDictionary:
-    """Read the table that lies in a folder; an empty one where there is none.
+    """Read the table in a folder; an empty one if there is none.
 
-    Raises DataError (E-DATA-07) on a file that is no TOML of this form; lines that mean nothing are its `faults`.
+    Raises DataError (E-DATA-07) on a file that is no TOML of this form; lines without a meaning are its `faults`.
     """
     file = folder / FILE
     try:
         text = composed(read_text(file, _MAX_BYTES))
-        raw = tomllib.loads(f"{text}\n")  # else a fault of the last line is one "at end of document"
+        raw = tomllib.loads(f"{text}\n")  # otherwise a fault in the last line is reported "at end of document"
     except FileNotFoundError:
         return NO_DICTIONARY
     except (OSError, ValueError, RecursionError) as error:
@@ -122,12 +122,12 @@ def _lines(text: str) -> dict[str, int]:
 
 
 class Translator:
-    """Translates the labels of one source, and remembers what became of them."""
+    """Translates the labels of one source, and counts the results."""
 
     def __init__(self, dictionary: LabelDictionary = NO_DICTIONARY) -> None:
         self.dictionary = dictionary
         self.coarse: dict[str, tuple[str, ...]] = {}
-        """What stands in the place of a class for a coarse label, and the classes that it may be."""
+        """The text that stands for a coarse label -> the classes that it may be."""
         self.counted = "records"
         self._renamed, self._unused = Counter[str](), Counter[str]()
         self._trained, self._tested = Counter[str](), Counter[str]()
@@ -136,7 +136,7 @@ class Translator:
     def __call__(self, label: str, split: Split | None = None) -> str | None:
         """Return a label's class, or the text of a coarse one; None for a record that is left out.
 
-        A coarse label leaves test records out; split: None where it is not chosen yet.
+        Test records with a coarse label are left out; split: None if it is not chosen yet.
         """
         entry = self.dictionary.entries.get(label)
         if entry is None:
@@ -157,16 +157,16 @@ class Translator:
         return text
 
     def space(self, labels: Collection[str]) -> list[str]:
-        """Return the classes that a hospital's own labels stand for, in the order of the alphabet."""
+        """Return the classes of a hospital's own labels, in alphabetical order."""
         entries = {label: self.dictionary.entries.get(label) for label in labels}
         return sorted({c for label, entry in entries.items() for c in ((label,) if entry is None else entry.classes)})
 
     def fits(self, label: str, classes: Collection[str]) -> bool:
-        """Tell whether a translated label is a class of a run, or coarse for classes that all are."""
+        """Tell whether a translated label is a class of a run, or coarse with only such classes."""
         return label in classes or (label in self.coarse and set(self.coarse[label]) <= set(classes))
 
     def target(self, label: str, classes: Sequence[str]) -> int:
-        """Encode a translated label that fits; raises DataError (E-DATA-05) on a class too far behind for a set."""
+        """Encode a fitting translated label; raises DataError (E-DATA-05) on a class beyond the limit of a set."""
         if label in classes:
             return classes.index(label)
         places = [classes.index(c) for c in self.coarse[label]]
@@ -179,7 +179,7 @@ class Translator:
         return one_of(places)
 
     def notes(self) -> tuple[str, ...]:
-        """Say what the table does, with its lines."""
+        """Describe the effects of the table, with its lines."""
         entries = self.dictionary.entries
         if not entries:
             return ()
@@ -199,7 +199,7 @@ class Translator:
         return tuple(notes)
 
     def where(self, label: str, classes: Sequence[str]) -> str:
-        """Say which lines gave a translated label, and what may have been meant; empty where it is the record's own."""
+        """Describe the lines behind a translated label, and a likely intention; empty if it is the record's own."""
         lines = [e.line for n, e in self.dictionary.entries.items() if n in self._met and _text(e.classes) == label]
         if not lines:
             return ""

@@ -1,6 +1,6 @@
-"""From an image file to what a model takes, for files of nobody's data set: as hospitals do it in training, and said.
+"""The preprocessing of any image file for a model: the same as in training, and described in words.
 
-One rule, which the reader of a model card reads as a sentence and `consilium predict` carries out.
+One rule: a sentence for the readers of a model card, executed by `consilium predict`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LUMA = (19595, 38470, 7471)
 
 
 def normalisation(data: str) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the mean and the standard deviation per channel that a data set's images are normalised by, if any."""
+    """Return the mean and the standard deviation per channel of a data set's normalisation, if any."""
     if data in _FILES:
         return IMAGENET_MEAN, IMAGENET_STD
     published = PUBLISHED.get(data) or registry.loaded("data", data)
@@ -50,13 +50,13 @@ class Preprocessing:
         return len(shape) == 3 and shape[0] in (1, 3) and shape[1] == shape[2] and not self.schema.columns
 
     def examples(self, files: Sequence[Path], loader: ImageLoader) -> Examples:
-        """Return image files as examples without a label (-1), decoded when read; that raises DataError (E-DATA-04)."""
+        """Return image files as unlabelled examples (-1), decoded when read, which raises DataError (E-DATA-04)."""
         labels = torch.full((len(files),), -1)
         kind = ImageExamples if self.schema.shape[0] == 3 else _GreyExamples
         return kind(files, labels, self._transform, loader=loader)
 
     def sentence(self, graph: bool = False) -> str:
-        """Say in words what `examples` does. graph: mean and standard deviation are inside the exported graph."""
+        """Describe `examples` in words. graph: mean and standard deviation are inside the exported graph."""
         if columns := self.schema.columns:
             return (
                 f"each row's {len(columns)} columns become {width(columns)} numbers by the ranges and categories that "
@@ -83,7 +83,7 @@ class Preprocessing:
         return f"{self._dicom()}{'; '.join(steps)}"
 
     def _dicom(self) -> str:
-        """Say through which window DICOM is seen, where hospitals' own files were."""
+        """Describe the window of DICOM values, for hospitals' own files."""
         if self.data not in ("folder", "manifest"):
             return ""
         if (window := self.schema.window) is None:

@@ -1,4 +1,4 @@
-"""References: the short text by which a hospital or a simulation names its data.
+"""References: the short texts that name data of a hospital or a simulation.
 
 | reference               | data                                                                            |
 |-------------------------|---------------------------------------------------------------------------------|
@@ -140,7 +140,7 @@ def _parse_silo(text: str, reference: str) -> tuple[Partitioner, int]:
 
 
 def _hint(reference: str) -> str:
-    """Say what was meant: what lies there, or the nearest name."""
+    """Guess the intention: an existing path, or the nearest name."""
     path = Path(reference).expanduser()
     with suppress(OSError, ValueError):
         if path.is_dir() and reference.strip():
@@ -153,7 +153,7 @@ def _hint(reference: str) -> str:
 
 
 def federation(data: str, federation: str) -> list[str]:
-    """Name the references of all silos of a simulated federation; raises ConfigError (E-CFG-01).
+    """Return the references of all silos of a simulated federation; raises ConfigError (E-CFG-01).
 
     ("digits", "p5c2") -> ["digits/p5c2/0", ...]; ("isic2019", "centers-1-2") -> ["isic2019/center1", ...];
     ("folder:/data/cifar10", "p5c2") -> ["folder:/data/cifar10#p5c2/0", ...].

@@ -1,6 +1,6 @@
 """A folder of images, one subfolder per class: `PATH/<class>/**/*.jpg`, or `PATH/{train,test}/<class>/**/*.jpg`.
 
-What systems, file servers and archives leave there is nobody's: hidden files, `NOT_OURS`, the index of a DICOM disk.
+Files of operating systems, file servers and archives are ignored: hidden files, `NOT_OURS`, the index of a DICOM disk.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ DEFAULT_SIZE = 224
 TEST_SHARE = 0.2
 _SYSTEMS = frozenset({"__macosx", "lost+found", "found.000", "system volume information", "recycler", "$recycle.bin"})
 NOT_OURS = _SYSTEMS | {"#recycle", "#snapshot", "@eadir", "@recycle", "@recently-snapshot"}
-"""Names of folders, in small letters, that no hospital made: thumbnails, bins, snapshots."""
+"""Lower-case names of folders that no hospital made: thumbnails, bins, snapshots."""
 LEVELS = {"train": Split.TRAIN, "training": Split.TRAIN, "test": Split.TEST, "testing": Split.TEST}
-"""Names of folders, in small letters, that divide images and are no class."""
+"""Lower-case names of folders that divide images and are no class."""
 _INDEX = "dicomdir"
 
 
@@ -40,10 +40,10 @@ def transform(image_size: int | None, window: Window | None = None) -> ImageTran
 
 
 def scan(root: Path, classes: Sequence[str] | None) -> SourceIndex:
-    """List a folder; raises DataError (E-DATA-02) when there is no such folder or nothing in it.
+    """List a folder; raises DataError (E-DATA-02) if it does not exist or is empty.
 
-    Without a train/ and test/ level a stratified fifth of each class is held out, chosen by a hash of the file
-    names: the same images on every machine, and nearly the same after images are added.
+    Without a train/ and test/ level a stratified fifth of each class is held out, chosen by a hash of the file names:
+    the same images on every machine, and nearly the same after images are added.
     """
     if not root.is_dir():
         raise DataError("E-DATA-02", f"expected a folder of class subfolders at {root}, found none: check the path")
@@ -102,7 +102,7 @@ def listed(root: Path, level: Path, split: Split) -> list[Item]:
 
 
 class FolderContents(NamedTuple):
-    """What lies below a folder, whatever its subfolders are called: images, other files, what cannot be entered."""
+    """The contents of a folder with any subfolders: images, other files, unreadable entries."""
 
     images: list[Path]
     unread: list[Path]
@@ -110,14 +110,14 @@ class FolderContents(NamedTuple):
 
 
 def list_images(root: Path) -> FolderContents:
-    """List a folder of images that have no class."""
+    """List a folder of images without classes."""
     tree = _Tree(root)
     images = [root / name for name, _ in tree.images(root)]
     return FolderContents(images, sorted(tree.unread), tree.problems())
 
 
 class _Tree:
-    """What lies below a folder, each folder read once. Hidden files are nobody's; links to folders are not followed."""
+    """The contents of a folder; subfolders are read once, hidden files ignored, links to folders not followed."""
 
     def __init__(self, root: Path) -> None:
         self._root, self._skip = root, len(str(root / "x")) - 1
@@ -174,7 +174,7 @@ class _Tree:
         )
 
     def _level(self, folder: Path) -> list[os.DirEntry[str]]:
-        """Return what lies in a folder of class subfolders, which is asked for more than once."""
+        """Return the contents of a folder of class subfolders, cached."""
         if folder not in self._levels:
             self._levels[folder] = self._entries(str(folder))
         return self._levels[folder]
@@ -193,7 +193,7 @@ class _Tree:
         return skipped
 
     def _size_of_image(self, entry: os.DirEntry[str]) -> int | None:
-        """Return the bytes of a file that is an image; None for another, which is noted. One look at each file."""
+        """Return the bytes of an image file; None for another, which is recorded. Each file is checked once."""
         try:
             status = entry.stat()
         except OSError:
@@ -210,7 +210,7 @@ class _Tree:
 
 
 def _is_other_dicom(entry: os.DirEntry[str]) -> bool:
-    """Tell by the mark, or by a first tag: a file that lacks the mark is named when it is decoded."""
+    """Tell by the mark, or by a first tag; a file that lacks the mark is reported when it is decoded."""
     path = Path(entry.path)
     return entry.name.lower() != _INDEX and (is_dicom(path) or lacks_preamble(path))
 
@@ -225,7 +225,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 def _hold_out(items: list[Item], coarse: Collection[str]) -> list[Item]:
     """Turn the fifth of each class with the smallest name hashes into test examples; one of two, none of one.
 
-    Coarse labels are trained on alone.
+    Coarse labels are only trained on.
     """
     test: set[str] = set()
     for label in {item.label for item in items} - set(coarse):

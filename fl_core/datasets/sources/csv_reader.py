@@ -12,11 +12,11 @@ from fl_core.errors import DataError
 
 Row = Mapping[str, str]
 MAX_BYTES = 4 << 30
-"""Of one table."""
+"""Size limit of one table."""
 
 
 class CsvTable(NamedTuple):
-    """A CSV file: its rows with the line where each ends, and the lines whose number of cells is not the header's."""
+    """A CSV file: its rows with the line where each ends, and the lines of another length than the header."""
 
     header: tuple[str, ...]
     rows: list[tuple[int, Row]]
@@ -39,7 +39,7 @@ def read_table(file: Path, required: Sequence[str]) -> list[Row]:
 
 
 def read_rows(file: Path, required: Sequence[str]) -> CsvTable:
-    """Read as `read_table`, and return the lines of another length instead of refusing all for them."""
+    """Read as `read_table`, and return the lines of another length instead of refusing the file."""
     header: list[str] = []
     rows: list[tuple[int, Row]] = []
     ragged: list[int] = []
@@ -74,7 +74,7 @@ _DELIMITERS = {";": "semicolons (;)", "\t": "tabs", "|": "vertical bars (|)"}
 
 
 def require_commas(file: Path, header: Sequence[str]) -> None:
-    """Raise DataError (E-DATA-07) where something else separates the cells of a header, which was read as one cell."""
+    """Raise DataError (E-DATA-07) if the header was read as one cell, since its separators are not commas."""
     if other := next((name for sign, name in _DELIMITERS.items() if len(header) == 1 and sign in header[0]), ""):
         raise DataError(
             "E-DATA-07",
@@ -84,7 +84,7 @@ def require_commas(file: Path, header: Sequence[str]) -> None:
 
 
 def lines_of(file: Path) -> Iterator[tuple[int, list[str]]]:
-    """Give a CSV file's rows that hold anything, one after the other, with stripped cells and the line of their end."""
+    """Yield a CSV file's non-empty rows, with stripped cells and their last line."""
     try:
         if (size := file.stat().st_size) > MAX_BYTES:
             raise DataError("E-DATA-07", f"expected at most {MAX_BYTES} bytes in {file}, found {size}: divide it")

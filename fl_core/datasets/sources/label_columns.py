@@ -1,7 +1,7 @@
-"""The columns of a table that say of each label whether it was found, and what they are to a run's labels.
+"""The columns of a table that state for each label whether it was found, and their meaning for a run's labels.
 
-A cell is 1, true or yes where the label was found, 0, false or no where it was looked for and not found, and empty
-where nobody looked. A label of the run without a column here is unknown in every row.
+A cell is 1, true or yes if the label was found, 0, false or no if it was looked for and not found, and empty if nobody
+looked. A label of the run without a column here is unknown in every row.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ TRUTH: Mapping[str, bool] = {
     **dict.fromkeys(("true", "yes", "1", "1.0"), True),
     **dict.fromkeys(("false", "no", "0", "0.0"), False),
 }
-"""What a cell of yes or no may hold, in small letters."""
+"""Valid cells of yes or no, in lower case."""
 
 
 def read_label(cell: str, missing: frozenset[str]) -> int:
-    """Return what a cell says of a label; raises ValueError, without the cell, on anything else."""
+    """Return the meaning of a cell; raises ValueError, without the cell, on anything else."""
     if cell in missing:
         return UNKNOWN
     if (truth := TRUTH.get(cell.lower())) is None:
@@ -34,15 +34,15 @@ def read_label(cell: str, missing: frozenset[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LabelColumns:
-    """What was read. names: the labels that columns are translated to; rows: (N, columns) int64."""
+    """The columns that were read. names: labels that the columns are translated to; rows: (N, columns) int64."""
 
     names: tuple[str, ...]
     rows: Tensor
 
     def targets(self, classes: Sequence[str]) -> Tensor:
-        """Return (N, L) of a run's labels. Of columns for one label it was found where any found it.
+        """Return (N, L) of a run's labels. With several columns for a label, it was found if any column found it.
 
-        Else it is unknown where any of them did not look: the others do not say that it was not there.
+        Otherwise it is unknown if any of them did not look, since it may have been there.
         """
         targets = torch.full((len(self.rows), len(classes)), UNKNOWN, dtype=torch.int64)
         for k, label in enumerate(classes):
@@ -56,7 +56,7 @@ class LabelColumns:
         return LabelColumns(self.names, self.rows[torch.tensor(kept, dtype=torch.int64)])
 
     def notes(self, classes: Sequence[str]) -> tuple[str, ...]:
-        """Say how often each label was looked for."""
+        """Describe how often each label was looked for."""
         targets = self.targets(classes)
         looked = (targets != UNKNOWN).sum(0).tolist()
         none = [name for name, n in zip(classes, looked, strict=True) if not n]
@@ -71,7 +71,7 @@ class LabelColumns:
 
 
 def translated_columns(names: Sequence[str], labels: Translator) -> tuple[str | None, ...]:
-    """Return what each column is to runs, None where it is not used; raises DataError (E-DATA-07) on a coarse label."""
+    """Return each column's label in runs, None if it is not used; raises DataError (E-DATA-07) on a coarse label."""
     labels.counted = "columns"
     translated = tuple(labels(name) for name in names)
     if coarse := [text for text in translated if text in labels.coarse]:

@@ -1,7 +1,7 @@
 """A table of patients or visits, CSV or Parquet, with its declared schema beside it (`table_schema`).
 
-Rows become numbers by the declared ranges alone (`Column`): nothing is estimated from the records, so nothing of them
-is in how they are scaled. A cell that the schema does not allow is a fault of its row, named by line and column.
+Rows become numbers only by the declared ranges (`Column`): nothing is estimated from the records, so scaling reveals
+nothing about them. A cell that the schema does not allow is a fault of its row, reported by line and column.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ TEST_SHARE = 0.2
 
 
 class TableExamples(TensorExamples):
-    """Rows as numbers. content_names: what each row is, whatever the schema or the label space of a run.
+    """Rows as numbers. content_names: each row's content, independent of a run's schema or label space.
 
-    columns: what the numbers of a row are   other_names: what earlier versions called these rows, in any storage.
+    columns: of the numbers of a row   other_names: earlier versions' names of these rows, in any storage.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TableIndex:
     """A table that was read. x: (N, d) float32; labels, splits, groups, names: of each row.
 
     columns: of several labels at once; `labels` then names them all   other_names: of each row, as `TableExamples`
-    earlier: reads the table as 0.1.0 did, where that names a row otherwise.
+    earlier: reads the table as 0.1.0 did, if that names a row differently.
     """
 
     origin: str
@@ -126,7 +126,7 @@ class TableIndex:
         )
 
     def dataset(self) -> SiloDataset:
-        """Make the examples; raises DataError when the report has a problem."""
+        """Create the examples; raises DataError if the report has a problem."""
         report = self.report()
         report.require_sound()
         train, test = map(self._examples, self._halves())
@@ -144,7 +144,7 @@ class TableIndex:
         return torch.tensor([targets_of[label] for label in self.labels], dtype=torch.int64)
 
     def _counted(self) -> Tensor:
-        """Encode the rows for a report: of a label that is no class as `UNKNOWN`, which no class is."""
+        """Encode the rows for a report: a label that is no class as `UNKNOWN`, which is no class."""
         if self.columns is not None:
             return self._targets()
         positions = {c: k for k, c in enumerate(self.classes)}
@@ -160,7 +160,7 @@ class TableIndex:
         return bool(self.report().problems)
 
     def shares(self, federation: Partitioner) -> list[SiloIndices]:
-        """Divide the rows; raises ConfigError (E-CFG-23) by classes where rows have several labels or coarse ones."""
+        """Divide the rows; raises ConfigError (E-CFG-23) by class if rows have several or coarse labels."""
         if self.columns is None:
             require_one_class(self.translator)
             y = [
@@ -210,12 +210,12 @@ class TableIndex:
 
 
 def scan(file: Path, classes: Sequence[str] | None, earlier: bool = False) -> TableIndex:
-    """Read a table by the schema beside it; raises DataError (E-DATA-02, E-DATA-07) when it is no such table.
+    """Read a table by the schema beside it; raises DataError (E-DATA-02, E-DATA-07) on an invalid table.
 
-    earlier: take and name numbers with all their digits, as 0.1.0 did.
+    earlier: keep and name numbers with all their digits, as 0.1.0 did.
 
-    Without a split column a fifth of the groups, else of the rows, is held out, chosen by a hash of what they are: the
-    same on every machine, and equal rows together.
+    Without a split column a fifth of the groups, or else of the rows, is held out, chosen by a hash of their content:
+    the same on every machine, and equal rows together.
     """
     schema = read_schema(schema_path(file))
     schema_is_labels_file = schema_path(file).name == LABELS_FILE  # a table labels.csv has its schema there
@@ -229,13 +229,13 @@ def scan(file: Path, classes: Sequence[str] | None, earlier: bool = False) -> Ta
 
 
 class _Rows:
-    """Rows while they are read: numbers of the sound ones, faults of the others."""
+    """Collects rows while they are read: numbers of the valid ones, faults of the others."""
 
     def __init__(self, schema: TableSchema, earlier: bool, translator: Translator) -> None:
         self.schema, self.translator = schema, translator
         self._forms = EARLIER_FIRST if earlier else CANONICAL_FIRST
         self.renamed = False
-        """Whether 0.1.0 named a row otherwise."""
+        """Whether 0.1.0 named a row differently."""
         inputs = [column.name for column in schema.columns]
         roles = [n for n in (schema.label, schema.group, schema.split, schema.record) if n and n not in inputs]
         self._columns = translated_columns(schema.labels, translator)
@@ -251,7 +251,7 @@ class _Rows:
         self._ragged = 0
 
     def use(self, file: Path, header: Sequence[str]) -> list[str]:
-        """Find the columns in a header; return those that are not declared."""
+        """Find the columns in a header; return undeclared ones."""
         missing = [name for name in self.wanted if name not in header]
         twice = [name for name in self.wanted if list(header).count(name) > 1]
         if missing or twice:
@@ -356,7 +356,7 @@ class _Rows:
         return problem("E-DATA-07", what, self._faults, remedy, self._faulty)
 
     def _shared(self, splits: Sequence[Split], groups: Sequence[str], names: Sequence[str]) -> tuple[CheckProblem, ...]:
-        """Find groups, and rows that are the same, in both splits, and records that are named twice."""
+        """Find groups, and equal rows, that are in both splits, and records that are named twice."""
         problems: tuple[CheckProblem, ...] = ()
         for what, of in (("groups", groups if self.schema.group else ()), ("equal rows", names)):
             halves = [{o for o, s in zip(of, splits, strict=bool(of)) if s is split} for split in SPLITS]
@@ -402,7 +402,7 @@ _PARQUET = (".parquet", ".pq")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 Cells = Sequence[str]
 NumberTexts = tuple[str, str, str]
-"""How a cell is written in the name of its row: by the rule; as 0.1.0 wrote it; as 0.1.0 wrote it of a float32."""
+"""Texts of a cell in the name of its row: by the rule; by 0.1.0; by 0.1.0 for a float32."""
 CANONICAL_FIRST, EARLIER_FIRST = (0, 1, 2), (1, 0, 2)
 Parse = Callable[[str], tuple[list[float], NumberTexts]]
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -411,14 +411,14 @@ _WHOLE = re.compile(r"(\d+)\.0+", re.ASCII)
 
 
 def read_cells(file: Path, wanted: Sequence[str]) -> tuple[list[str], Iterator[tuple[int, Cells]]]:
-    """Return a table's header, and its rows as they come, with their lines; raises DataError on no such file."""
+    """Return a table's header, and its rows in order, with their lines; raises DataError on an invalid table."""
     return _parquet(file, wanted) if file.suffix.lower() in _PARQUET else _csv(file)
 
 
 def canonical_number(value: float) -> float:
-    """Return the shortest decimal number whose float32 is that of `value`: one, however a file stores and spells it.
+    """Return the shortest decimal number with the same float32 as `value`, however a file stores and spells it.
 
-    It is `value` itself where six digits write it. Beyond the range of float32 numbers stay as they are.
+    It is `value` itself if six digits write it. Numbers beyond the range of float32 are unchanged.
     """
     return (float(str(np.float32(value))) if abs(value) <= _FLOAT32_MAX else value) + 0.0
 
@@ -429,13 +429,13 @@ def number_texts(value: float) -> NumberTexts:
 
 
 def id_texts(text: str) -> NumberTexts:
-    """Write the name of a patient or a record: a whole number, which programs export as 17.0 too, without the point."""
+    """Write a patient's or a record's name; a whole number, also exported as 17.0, without the point."""
     whole = match[1] if (match := _WHOLE.fullmatch(text)) else composed(text)
     return whole, text, f"{whole}.0" if whole.isdecimal() else text
 
 
 def cell_parser(column: Column, missing: frozenset[str], earlier: bool = False) -> Parse:
-    """Make the function from a cell to its numbers and its texts; it raises ValueError without the cell.
+    """Create the function from a cell to its numbers and its texts; it raises ValueError without the cell.
 
     earlier: as `scan`.
     """
@@ -481,7 +481,7 @@ def _csv(file: Path) -> tuple[list[str], Iterator[tuple[int, Cells]]]:
 
 
 def _parquet(file: Path, wanted: Sequence[str]) -> tuple[list[str], Iterator[tuple[int, Cells]]]:
-    """Read the wanted columns of a Parquet file, as a CSV file would have their cells; a line is a row, from 1."""
+    """Read some columns of a Parquet file, with cells as in a CSV file; a line is a row, from 1."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -517,7 +517,7 @@ def _parquet(file: Path, wanted: Sequence[str]) -> tuple[list[str], Iterator[tup
 
 
 def _text(value: object) -> str:
-    """Write a cell of Parquet as CSV has it: nothing for null and NaN, whole numbers without a point."""
+    """Write a cell of Parquet as in CSV: nothing for null and NaN, whole numbers without a point."""
     if value is None or value != value:
         return ""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
