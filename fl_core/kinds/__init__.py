@@ -1,8 +1,8 @@
-"""What kinds of run there are. Whoever has to tell one from another asks its object. Nothing here loads torch.
+"""The kinds of runs. All differences between them are in these objects. Nothing here loads torch.
 
-base         what a kind says of itself
+base         the interface of a kind
 training     hospitals train one model together
-evaluation   a model is measured at the hospitals, and nobody trains
+evaluation   a model is measured at the hospitals, without training
 survey       hospitals count their records
 """
 
@@ -17,7 +17,7 @@ _KINDS: list[RunKind] = [SurveyRun(), EvaluationRun(), TrainingRun()]
 
 
 def kind_of(method: str, rounds: int) -> RunKind:
-    """Return the one kind that a run is: the first that recognises it; every run that no other does is a training."""
+    """Return the kind of a run: the first that recognises it, otherwise a training."""
     return next(kind for kind in _KINDS if kind.recognises(method, rounds))
 
 
@@ -26,7 +26,7 @@ def kinds() -> tuple[RunKind, ...]:
 
 
 def register(kind: RunKind) -> None:
-    """Add a kind, which is asked before those that are there; in the place of one of its name."""
+    """Add a kind, which is tried before the existing ones; it replaces one of its name."""
     _KINDS[:] = [kind, *(other for other in _KINDS if other.name != kind.name)]
 
 

@@ -1,4 +1,4 @@
-"""What a kind of run says of itself, once, for both sides, the privacy layer, commands and pages."""
+"""The properties of a kind of run, for both sides, the privacy layer, commands and pages."""
 
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ if TYPE_CHECKING:
 
 
 ManifestFacts = Any
-"""A `fl_core.rounds.manifest.RunManifest`, which asks its kind and so cannot be imported here."""
+"""A `fl_core.rounds.manifest.RunManifest`, which uses its kind and so cannot be imported here."""
 
 
 class RunKind:
-    """One kind of run; here what holds for most."""
+    """One kind of run; the defaults fit most."""
 
     name: ClassVar[str]
     program: ClassVar[str] = ""
-    """Where hospitals do not train by a method: `package.module:Class` of what they do, which manifests name by the
-    kind's name. A kind in which everybody answers once inherits `fl_core.kinds.one_answer.OneAnswer`."""
+    """Without training by a method: `package.module:Class` of the hospitals' program, named in manifests by the kind's
+    name. A kind in which everybody answers once inherits `fl_core.kinds.one_answer.OneAnswer`."""
     trains: ClassVar[bool] = False
-    """Whether hospitals train: their consent to training is asked for, and classes are counted and taught."""
+    """Whether hospitals train: then their consent to training is needed, and classes are counted."""
     updates: ClassVar[bool] = True
-    """Whether rounds bring more than what is measured."""
+    """Whether rounds send more than measurements."""
     measures: ClassVar[bool] = False
     """Whether a model is measured on hospitals' test images."""
     goes_on: ClassVar[str] = "going on from"
-    """What the run does with the model that it begins with."""
+    """How the run uses its start model."""
     parts: ClassVar[Mapping[str, str]] = {}
-    """Plain words for the parts of an update that no other kind has."""
+    """Descriptions of the parts of an update that no other kind has."""
     answered: ClassVar[str] = ""
-    """What hospitals have done at the end of a run that leaves answers in place of a model; else empty."""
+    """What hospitals have done at the end of a run with answers instead of a model; otherwise empty."""
 
     def recognises(self, method: str, rounds: int) -> bool:  # noqa: ARG002
         return method == self.name
 
     def tasks(self, rounds: int) -> Sequence[tuple[int, TaskKind]]:
-        """Return the rounds of a run in their order, each with its task; a census comes before them."""
+        """Return the rounds of a run in order, each with its task; a census comes before them."""
         return [(t, task) for task in TaskKind if not task.census for t in task.rounds(rounds)]
 
     def length(self, rounds: int) -> str:
-        """Say how much a run asks for."""
+        """Describe the length of a run."""
         return f"{rounds} round{'' if rounds == 1 else 's'}"
 
     def staged(self, task: TaskKind) -> str:  # noqa: ARG002
-        """Say what leaves a silo with a task; empty where that is what was measured."""
+        """Describe what leaves a silo with a task; empty for measurements."""
         return ""
 
     def how_to_read(self, run: str) -> str:  # noqa: ARG002
-        """Return the command that shows a run's answers; empty of one with a model."""
+        """Return the command that shows a run's answers; empty for one with a model."""
         return ""
 
     def check(self, manifest: ManifestFacts) -> None:
-        """Raise ConfigError on what no manifest of this kind says."""
+        """Raise ConfigError on a manifest that is impossible for this kind."""
 
     def check_start(self, manifest: ManifestFacts) -> None:
-        """Raise ConfigError (E-CFG-02) where a run cannot begin with what it begins with."""
+        """Raise ConfigError (E-CFG-02) if a run cannot begin with its start."""
 
     def question(self, method: Any, n_classes: int) -> SurveySums | None:  # noqa: ANN401, ARG002
-        """Return what is asked about records, where that is all that a run asks. method: the run's program."""
+        """Return the questions about records, if the run asks for nothing else. method: the run's program."""
         return None

@@ -1,4 +1,4 @@
-"""An evaluation: the model that a run begins with is measured at the hospitals, in no round, and nobody trains."""
+"""An evaluation: the start model is measured at the hospitals, without rounds and without training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fl_core.kinds.base import ManifestFacts, RunKind
 
 
 class EvaluationRun(RunKind):
-    """A run of no rounds."""
+    """A run without rounds."""
 
     name = "evaluation"
     updates = False

@@ -1,4 +1,4 @@
-"""The program of a kind of run in which every hospital answers once, nobody trains, and answers are summed."""
+"""The program of a kind of run in which every hospital answers once; nobody trains, and answers are summed."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Bundle, LocalResult, Part, PartRule, RoundContext, State, Tensors
 
 HOSPITALS = "hospitals"
-"""The number of hospitals that answered, beside the sum of what they said."""
+"""The number of hospitals that answered, beside the sum of their answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OneAnswer(Traits):
     """A run of one round whose update is one part, the answer, named like the kind. No model is sent or kept.
 
-    A subclass says what an answer is (`blank`) and how a hospital makes it from its records (`answer`). Sums are exact.
+    A subclass defines the form of an answer (`blank`) and how a hospital computes it from its records (`answer`). Sums
+    are exact.
     """
 
     has_global_model: ClassVar[bool] = False
@@ -39,11 +40,11 @@ class OneAnswer(Traits):
 
     @abstractmethod
     def answer(self, data: LocalData, context: RoundContext) -> Tensors:
-        """Make this hospital's answer, with the names and shapes of `blank`."""
+        """Compute this hospital's answer, with the names and shapes of `blank`."""
 
     @property
     def apart(self) -> bool:
-        """Whether each hospital's answer is kept by itself, in the order of the members; not under masks."""
+        """Whether each hospital's answer is kept separately, in the order of the members; not under masks."""
         return False
 
     @property

@@ -6,7 +6,7 @@ from fl_core.kinds.base import RunKind
 
 
 class TrainingRun(RunKind):
-    """What a run is that no other kind recognises. A census before its first round and a withdrawal are parts of it."""
+    """Any run that no other kind recognises. A census before its first round and a withdrawal are parts of it."""
 
     name = "training"
     trains = True

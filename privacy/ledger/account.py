@@ -1,10 +1,10 @@
-"""The state that follows from a ledger's events alone: spending, budgets and registrations; and what it admits.
+"""The state of a ledger, computed only from its events: spending, budgets, registrations; and admission.
 
-Every figure comes from here; the file's views show it to readers with other tools. Admitted is a round that fits the
-budget of its records and its run's bounds, and not too often. A run is known by its id and by its manifest, both its
-coordinator's to choose, so its bounds hold for everything that this coordinator had charged under either; what another
-consortium on the same ledger had charged is no part of it. Under a new id and a new manifest it is a new request, which
-policy and budget bound.
+Every figure comes from here; the file's views show it to readers with other tools. A round is admitted if it fits the
+budget of its records and its run's bounds, and was not repeated too often. A run is identified by its id and by its
+manifest, which the coordinator chooses, so its bounds apply to all charges of this coordinator under either; charges of
+another consortium on the same ledger do not count. A new id with a new manifest is a new request, bounded by policy and
+budget.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from privacy.ledger.event_chain import LedgerEvent
 
 OPEN = ("INTENT", "RUNNING")
 CHARGED = (*OPEN, "SPENT", "SPENT_ON_RECOVERY")
-"""Everything counts that was not refused or given back unused, however it ended."""
+"""Every entry counts unless it was refused or returned unused, however it ended."""
 SEEDED = "seeded noise"
-"""Marks an entry whose noise could be repeated: it is charged, and protects nobody."""
+"""Marks an entry with reproducible noise: it is charged, and protects nobody."""
 _NEXT: Mapping[str, tuple[str, ...]] = {
     "": ("INTENT", "REFUSED"),
     "INTENT": ("RUNNING", "RELEASED_UNUSED", "SPENT_ON_RECOVERY"),
@@ -43,7 +43,7 @@ class PlannedRelease:
 
     @property
     def alone(self) -> Mechanism:
-        """What it is where masks fail."""
+        """The mechanism if masks fail."""
         m = self.mechanism
         return m if self.shared is None else replace(m, noise=self.shared.alone(m.noise))
 
@@ -52,7 +52,7 @@ class PlannedRelease:
 class LedgerEntry:
     """One planned release, usually one round of one run.
 
-    owner: the process that reserved it   coordinator: who asked; empty where nobody did, as after a restoration.
+    owner: the process that reserved it   coordinator: who asked; empty if nobody did, as after a restoration.
     """
 
     id: str
@@ -157,11 +157,11 @@ class Account:
 
     Attributes:
         collections: name -> (unit, since)
-        single: those of which a version has no groups
+        single: collections with a version without groups
         units: name -> digest of the digests of its units
-        forgiven: heads of others that were accepted as lost
-        restored: how often that was
-        refusals: (coordinator, code) -> how often by the last event about it
+        forgiven: heads seen by others that were accepted as lost
+        restored: number of restorations
+        refusals: (coordinator, code) -> count in the last event about it
     """
 
     entries: dict[str, LedgerEntry] = field(default_factory=dict)
@@ -178,7 +178,7 @@ class Account:
     _of_run: dict[str, dict[str, LedgerEntry]] = field(default_factory=lambda: defaultdict(dict))
 
     def apply(self, event: LedgerEvent) -> None:
-        """Apply one event; raises InvalidEventError on one that does not follow from those before."""
+        """Apply one event; raises InvalidEventError on one that does not follow from the previous ones."""
         try:
             if event.entry is not None:
                 self._move(event)
@@ -260,7 +260,7 @@ class Account:
         return next((b.filter for b in reversed(self.budgets) if b.collection == collection), None)
 
     def unit(self, collection: str) -> str:
-        """Return the privacy unit of a collection: records, as soon as one version has no groups."""
+        """Return the privacy unit of a collection: records, if any version has no groups."""
         return "record" if collection in self.single else self.collections[collection][0]
 
     def history(self, collection: str) -> list[Mechanism]:
@@ -268,12 +268,12 @@ class Account:
         return [Mechanism(z, q, n) for (z, q), n in sorted(spent.items()) if n]
 
     def alone(self, collection: str) -> list[Mechanism]:
-        """Return what was spent if the masks over shared noise failed."""
+        """Return the spending if the masks over shared noise failed."""
         made = [e.planned for e in self.entries.values() if e.collection == collection and e.charged]
         return aggregated(p.alone for planned in made for p in planned)
 
     def of_run(self, run: str, manifest: str, collection: str) -> list[LedgerEntry]:
-        """List the entries of a run at a collection: under its id or its manifest, since others choose both."""
+        """List the entries of a run at a collection: under its id or its manifest; the coordinator chooses both."""
         entries = {**self._of_run.get(f"run {run}", {}), **self._of_run.get(f"manifest {manifest}", {})}
         return [entry for entry in entries.values() if entry.collection == collection]
 
@@ -300,9 +300,9 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True)
 class LedgerTask:
-    """What an entry is for: a round of a run, of a manifest, and the version of the data that it reads.
+    """The purpose of an entry: a round of a run, of a manifest, and the version of the data that it reads.
 
-    coordinator: who asks; empty counts as everybody's, as in entries of earlier versions.
+    coordinator: who asks; empty counts as any, as in entries of earlier versions.
     """
 
     run: str

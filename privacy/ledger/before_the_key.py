@@ -1,7 +1,7 @@
-"""A ledger of version 1, from before there was a key: checked against its own events, then carried on under a key.
+"""Ledgers of version 1, which had no key: checked against their own events, then continued under a key.
 
-Its events stay, since others have signed for their hashes; one event under the key repeats all that they and the rows
-beside them say.
+Their events stay, since others have signed for the hashes; one event under the key repeats all contents of the events
+and rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ENTRY = "entry"
 
 
 def snapshot(db: sqlite3.Connection, name: str) -> str:
-    """Return all that a ledger of version 1 says, as the event that brings it under a key; empty without events.
+    """Return the contents of a ledger of version 1, for the first event under a key; empty without events.
 
     Raises StateError (E-BUDGET-07) on an event that was changed, and on rows that differ from the events.
     """
@@ -41,7 +41,7 @@ def snapshot(db: sqlite3.Connection, name: str) -> str:
 
 
 def _read(db: sqlite3.Connection, events: Sequence[LedgerEvent]) -> Account:
-    """Follow the events. Each row is used up by the event that made it, and none may be left."""
+    """Follow the events. Each row is matched with the event that made it, and none may be left."""
     made = _rows(db)
     account = Account()
     for event in events:

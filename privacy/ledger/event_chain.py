@@ -36,12 +36,12 @@ from service_core.storage.unfinished import require_finished
 
 SCHEMA_VERSION = 4
 _CHAIN_VERSION = "2"
-"""Of how events are chained, part of the chain's key; a later version of the schema leaves it as it is."""
+"""Version of the chaining, part of the chain's key; a later version of the schema does not change it."""
 _TABLES = ("meta", "event", "unit_digest")
 GENESIS = "0" * 64
 START = ChainHead(0, GENESIS)
 _FACTS = ("schema_version", "ledger_id", "key", "unkeyed")
-"""What `meta` holds. unkeyed: events of version 1, without a key. The chain's key is made of all but the version."""
+"""Contents of `meta`. unkeyed: events of version 1, without a key. The chain's key follows from all but the version."""
 Snapshot = Callable[[sqlite3.Connection, str], str]
 
 
@@ -59,18 +59,18 @@ class LedgerEvent(NamedTuple):
 class EventChain:
     """The file, mode 0600, its transactions, and the chain of its events; key: the secret's file, beside it by default.
 
-    Guarantees: what a transaction wrote is on the disk when it ends; an event that was changed, removed from the middle
-    or written without the key is found by `follow`. A file from before the key is checked, and brought under one.
+    Guarantees: a transaction is on the disk when it ends; `follow` finds an event that was changed, removed from the
+    middle or written without the key. A file from before the key is checked, and continued under one.
     """
 
     def __init__(self, file: Path, key: Path | None, snapshot: Snapshot, older: bool = False) -> None:
-        """Open, make or migrate the file. older: also a copy from before the key, where the key has a later one.
+        """Open, create or migrate the file. older: also accept a copy from before the key, if the key has a later file.
 
-        snapshot: returns all that a file from before the key says, as the event that brings it under one.
+        snapshot: returns the contents of a file from before the key, for its first event under one.
 
-        Raises StateError: E-BUDGET-14 without its key, E-BUDGET-07 on a damaged file, E-BUDGET-08 on one from before
-        the key that was put back, E-STATE-22 on one of a newer version or of another form; E-STATE-26 in a home that a
-        restore did not finish.
+        Raises StateError: E-BUDGET-14 without its key, E-BUDGET-07 on a damaged file, E-BUDGET-08 on a restored one
+        from before the key, E-STATE-22 on one of a newer version or of another form; E-STATE-26 in a home with an
+        interrupted restore.
         """
         require_finished(file.parent)
         self.file, self.key_file = file, key or ledger_key.beside(file)
@@ -130,9 +130,9 @@ class EventChain:
     # ---- the file -----------------------------------------------------------------------------------------------
 
     def _migrate(self, snapshot: Snapshot, older: bool) -> None:
-        """Make or migrate the file, whose key is on the disk before that.
+        """Create or migrate the file; its key is on the disk before that.
 
-        The key of a file from before the key has another name until the file is under it: once it has its own, such a
+        The key of a file from before the key has a temporary name until the file uses it: once it has its own, such a
         file is an older copy.
         """
         pending = self.key_file.with_name(f"{self.key_file.name}.new")
@@ -205,7 +205,7 @@ def unkeyed_hash(previous: str, event: LedgerEvent) -> str:
 
 
 def derive_key(secret: bytes, facts: dict[str, str]) -> bytes:
-    """Derive the key of the chain from the secret and all other facts of the file, which it so protects."""
+    """Derive the key of the chain from the secret and all other facts of the file, which are thereby protected."""
     text = json.dumps(["chain", _CHAIN_VERSION, *(facts[name] for name in _FACTS[1:])]).encode()
     return hmac.new(secret, text, hashlib.sha256).digest()
 
@@ -246,7 +246,7 @@ def _rebuild(db: sqlite3.Connection) -> None:
 
 
 def schema_differences(db: sqlite3.Connection) -> Iterator[str]:
-    """Yield what was added to, changed in or removed from the schema."""
+    """Yield additions, changes and removals in the schema."""
     actual, expected = _schema_of(db), _schema()
     for key in sorted({*actual, *expected}):
         if actual.get(key) != expected.get(key):
@@ -264,7 +264,7 @@ def _schema() -> Mapping[tuple[str, str], tuple[str, str]]:
 
 def _schema_of(db: sqlite3.Connection) -> dict[tuple[str, str], tuple[str, str]]:
     rows = db.execute("SELECT type, name, tbl_name, coalesce(sql,'') FROM sqlite_master")
-    # Between words any white space is the same SQL: a schema that is only laid out anew is no change.
+    # White space between words does not change SQL: another layout of the schema is no difference.
     return {(str(kind), str(name)): (str(table), " ".join(str(sql).split())) for kind, name, table, sql in rows}
 
 

@@ -1,7 +1,7 @@
-"""The hospital's privacy ledger: what its records have been used for, and what is left of their budget.
+"""The hospital's privacy ledger: how its records were used, and what is left of their budget.
 
-Reserve before the first record is read, start, commit once the output is safe; what is open after a crash counts as
-spent. The newest head is echoed in every signed message, so that a restored backup is noticed. A budget belongs to a
+Reserve before the first record is read, start, commit once the output is safe; open entries after a crash count as
+spent. The newest head is repeated in every signed message, so that a restored backup is noticed. A budget belongs to a
 collection of records and covers all its versions. Admission is the fixed-order filter of accountant.py.
 """
 
@@ -49,7 +49,7 @@ from service_core.storage.chain import ChainHead
 __all__ = ["ATTEMPTS", "BudgetStatus", "Ledger", "LedgerTask", "PlannedRelease"]
 
 EACH_REFUSAL = 10
-"""So many refusals of a coordinator with one code are an event each."""
+"""The first refusals of a coordinator with one code are recorded one by one, up to this number."""
 SHOWN = 5
 _SEQUENCES = 2**63
 _ELSEWHERE = "SELECT collection FROM unit_digest WHERE digest=? AND collection<>?"
@@ -57,9 +57,9 @@ _ELSEWHERE = "SELECT collection FROM unit_digest WHERE digest=? AND collection<>
 
 @dataclass(frozen=True, slots=True)
 class BudgetStatus:
-    """A collection's budget; epsilon and delta are None while none is set; used: the share of the filter's bound.
+    """A collection's budget; epsilon and delta are None without one; used: the share of the filter's bound.
 
-    spent_alone: by RDP, if the masks over noise that was shared out failed; else spent_rdp.
+    spent_alone: by RDP, if the masks over shared noise failed; otherwise spent_rdp.
     """
 
     collection: str
@@ -75,16 +75,16 @@ class BudgetStatus:
 class Ledger:
     """One hospital's ledger: the chain of its events, and the account that follows from them; for several threads.
 
-    The first use reads the file from its beginning (10,000 events take about a fifth of a second), later ones the
-    events since; so an open ledger notices when the file beneath it is replaced or changed.
+    The first use reads the file from its beginning (10,000 events take about a fifth of a second), later ones only new
+    events; so an open ledger notices when its file is replaced or changed.
 
-    Guarantees: no row other than an event decides anything, and an event counts only after it was checked under the
-    key. Concurrent reservations serialise, also between services; one that does not fit changes nothing but the record
-    of its refusal; what is reserved is on the disk when `reserve` returns.
+    Guarantees: only events decide anything, and an event counts only after it was checked under the key. Concurrent
+    reservations are serialised, also between services; a refused one changes nothing except the record of its refusal;
+    a reservation is on the disk when `reserve` returns.
     """
 
     def __init__(self, file: Path, key: Path | None = None, older: bool = False) -> None:
-        """Open or make the file; as `EventChain`."""
+        """Open or create the file; as `EventChain`."""
         self.chain = EventChain(file, key, before_the_key.snapshot, older)
         self._lock = threading.RLock()
         self._account, self._seen = Account(), START
@@ -103,10 +103,10 @@ class Ledger:
         return [(int(a), str(b), str(c), str(d), str(e)) for a, b, c, d, e in rows]
 
     def verify(self, seen: ChainHead | None = None) -> int:
-        """Check all of the file from its beginning, schema and units included, and return the number of events.
+        """Check the whole file from its beginning, including schema and units, and return the number of events.
 
         seen: a head that was signed before. Raises StateError: E-BUDGET-07 on an event, a unit or a part of the schema
-        that was changed, E-BUDGET-08 when the ledger lacks a head that others, or this process, have seen.
+        that was changed, E-BUDGET-08 if the ledger lacks a head that others, or this process, have seen.
         """
         with self._lock, self.chain.damage(), self.chain.reading() as db:
             db.execute("BEGIN")
@@ -126,13 +126,13 @@ class Ledger:
         return head.seq
 
     def require(self, seen: ChainHead) -> None:
-        """Raise StateError (E-BUDGET-08) unless the chain has a head that was signed before; reads only what is new."""
+        """Raise StateError (E-BUDGET-08) unless the chain has a head that was signed before; reads only new events."""
         with self._current() as account:
             if seen.seq and str(seen) not in account.forgiven and not self.holds(seen):
                 raise rolled_back(seen.seq, self._seen.seq)
 
     def holds(self, head: ChainHead) -> bool:
-        if not 0 <= head.seq < _SEQUENCES:  # what a coordinator says may be any number
+        if not 0 <= head.seq < _SEQUENCES:  # the coordinator may state any number
             return False
         with self.chain.reading() as db:
             return self.chain.events.holds(db, head)
@@ -150,10 +150,9 @@ class Ledger:
 
     @contextmanager
     def writing(self) -> Iterator[tuple[sqlite3.Connection, Account]]:
-        """Open a transaction that writes, beside the account as it is before it.
+        """Open a write transaction, with the account before it.
 
-        Raises StateError as `verify` does on events and on the schema: an added trigger could take away what is
-        written.
+        Raises StateError as `verify` does on events and on the schema: an added trigger could remove written data.
         """
         with self._lock:
             with self.chain.transaction() as db:
@@ -172,7 +171,7 @@ class Ledger:
             yield self._catch_up(db)
 
     def _catch_up(self, db: sqlite3.Connection) -> Account:
-        """Follow what was written since; call it before anything is written in the same transaction.
+        """Read new events; call it before anything is written in the same transaction.
 
         Raises StateError as `verify` does on events and, the first time, on the schema.
         """
@@ -220,9 +219,9 @@ class Ledger:
     ) -> bool:
         """Register a version of a collection's data; tell whether it is new.
 
-        units: the identity of each unit (a group's name, a record's content)   contents: what else identifies the same
-        records; both are kept as keyed digests alone. Raises RefusedError (E-BUDGET-04) when a unit or a content stands
-        in another collection, StateError (E-BUDGET-07) when the file's units are not those that were registered.
+        units: the identity of each unit (a group's name, a record's content)   contents: further identities of the
+        same records; both are stored only as keyed digests. Raises RefusedError (E-BUDGET-04) if a unit or a content is
+        in another collection, StateError (E-BUDGET-07) if the file's units are not the registered ones.
         """
         of_units, every = self._digests(units), self._digests((*units, *contents))
         with self.writing() as (db, account):
@@ -250,10 +249,9 @@ class Ledger:
         return version is None
 
     def set_budget(self, collection: str, epsilon: float, delta: float, operator: str, reason: str) -> None:
-        """Set a collection's budget; spending stays. There is no such call over the network.
+        """Set a collection's budget; spending stays. No network call can do this.
 
-        Raises StateError (E-BUDGET-04) for an unregistered collection, ConfigError (E-PRIV-20) on a budget that is
-        none.
+        Raises StateError (E-BUDGET-04) for an unregistered collection, ConfigError (E-PRIV-20) on an invalid budget.
         """
         with self.writing() as (db, account):
             if collection not in account.collections:
@@ -278,11 +276,11 @@ class Ledger:
         cap: PrivacyFilter | None = None,
         run: Sequence[Bound] = (),
     ) -> str:
-        """Reserve what a round will release; return the entry's id. On disk on return, before any record is read.
+        """Reserve a round's releases; return the entry's id. On disk on return, before any record is read.
 
-        cap: a second budget, the policy's   run: bounds of all that this run is charged at this collection. Raises
-        RefusedError: E-BUDGET-01 when it does not fit, E-BUDGET-12 when it does not fit into the run or the round was
-        charged often enough (both recorded), E-BUDGET-02 without a budget, E-BUDGET-04 on data that is not registered.
+        cap: a second budget, the policy's   run: bounds on all charges of this run at this collection. Raises
+        RefusedError: E-BUDGET-01 if it does not fit, E-BUDGET-12 if it does not fit into the run or the round was
+        charged often enough (both recorded), E-BUDGET-02 without a budget, E-BUDGET-04 on unregistered data.
         """
         with self.writing() as (db, account):
             version = account.versions.get(task.fingerprint)
@@ -320,7 +318,7 @@ class Ledger:
         cap: PrivacyFilter | None = None,
         run: Sequence[Bound] = (),
     ) -> None:
-        """Raise what `reserve` would raise now; nothing is reserved or recorded."""
+        """Raise the errors of `reserve`; reserves and records nothing."""
         with self._current() as account:
             if refusal := refused(account, collection, task, list(planned), cap, run):
                 raise refusal
@@ -338,7 +336,7 @@ class Ledger:
         self._move(entry, "SPENT", output)
 
     def recover(self) -> list[str]:
-        """Count as spent what a crash left open, but not what another live process is at; return those entries."""
+        """Count open entries after a crash as spent, except those of another live process; return them."""
         with self.writing() as (db, account):
             rows = [e for e in account.entries.values() if e.state in OPEN]
             left = sorted(e.id for e in rows if not owners.is_alive(self.chain.file, e.owner))
@@ -347,10 +345,10 @@ class Ledger:
         return left
 
     def note_refusal(self, subject: str, code: str, coordinator: str = "") -> None:
-        """Count a refusal, for ever in the file: the first ten of a coordinator with a code, then the 16th, 32nd, ...
+        """Count a refusal, stored permanently: the first ten of a coordinator with a code, then the 16th, 32nd, ...
 
-        So a coordinator that is refused without end adds an event each time that the number doubles. A restart goes on
-        from the last number that is in the file.
+        So endless refusals add an event only when their number doubles. A restart continues from the last stored
+        number.
         """
         which = coordinator, code
         with self._lock:
@@ -363,7 +361,7 @@ class Ledger:
                 self.chain.write(db, None, subject, "REFUSED", Refusal(code, coordinator, times).detail())
 
     def keep(self, fingerprint: str, name: str, value: str) -> None:
-        """Keep a release that is made once per data version; an existing one stays."""
+        """Store a release that is made once per data version; an existing one stays."""
         with self.writing() as (db, account):
             if (fingerprint, name) in account.kept:
                 return

@@ -1,8 +1,8 @@
-"""Which processes work on a ledger now: each has locked a byte of the ledger's folder, until the process ends.
+"""Which processes use a ledger now: each locks a byte of the ledger's folder until it ends.
 
-An entry names its process, so that a restart counts as spent what a crash left open, and not what another service on
-the same ledger is at. A name is a number, and the byte that is locked follows from it and from the ledger's name; no
-file is made for it, so none can be deleted. All services of one ledger run on one machine.
+An entry names its process, so that a restart counts open entries of a crash as spent, but not those of another service
+on the same ledger. The name is a number; the locked byte follows from it and from the ledger's name. No file is
+created, so none can be deleted. All services of one ledger run on one machine.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _byte(ledger: Path, token: str) -> int:
 
 @contextmanager
 def _folder(ledger: Path) -> Iterator[int]:
-    """Yield the descriptor that holds this process's lock, which F_OFD_GETLK then ignores, else a new one."""
+    """Yield the descriptor with this process's lock, which F_OFD_GETLK then ignores, otherwise a new one."""
     if (lock := _held.get((os.getpid(), ledger.resolve()))) is not None:
         yield lock[1]
         return

@@ -1,8 +1,8 @@
 """Recovery of a lost ledger: everything that may have been spent since the remaining copy counts as spent.
 
-What was attested with an update is known from the sealed figures that went with it. What came after the last
-attestation is taken for the most expensive entry there ever was, as often as a round may be charged. Where no figures
-can be opened, every collection loses its whole budget. The bounds of single runs start again.
+Attested spending is known from the sealed figures sent with updates. Each round after the last attestation is charged
+as the most expensive entry so far, as often as a round may be charged. If no figures can be opened, every collection
+loses its whole budget. The bounds of single runs start again.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class SeenHead(NamedTuple):
 
 
 def charge_unknown_spending(ledger: Ledger, seen: Sequence[SeenHead], operator: str) -> dict[str, str]:
-    """Accept an older copy of the ledger by charging what it may have forgotten; say by collection what was charged.
+    """Accept an older copy of the ledger by charging what it may lack; return the charges by collection.
 
-    seen: every head that others have signed for, in any order. Raises StateError: E-BUDGET-11 when nothing is missing,
-    or while a service uses the ledger, E-BUDGET-04 when a charged collection is not registered, or none has a budget;
-    as `Ledger.verify` on one that was edited.
+    seen: every head that others have signed for, in any order. Raises StateError: E-BUDGET-11 if nothing is missing, or
+    while a service uses the ledger, E-BUDGET-04 if a charged collection is not registered, or none has a budget; as
+    `Ledger.verify` on one that was edited.
     """
     if owners.has_others(ledger.chain.file):
         raise StateError("E-BUDGET-11", "expected no service on this ledger, found one running: stop it first")

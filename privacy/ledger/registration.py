@@ -41,28 +41,28 @@ def unit_of(examples: Examples) -> str:
 
 
 def unit_names(examples: Examples) -> list[str]:
-    """Identify each unit, whatever the label space or the image size of a run: by its group, or by its content."""
+    """Identify each unit, independent of a run's label space or image size: by its group, or by its content."""
     if examples.groups is not None:
         return sorted({f"group {id_texts(g)[0]}" for g in examples.groups})
     return list(content_names(examples))
 
 
 def content_names(examples: Examples) -> Iterator[str]:
-    """Name what each example is: the pixels of its file (`pixels.content`), the cells of its row, or its numbers.
+    """Identify each example's content: the pixels of its file (`pixels.content`), the cells of its row, or its numbers.
 
-    File names, encodings, groups, labels and a run's image size change nothing. Raises DataError (E-DATA-04) on a file
+    File names, encodings, groups, labels and a run's image size do not matter. Raises DataError (E-DATA-04) on a file
     that cannot be decoded.
     """
     paths: tuple[Path, ...] | None = getattr(examples, "paths", None)
     if paths is not None:
-        with ThreadPoolExecutor(cores()) as pool:  # what waits in memory are digests
+        with ThreadPoolExecutor(cores()) as pool:  # only digests wait in memory
             yield from pool.map(_image, paths)
         return
     if isinstance(examples, TableExamples):
         yield from examples.content_names
         return
     for x in _rows(examples):
-        numbers = (x.float() + 0.0).contiguous().numpy()  # of the two zeros one
+        numbers = (x.float() + 0.0).contiguous().numpy()  # -0.0 becomes 0.0
         yield _named("tensor", tuple(x.shape), numbers.tobytes())
 
 
@@ -75,7 +75,7 @@ def _other_names(examples: Examples) -> Iterator[str]:
 
 
 def as_registered(ledger: Ledger | None, dataset: SiloDataset) -> SiloDataset:
-    """Return data as the ledger knows them: read as 0.1.0 did where that version is registered and no newer one is."""
+    """Return data as the ledger identifies them: as 0.1.0 did if only that version is registered."""
     if ledger is None or dataset.earlier is None or ledger.collection_of(version(dataset, TRAIN)) is not None:
         return dataset
     earlier = dataset.earlier()
@@ -83,12 +83,12 @@ def as_registered(ledger: Ledger | None, dataset: SiloDataset) -> SiloDataset:
 
 
 def register(ledger: Ledger, dataset: SiloDataset, name: str) -> dict[str, bool]:
-    """Register both splits under a name, and the hospital itself; tell which collections got a new version.
+    """Register both splits under a name, and the hospital itself; return which collections got a new version.
 
-    Units are known by their groups and by the contents of their records, so that records that are grouped, named or
-    stored otherwise share their spending. An image encoded with loss, cropped or resized is a new record. Data that
-    0.1.0 registered stay divided as they were then. Raises RefusedError (E-BUDGET-04) when a unit or a record stands in
-    another collection, also in the other split.
+    Units are identified by their groups and by the contents of their records, so that records that are grouped, named
+    or stored differently share their spending. An image re-encoded with loss, cropped or resized is a new record. Data
+    that 0.1.0 registered stay divided as they were. Raises RefusedError (E-BUDGET-04) if a unit or a record is in
+    another collection, or in the other split.
     """
     dataset = as_registered(ledger, dataset)
     try:
@@ -139,7 +139,7 @@ def _named(kind: str, shape: tuple[int, ...], numbers: bytes) -> str:
 
 
 def _former_names(examples: Examples) -> Iterator[str]:
-    """Name each record as ledgers of version 1 did: by the bytes of its file, or by its numbers alone."""
+    """Identify each record as ledgers of version 1 did: by the bytes of its file, or by its numbers only."""
     paths: tuple[Path, ...] | None = getattr(examples, "paths", None)
     for path in paths or ():
         with path.open("rb") as file:

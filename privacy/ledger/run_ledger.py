@@ -1,4 +1,4 @@
-"""The release log over a hospital's ledger: what a task releases is reserved before any record is read.
+"""The release log over a hospital's ledger: a task's releases are reserved before any record is read.
 
 A task that fails, or a process that is killed, leaves its entries charged; a repeated round is charged again.
 """
@@ -33,9 +33,9 @@ class _Version(NamedTuple):
 class RunLedger:
     """The `ReleaseLog` of one run at one hospital, over its ledger. One task at a time.
 
-    caps: the policy's budgets by collection   most: what the policy allows one run, beside `PrivacyProfile.bounds`
-    coordinator: who asks   once: the name of the one release that the run makes and keeps; empty for others.
-    Raises RefusedError (E-BUDGET-04) when a split is not registered in the ledger as it is.
+    caps: the policy's budgets by collection   most: the policy's limits for one run, besides `PrivacyProfile.bounds`
+    coordinator: who asks   once: the name of the run's only, cached release; empty for other runs.
+    Raises RefusedError (E-BUDGET-04) if a split is not registered in the ledger in this version.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class RunLedger:
         self._run, self._open = run, []
 
     def charged(self, run: str, round: int, train: bool) -> int:
-        """Return how often a round of a run was charged, at most over its collections."""
+        """Return how often a round of a run was charged, the maximum over its collections."""
         tasks = {split: self._task(round, train, split, run) for split in self._versions}
         return max((self._ledger.times_charged(self._versions[s].collection, t) for s, t in tasks.items()), default=0)
 
     def cached(self, purpose: str, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """Return what was released once per version of the data and label space; seeded noise is kept apart."""
+        """Return a release made once per version of the data and label space; seeded noise is kept separate."""
         value = self._ledger.kept(*self._key(purpose))
         return None if value is None else torch.tensor(json.loads(value), dtype=dtype)
 
@@ -84,10 +84,10 @@ class RunLedger:
         return self._versions[TRAIN].fingerprint, json.dumps([purpose, json.dumps(self._about)])
 
     def require(self, whole: Mapping[str, Sequence[Mechanism]]) -> None:
-        """Raise RefusedError unless all that a run releases, by split, fits beside what is spent; nothing is reserved.
+        """Raise RefusedError unless all releases of a run, by split, fit besides the spending; nothing is reserved.
 
-        E-BUDGET-01 when it does not fit a budget of the ledger or of the policy, E-BUDGET-02 when there is none,
-        E-BUDGET-12 when it does not fit what is left of this run's own bounds, or round 0 was charged too often.
+        E-BUDGET-01 if it exceeds a budget of the ledger or of the policy, E-BUDGET-02 without a budget, E-BUDGET-12 if
+        it exceeds the rest of this run's own bounds, or round 0 was charged too often.
         """
         requested: dict[str, list[Mechanism]] = {}
         for split, mechanisms in whole.items():

@@ -18,17 +18,17 @@ from fl_core.types.values import BatchSums, ClassSums, MomentSums, Query, Survey
 
 @dataclass(frozen=True, slots=True)
 class DisclosureLimits:
-    """What a hospital does not submit.
+    """Limits of what a hospital submits.
 
     Attributes:
-        hidden: positions of classes of which nothing leaves
-        min_count: least examples of a class whose prototype leaves
-        min_examples: least examples of a class that is part of exact sums of products (BatchSums): a sum over one
-            example is that example. Fewer are left out of all that is summed, as if the hospital had none
+        hidden: positions of classes that are suppressed everywhere
+        min_count: minimum examples of a class for its prototype
+        min_examples: minimum examples of a class in exact sums of products (BatchSums), since a sum over one example is
+            that example. Smaller classes are left out of all sums, as if the hospital had none
         noise_leaves: rows of hidden classes keep their noise, which the other silos count on
-        answered: names of a survey's questions that are answered; None: all. Hidden classes keep back `classes`
-        least_patients: of the smallest number that a survey tells without noise
-        named: the data name patients   records_are_patients: each record is another one's, as the hospital says
+        answered: names of a survey's questions that are answered; None: all. Hidden classes suppress `classes`
+        least_patients: in the smallest number that a survey releases without noise
+        named: the data name patients   records_are_patients: each record is a different patient, by declaration
     """
 
     hidden: frozenset[int] = frozenset()
@@ -41,7 +41,7 @@ class DisclosureLimits:
     records_are_patients: bool = False
 
     def of(self, query: SurveySums) -> SurveySums:
-        """Return what of a survey is answered."""
+        """Return the answered part of a survey."""
         answered = frozenset(q.name for q in query.questions if query.answers(q))
         if self.answered is not None:
             answered &= self.answered
@@ -65,7 +65,7 @@ class PrototypeFilter(LocalDataWrapper):
         self._least_exact, self._noise_leaves = withheld.min_examples, withheld.noise_leaves
 
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
-        """Sum a query; hidden classes are rows of zeros with weight 0, as if they had no example."""
+        """Sum a query; hidden classes are rows of zeros with weight 0, as without examples."""
         if isinstance(query, SurveySums):
             return super().sum(self._withheld.of(query))
         if split is not Split.TRAIN:
@@ -84,13 +84,13 @@ class PrototypeFilter(LocalDataWrapper):
         }
 
     def contributes(self) -> Tensor:
-        """Leave out what some query would leave out: hidden classes, and those below either least number."""
+        """Leave out classes that some query would leave out: hidden ones, and those below either minimum."""
         shown = super().contributes() & (self.class_counts() >= max(self._least, self._least_exact))
         shown[self._hidden] = False
         return shown
 
     def _moments(self, query: MomentSums) -> Tensors:
-        """Ask with vectors of zeros for hidden classes, which add nothing, and keep rows of noise alone here."""
+        """Use zero vectors for hidden classes, which add nothing, so that their rows are only noise."""
         shown = torch.ones(query.n_classes, dtype=torch.float64)
         shown[self._hidden] = 0.0
         if self._least_exact:  # a run without privacy that asks as private ones do
@@ -112,7 +112,7 @@ class PrototypeFilter(LocalDataWrapper):
                 lambda x, y: {"n": torch.bincount(y[kept(x, y).to(y.device)], minlength=n_classes)}
             )
             counts = super().sum(query_of_counts)["n"]
-        if self.multi_label:  # what is summed of a label is of all in whom it was looked for
+        if self.multi_label:  # sums of a label are over all records in which it was looked for
             counts = super().sum(BatchSums(lambda _, y: {"n": (y != UNKNOWN).sum(0)}))["n"]
         shown = counts >= self._least_exact
         shown[self._hidden] = False

@@ -73,7 +73,7 @@ def release_plan(run: RunSetup, index: int) -> ReleasePlan:
 
 
 class RecordProfile(PrivateProfile):
-    """Profile "dp_record": the epsilon of a run is each record's, or each group's where the data names groups."""
+    """Profile "dp_record": the epsilon of a run is each record's, or each group's if the data name groups."""
 
     config = RecordDpConfig
     private_form = True
@@ -121,9 +121,9 @@ class RecordProfile(PrivateProfile):
         return self._plans[index]
 
     def aggregator(self, chosen: Options) -> Options:
-        """Cut long updates, which costs no epsilon, and refuse none: a small hospital's noise alone makes it long.
+        """Clip long updates, which costs no epsilon, and refuse none: a small hospital's noise alone makes it long.
 
-        Where noise is shared out only add: whatever is made of one update, or said of its length, has too little noise.
+        With shared noise only add: results from a single update, or its norm, would have too little noise.
         """
         if self.terms.distributed and isinstance(chosen, NormClipped):
             return Mean()
@@ -156,7 +156,7 @@ class RecordProfile(PrivateProfile):
         return with_prototype_filter(open_private, kept)
 
     def survey_release(self, index: int, withheld: DisclosureLimits = NO_LIMITS) -> str | None:
-        """Name the one release of a survey, under which its answer is kept; None in a run that is none."""
+        """Return the name under which the survey's one release is cached; None for other runs."""
         if (question := self.run.question) is None:
             return None
         query = withheld.of(question)
@@ -198,7 +198,7 @@ class RecordProfile(PrivateProfile):
         )
 
     def bounds(self, policy: PrivacyFilter | None = None) -> Mapping[str, tuple[Bound, ...]]:
-        """Hold training records to the run's epsilon, test records to its evaluations, both to the policy's epsilon."""
+        """Bound training records by the run's epsilon, test records by its evaluations, both by the policy."""
         of_run, terms = PrivacyFilter.of(self.terms.epsilon, self.terms.delta), self.terms
         measured, manifest = self.run.method.has_global_model, self.run.manifest
         personal, again = manifest.personal, terms.reserve_rounds

@@ -1,6 +1,6 @@
-"""Silo-level differential privacy of small payloads: what all data of a hospital change is hidden.
+"""Silo-level differential privacy of small updates: it hides the effect of a hospital's whole data.
 
-Examples are read as in a plain run; the guard of `privacy.mechanisms.silo.guard` bounds and noises what leaves. Its
+Examples are read as in a plain run; the guard of `privacy.mechanisms.silo.guard` bounds and noises the update. Its
 release is charged twice. All data of a hospital move a clipped vector by at most C: a Gaussian release of noise z,
 charged to the hospital. One record moves it within the ball of radius C, by at most 2 C: a release of noise z / 2,
 charged to the records, whose RDP is at most four times the hospital's.
@@ -88,7 +88,7 @@ class SiloProfile(PrivateProfile):
         return Guards((self.guard,), (FixedPoint(self.run.manifest.grid), self.guard))
 
     def aggregator(self, chosen: Options) -> Options:
-        """Add alone: each silo clips its own update, and a bound that follows others would widen what one can move.
+        """Only add: each silo clips its own update, and a bound that follows others would increase one silo's effect.
 
         A silo that lies about its clip is not noticed.
         """
@@ -141,7 +141,7 @@ class SiloProfile(PrivateProfile):
         )
 
     def bounds(self, policy: PrivacyFilter | None = None) -> Mapping[str, tuple[Bound, ...]]:
-        """Hold the hospital to the run's epsilon and the policy's, its records to what follows for them."""
+        """Bound the hospital by the run's epsilon and the policy's, its records by the resulting epsilon."""
         of_run = PrivacyFilter.of(self.terms.epsilon, self.terms.delta)
         promised = (of_run, policy) if policy else (of_run,)
         record = tuple(RdpBound(f.order, RECORD_OF_A_SILO * f.bound) for f in promised)

@@ -32,12 +32,12 @@ Slot = tuple[int, int, int]
 """(block, dealer, slot)."""
 _Answers = Mapping[int, Mapping[Slot, bytes]]
 _TRIES = 2_000
-"""Choices of t answers that are tried for one secret."""
+"""Limit of choices of t answers that are tried for one secret."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Envelope:
-    """What is kept of an upload besides its sum; it reveals none of its numbers."""
+    """The stored part of an upload besides its sum; it reveals none of its numbers."""
 
     digest: bytes
     salt: Bytes
@@ -46,7 +46,7 @@ class _Envelope:
 
 
 class UploadSum:
-    """Two flat sums of masked words; uploads are added in any order, and single ones are not kept."""
+    """Two flat sums of masked words; uploads are added in any order and not kept."""
 
     def __init__(self, round: Round, model: int, classes: int) -> None:
         """model, classes: words of the blocks, without check words."""
@@ -59,7 +59,7 @@ class UploadSum:
     def of(cls, round: Round, sums: Sequence[Words], kept: Mapping[int, tuple[bytes, Bytes, Bytes, Bytes]]) -> Self:
         """Take blocks that were summed elsewhere, check words first; masks are taken off them in place.
 
-        kept: of each member whose upload is in the sums its digest, salt, commitments and packages.
+        kept: of each member whose upload is in the sums: its digest, salt, commitments and packages.
         """
         total = cls(round, *(len(words) - CHECK_WORDS for words in sums))
         total._sums = list(sums)
@@ -70,7 +70,8 @@ class UploadSum:
         """Add an upload.
 
         Raises ProtocolError (E-WIRE-06) on its tensors; SecaggError: E-RUN-51 on its sender, E-RUN-06 once the sum is
-        taken. Guarantees: what is refused changes nothing.
+        taken.
+        Guarantees: a refused upload changes nothing.
         """
         self.round.place(member)
         if not self._sums:
@@ -84,7 +85,7 @@ class UploadSum:
             np.add(total, words, out=total)
 
     def seal(self, sign: Callable[[bytes], bytes]) -> Seal:
-        """Fix what has been added as the round's set; raises SecaggError (E-RUN-51) where it is too small.
+        """Fix the added uploads as the round's set; raises SecaggError (E-RUN-51) if it is too small.
 
         sign: by the coordinator's key, under `Seal.CONTEXT`. Store the seal before it is sent: it is the only one.
         """
@@ -104,9 +105,9 @@ class UploadSum:
 class OpenedSum:
     """Unmasked sums over a set, in words of the ring, without check words; classes: None if they stay masked.
 
-    wrong: (member, dealer): the member's share of a secret of the dealer did not fit, by either's doing, unless more
-    answers lie than are named for that secret.
-    own_seeds: of a census alone, (block, member) -> seed, for its proof.
+    wrong: (member, dealer): the member's share of a secret of the dealer did not fit; either of them may be wrong,
+    unless more answers are false than are named for that secret.
+    own_seeds: only of a census, (block, member) -> seed, for its proof.
     """
 
     inside: tuple[int, ...]
@@ -135,7 +136,7 @@ class SealedRound:
         self._answers: dict[int, dict[Slot, bytes]] = {}
 
     def confirm(self, member: int, confirmation: Confirmation) -> None:
-        """Take a member's confirmation. member: whose session it came by.
+        """Accept a member's confirmation. member: whose session it came by.
 
         Raises SecaggError: E-RUN-50 about another set, E-RUN-51 from outside the cohort, E-ID-33 without the signature.
         """
@@ -152,22 +153,22 @@ class SealedRound:
 
     @property
     def confirmations(self) -> tuple[tuple[int, bytes], ...]:
-        """Return what came so far, ascending; raises UnavailableError (E-RUN-45) while they are too few."""
+        """Return the confirmations so far, ascending; raises UnavailableError (E-RUN-45) while there are too few."""
         if len(self._confirmed) < self.round.t:
             raise self._too_few("confirm", self.unconfirmed)
         return tuple(sorted(self._confirmed.items()))
 
     def opening(self, member: int) -> Opening:
-        """Make what a member of the cohort needs to answer; raises UnavailableError (E-RUN-45) as `confirmations`."""
+        """Create a cohort member's request for an answer; raises UnavailableError (E-RUN-45) as `confirmations`."""
         row, round, envelopes = self.round.place(member), self.round, self._envelopes
         packages = tuple((u, envelopes[u].salt.tobytes(), envelopes[u].packages[row].tobytes()) for u in self.inside)
         return Opening(round.run.run_id, round.kind, round.number, self.hash, self.confirmations, packages)
 
     def answer(self, member: int, shares: RevealedShares) -> None:
-        """Take a member's answer; a later one replaces it. member: whose session it came by.
+        """Accept a member's answer; a later one replaces it. member: whose session it came by.
 
-        Raises SecaggError: E-RUN-50 about another set, E-RUN-51 from outside the cohort, E-RUN-48 for other shares
-        than those that open the set.
+        Raises SecaggError: E-RUN-50 about another set, E-RUN-51 from outside the cohort, E-RUN-48 for other shares than
+        those that open the set.
         """
         self.round.place(member)
         check_about(shares, self.round, self.hash, member)
@@ -190,14 +191,14 @@ class SealedRound:
         return not self._sums
 
     def finish(self) -> OpenedSum:
-        """Open the sum over the set; with wrong answers too, while t right ones are there.
+        """Open the sum over the set; also with wrong answers, if t correct ones are among them.
 
-        Of up to 14 answers any number may be wrong that leaves t; of 20 three, of 50 two, of more one: 2,000 choices of
-        t answers are tried.
-        Raises UnavailableError (E-RUN-45) with fewer than t answers; SecaggError (E-RUN-48) where no t answers give a
-        committed seed (it blames the dealer once every choice was tried), or where the check words say that masks did
-        not cancel: then the sum is thrown away.
-        Guarantees: until every seed is joined and held against its commitment no mask is taken off.
+        Of up to 14 answers, any number may be wrong that leaves t correct ones; of 20 three, of 50 two, of more one:
+        2,000 choices of t answers are tried.
+        Raises UnavailableError (E-RUN-45) with fewer than t answers; SecaggError (E-RUN-48) if no t answers give a
+        committed seed (it blames the dealer once every choice was tried), or if the check words show that masks did not
+        cancel: then the sum is discarded.
+        Guarantees: no mask is taken off until every seed is reconstructed and compared with its commitment.
         """
         if len(self._answers) < self.round.t:
             raise self._too_few("answer", self.unanswered)
@@ -263,7 +264,7 @@ class _Joiner:
             raise self._unjoined(dealer, tried)
         fewest = min(map(len, outside))
         likely = [off for off in outside if len(off) == fewest]
-        if len(likely) == 1 and (certain or tried < _TRIES):  # else several were made to fit each other
+        if len(likely) == 1 and (certain or tried < _TRIES):  # otherwise several wrong shares fit each other
             self._name(likely[0], dealer)
         return seed
 

@@ -1,11 +1,11 @@
-"""Keys of one run: who they belong to, and the chains of secrets that two members share.
+"""Keys of one run: their owners, and the chains of secrets that two members share.
 
 Each member makes an X25519 and an Ed25519 pair from the operating system's entropy and signs them with its identity.
-From everybody's keys follow K, which is part of everything later, and one chain of secrets per pair of members:
+All members' keys give K, which is part of everything later, and one chain of secrets per pair of members:
 
-    chain_uv(0) = KDF(X25519(agree_u, Agree_v), K, "root", lo, hi)      chain(i + 1) = KDF(chain(i), "", "next")
+chain_uv(0) = KDF(X25519(agree_u, Agree_v), K, "root", lo, hi)      chain(i + 1) = KDF(chain(i), "", "next")
 
-A chain only goes forward: what was derived from a position that was left cannot be derived again.
+A chain only goes forward: secrets of a position that was left cannot be derived again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from service_core.pki.identity import CertificateRole, Identity, identity_of, pa
 from service_core.pki.roster import RosterMember, renewed_from
 
 KEYS_CONTEXT = "consilium secagg keys v1"
-"""What an identity key signs an entry under."""
+"""Context in which an identity key signs an entry."""
 
 
 class MemberKeys(NamedTuple):
@@ -58,7 +58,7 @@ KeyVerifier = Callable[[MemberKeys, bytes], bool]
 def verify_keys(run: SecaggRun, entries: Sequence[MemberKeys], trusted: KeyVerifier) -> VerifiedKeys:
     """Verify all members' entries; raises SecaggError (E-ID-33), which blames the member with the wrong entry.
 
-    Guarantees: each member of the manifest is there once, in its order, with keys that no other member has, under a
+    Guarantees: each member of the manifest occurs once, in its order, with keys that no other member has, under a
     signature that `trusted` accepts.
     """
     if (names := tuple(entry.name for entry in entries)) != run.members:

@@ -1,4 +1,4 @@
-"""What a seed adds to a block: the stream of AES-256-CTR, read as words, added in place modulo the ring."""
+"""The mask of a seed: the stream of AES-256-CTR, read as words and added to a block in place, modulo the ring."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from privacy.secagg.terms import Round, SecaggError, kdf
 _CHUNK = 256 * 1024
 _ZEROS = bytes(_CHUNK)
 _SPARE = 15
-"""What the cipher asks for beyond what it writes."""
+"""Extra bytes that the cipher needs in its output buffer."""
 
 
 def add_mask(words: Words, seed: bytes, context: bytes, block: int, *, subtract: bool = False) -> None:
     """Add or subtract the mask of a seed, in place. words: contiguous, unsigned and little-endian.
 
-    Guarantees: a key is used for one stream, since context and block are part of it; beside the words there is room
-    for one chunk of 256 KiB.
+    Guarantees: a key is used for only one stream, since it depends on context and block; the additional memory is one
+    chunk of 256 KiB.
     """
     stream = Cipher(algorithms.AES(kdf(seed, context, "mask", block)), modes.CTR(bytes(16))).encryptor()
     zeros, step = memoryview(_ZEROS), _CHUNK // words.itemsize

@@ -1,6 +1,6 @@
-"""What travels between the sides, in plain types; whoever sends it maps it to its wire format.
+"""The messages between the sides, in plain types; senders map them to their wire format.
 
-Members and slots are indices in the manifest. Nothing is checked when a message is made: who receives it does.
+Members and slots are indices in the manifest. Creating a message checks nothing: its receiver does.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Confirmation:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a member needs to answer: confirmations (index, signature) and, of the set, (index, salt, its package)."""
+    """Input of a member's answer: confirmations (index, signature) and, of the set, (index, salt, its package)."""
 
     run_id: str
     kind: str

@@ -1,7 +1,8 @@
 """Shares of 32 bytes. Shamir, "How to Share a Secret", CACM 1979, over the field of p = 2^256 + 297.
 
 The share of x is the value there of a polynomial of degree t - 1 whose constant is the secret (little-endian) and whose
-other coefficients are uniform: t shares give the secret, t - 1 nothing. The field is barely larger than the secrets.
+other coefficients are uniform: t shares determine the secret, t - 1 reveal nothing. The field is barely larger than the
+secrets.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ def weights(xs: Sequence[int], at: int = 0) -> list[int]:
 
 
 def combine(shares: Sequence[bytes], by: Sequence[int]) -> int:
-    """Return the value that shares give under weights."""
+    """Return the weighted sum of shares."""
     return sum(w * int.from_bytes(s, "little") for w, s in zip(by, shares, strict=True)) % PRIME
 
 
 def join(shares: Sequence[bytes], by: Sequence[int]) -> bytes | None:
-    """Return the secret under weights at 0; None where the value is none of 32 bytes, so some share is wrong."""
+    """Return the secret under weights at 0; None if the value does not fit 32 bytes, so some share is wrong."""
     value = combine(shares, by)
     return value.to_bytes(SHARE - 1, "little") if value < 2**256 else None

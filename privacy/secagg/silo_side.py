@@ -1,8 +1,8 @@
-"""A silo's half of a round: it masks one vector, confirms one set, answers for that set alone, and verifies a census.
+"""A silo's half of a round: it masks one vector, confirms one set, answers only for that set, and verifies a census.
 
-What must survive a crash is two explicit values, which the caller stores: `RunKeys` of the run, and a `RoundRow` of
-each task until its close. The row of a set is handed to `store` before the signature is made, so that no signature can
-leave a silo that does not have it on its disk.
+Two explicit values must survive a crash, and the caller stores them: `RunKeys` of the run, and a `RoundRow` of each
+task until its close. The row of a set is passed to `store` before the signature is made, so that a signature leaves a
+silo only with the row on its disk.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from privacy.secagg.terms import BLOCKS, CLASSES, Round, SecaggError, SecaggRun
 
 @dataclass(frozen=True, slots=True)
 class MaskedTaskRow:
-    """What a silo keeps of one task until its close; empty where it has not happened.
+    """A silo's data of one task until its close; fields are empty until they are known.
 
-    base_digest: what it masked for, or was sealed. object_digest: of its one upload. seal_hash, inside: the one set
+    base_digest: of the masked or sealed task's base. object_digest: of its one upload. seal_hash, inside: the one set
     that it confirmed.
     """
 
@@ -49,12 +49,12 @@ class MaskedTaskRow:
 
 
 Store = Callable[[MaskedTaskRow], None]
-"""Writes a row to the disk, in the place of the one that was passed beside it; raises where it cannot, or where the row
-on the disk is another one by now."""
+"""Writes a row to the disk, replacing the row passed with it; raises if it cannot, or if the row on the disk is another
+one."""
 
 
 def blank(words: int, dtype: str) -> Words:
-    """Make a block of zeros, behind its check words; the caller fills what is behind them, `block[CHECK_WORDS:]`."""
+    """Create a block of zeros after its check words; the caller fills `block[CHECK_WORDS:]`."""
     return np.zeros(words + CHECK_WORDS, dtype)
 
 
@@ -66,10 +66,10 @@ def mask(
     classes: Words,
     random: Random = secrets.token_bytes,
 ) -> MaskedUpload:
-    """Mask the vector of a task, in place. model, classes: as `blank` makes them; check words are written here.
+    """Mask the vector of a task, in place. model, classes: as from `blank`; check words are written here.
 
-    Write the file, then store `uploaded(...)`, then send. Raises SecaggError: E-RUN-49 where the task has an upload,
-    E-RUN-50 where its set is confirmed, its keys are gone, or it was offered with another base.
+    Write the file, then store `uploaded(...)`, then send. Raises SecaggError: E-RUN-49 if the task has an upload,
+    E-RUN-50 if its set is confirmed, its keys are gone, or it was offered with another base.
     Guarantees: a task that has an upload is never masked again.
     """
     require_unmasked(row, round)
@@ -145,9 +145,10 @@ def confirm(
 
     cohort: of the task, as this silo computes it. signed: (message, signature) -> whether the coordinator signed it,
     under `Seal.CONTEXT`. offered: the base that this silo was offered for the task, if it was. min_sum: the policy's.
-    Raises SecaggError: E-RUN-50 for another set, task, base or upload, or a round that is closed here; E-RUN-51 for
-    no set or too small a one; E-ID-33 without the coordinator's signature; E-POLICY-17 below the policy's sum.
-    Guarantees: of one task at most one set is signed; asked again for it, the same bytes come back.
+    Raises SecaggError: E-RUN-50 for another set, task, base or upload, or a round that is closed here; E-RUN-51 for an
+    invalid set or one that is too small; E-ID-33 without the coordinator's signature; E-POLICY-17 below the policy's
+    minimum.
+    Guarantees: at most one set per task is signed; a repeated request gets the same bytes.
     """
     if (seal.run_id, seal.keys_digest) != (run.run_id, keys.keys_digest):
         raise SecaggError("E-RUN-50", "expected a set of this run and its keys, found one of other ones")
@@ -191,8 +192,8 @@ def answer(
     """Return the shares that open the set confirmed here; nothing is stored.
 
     Raises SecaggError: E-RUN-50 for another set than the confirmed one, or a round that is closed here; E-RUN-51 for
-    packages that are not those of the set; E-RUN-45 with too few confirmations; E-RUN-48 for a package that is wrong.
-    Guarantees: a function of the confirmed set and the uploads in it: asked again, the same bytes come back.
+    packages of another set; E-RUN-45 with too few confirmations; E-RUN-48 for a wrong package.
+    Guarantees: a function of the confirmed set and its uploads: a repeated request gets the same bytes.
     """
     if row is None or not row.seal_hash:
         raise SecaggError("E-RUN-50", "expected a set that was confirmed here, found none: send the seal first")
@@ -222,7 +223,7 @@ def answer(
 
 @dataclass(frozen=True, slots=True)
 class CensusProof:
-    """What a census was opened from: seal, confirmations by member, own seeds of the class block by member.
+    """The inputs of a census: seal, confirmations by member, own seeds of the class block by member.
 
     uploads: by member, with the digest of the object's bytes as the reader computed it.
     """
@@ -236,13 +237,13 @@ class CensusProof:
 def verify_census(
     run: SecaggRun, keys: RunKeys, classes: int, proof: CensusProof, row: MaskedTaskRow | None
 ) -> NDArray[np.int64]:
-    """Recompute the census H, one number per class, from its proof. row: of the census here, None if it was away.
+    """Recompute the census H, one number per class, from its proof. row: of the census here, None if it was absent.
 
     Raises SecaggError: E-RUN-50 for another run's set, or another than this silo sent and confirmed, E-RUN-51 for one
-    that is not of all members, E-RUN-45 where too few confirmed it, E-RUN-48 where uploads, seeds or sums do not fit;
-    ProtocolError (E-WIRE-06) for an upload of another shape.
-    Guarantees: H is the sum of what t members confirmed, the same at every silo; the coordinator cannot change it, only
-    what a silo sends can.
+    without all members, E-RUN-45 if too few confirmed it, E-RUN-48 if uploads, seeds or sums do not fit; ProtocolError
+    (E-WIRE-06) for an upload of another shape.
+    Guarantees: H is the sum that t members confirmed, the same at every silo; only what silos send can change it, not
+    the coordinator.
     """
     seal = proof.seal
     if (seal.run_id, seal.kind, seal.round, seal.keys_digest) != (run.run_id, "census", 0, keys.keys_digest):

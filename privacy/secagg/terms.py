@@ -1,4 +1,4 @@
-"""What all members of a run compute alike: thresholds, contexts, who belongs to a set, and which seeds are opened.
+"""Computed alike by all members of a run: thresholds, contexts, valid sets, and which seeds are opened.
 
 Members are written by their index in the manifest; n, t, m and c are those of `fl_core.types.secagg`.
 """
@@ -34,9 +34,9 @@ class SecaggError(RefusedError):
 
 
 def frame(*fields: bytes | str | int) -> bytes:
-    """Join the version and the fields, each behind its length (4 bytes, big-endian); integers are 8 bytes, big-endian.
+    """Join the version and the fields, each after its length (4 bytes, big-endian); integers are 8 bytes, big-endian.
 
-    Guarantees: other fields give other bytes.
+    Guarantees: different fields give different bytes.
     """
     raw = [f.to_bytes(8, "big") if isinstance(f, int) else f.encode() if isinstance(f, str) else f for f in fields]
     return b"".join(len(r).to_bytes(4, "big") + r for r in (VERSION, *raw))
@@ -52,7 +52,7 @@ def kdf(secret: bytes, salt: bytes, *fields: bytes | str | int) -> bytes:
 
 
 class Thresholds(NamedTuple):
-    """t: answers that open a sum. m: uploads that a sum has at least."""
+    """t: answers that open a sum. m: minimum of uploads in a sum."""
 
     t: int
     m: int
@@ -85,7 +85,7 @@ class SecaggRun:
         return _WORDS[self.ring]
 
     def thresholds(self, n: int) -> Thresholds:
-        """Compute t and m of a round of n members; both sides do, and no message carries them."""
+        """Compute t and m of a round of n members; both sides do, and no message contains them."""
         return Thresholds(answers(n), self.terms.smallest_sum(n))
 
     def round(
@@ -98,10 +98,10 @@ class SecaggRun:
 
 @dataclass(frozen=True)
 class Round:
-    """One task of a run: whoever agrees on its fields derives the same context, so that masks cancel.
+    """One task of a run: sides that agree on its fields derive the same context, so that masks cancel.
 
-    keys_digest: K, of everybody's keys. base_digest: of the state that the task begins from; of a census it is K.
-    cohort: R, ascending. Raises SecaggError: E-RUN-50 for a task that the run does not have, E-RUN-51 for a cohort.
+    keys_digest: K, of all members' keys. base_digest: of the state that the task begins from; for a census it is K.
+    cohort: R, ascending. Raises SecaggError: E-RUN-50 for a task outside of the run, E-RUN-51 for an invalid cohort.
     """
 
     run: SecaggRun
@@ -135,12 +135,12 @@ class Round:
 
     @property
     def m(self) -> int:
-        """Return how many uploads a sum has at least; of a census all."""
+        """Return the minimum of uploads in a sum; for a census all."""
         return self.n if self.kind == "census" else self.run.thresholds(self.n).m
 
     @property
     def position(self) -> int:
-        """Return where in the chains of keys the task's keys are."""
+        """Return the position of the task's keys in the chains."""
         return 0 if self.kind == "census" else self.number + 1
 
     @cached_property
@@ -156,7 +156,7 @@ class Round:
         return self.cohort.index(member)
 
     def check_set(self, uploads: Sequence[tuple[int, bytes]]) -> tuple[int, ...]:
-        """Return the indices of a set; raises SecaggError (E-RUN-51) unless it is one that the round may open."""
+        """Return the indices of a set; raises SecaggError (E-RUN-51) unless the round may open it."""
         inside = [u for u, _ in uploads]
         if inside != sorted(set(inside)) or not set(inside) <= set(self.cohort):
             raise SecaggError("E-RUN-51", f"expected members of the cohort, ascending and each once, found {inside}")
@@ -174,10 +174,11 @@ class Round:
     def opened(self, inside: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
         """List the seeds that are opened, as (block, dealer, slot), ascending.
 
-        Of everybody in the set their own (slot = dealer) and those that they share with members outside of it; of the
-        class rows nothing where a member of the run is absent or not drawn, unless the terms open them in each round:
-        the difference of two sums over different sets is class counts.
-        Guarantees: one list says who is absent, so nobody's own seed is opened beside one shared with that member.
+        For members of the set: their own seeds (slot = dealer) and those that they share with members outside of it;
+        for the class rows nothing if a member of the run is absent or not drawn, unless the terms open them in each
+        round: the difference of two sums over different sets is class counts.
+        Guarantees: one list decides who is absent, so nobody's own seed is opened together with one shared with that
+        member.
         """
         absent = tuple(v for v in self.cohort if v not in inside)
         whole = not absent and self.n == len(self.run.members)
