@@ -498,7 +498,7 @@ def test_a_wrong_share_is_found_named_and_done_without(four: World) -> None:
     with silos(four, FOUR, east={"says": lie}, west={"says": last}):
         run = four.submit(agreed)
         assert four.finished(run.id).model_digest == simulated(agreed)
-        assert "did not fit" in refusals(four, run.id)["east"]
+        assert "is invalid: one of the two sent wrong data" in refusals(four, run.id)["east"]
         assert set(refusals(four, run.id)) == {"east"}
 
 
