@@ -15,6 +15,7 @@ silence_grpc_logs()
 
 import argparse  # noqa: E402
 import json  # noqa: E402
+import os  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Mapping, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -43,10 +44,11 @@ def measure(
 ) -> Mapping[str, Value]:
     """Measure `rounds` rounds of a few starts of all processes, each as `_measure_start` does.
 
-    One start takes up to a tenth longer for the same rounds, and for bare streams, than the next.
+    One start takes up to a tenth longer for the same rounds, and for bare streams, than the next. The load is the
+    machine's average over a minute, before the first start and at the end, when the benchmark itself is part of it.
     """
     chosen, legs = workload(params), [min(LEG, rounds - begin) for begin in range(0, rounds, LEG)]
-    starts = min(STARTS, len(legs))
+    starts, load = min(STARTS, len(legs)), os.getloadavg()[0]
     with processes(log) as started:
         found = [_measure_start(started, silos, chosen, legs[k::starts], delay_ms, masks) for k in range(starts)]
     first, peak = found[0].first, max(one.peak for one in found)
@@ -54,6 +56,9 @@ def measure(
     took = [seconds for run in runs for seconds in run.seconds]
     moved = [seconds for stream in streams for seconds in stream.seconds]
     weights = [len(run.seconds) for run in runs]
+    coordinator = fmean([run.coordinator_cpu for run in runs], weights)
+    silo = fmean([run.silos_cpu for run in runs], weights)
+    bare = fmean([s.cpu for s in streams], [len(s.seconds) for s in streams])
     return {
         "silos": silos,
         "params": chosen.params,
@@ -70,9 +75,12 @@ def measure(
         "bare_stream_seconds": round(median(moved), 4),
         "ratio": round(median(took) / median(moved), 3),
         "coordinator_peak_mib": round(peak, 1),
-        "coordinator_cpu_seconds": round(fmean([run.coordinator_cpu for run in runs], weights), 3),
-        "silos_cpu_seconds": round(fmean([run.silos_cpu for run in runs], weights), 3),
-        "bare_cpu_seconds": round(fmean([s.cpu for s in streams], [len(s.seconds) for s in streams]), 3),
+        "coordinator_cpu_seconds": round(coordinator, 3),
+        "silos_cpu_seconds": round(silo, 3),
+        "bare_cpu_seconds": round(bare, 3),
+        "cpu_ratio": round((coordinator + silo) / bare, 3),
+        "load_before": round(load, 1),
+        "load_after": round(os.getloadavg()[0], 1),
         "warm_up_seconds_each": [round(s, 3) for run in runs for s in run.warm_up],
         "round_seconds_each": [round(s, 3) for s in took],
         "bare_stream_seconds_each": [round(s, 3) for s in moved],
