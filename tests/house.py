@@ -142,7 +142,8 @@ def walk(*words: str) -> Recorder:
     from coordinator.operations.metrics import CoordinatorMetrics
     from silo.storage.store import SiloStore
     from tests.support import until
-    from tests.support.coordinator import World, hospitals, join
+    from tests.support.coordinator import World
+    from tests.support.federation import hospitals
 
     names, recorder, worlds = ("north", "east", "south"), Recorder(Path.cwd()), list[World]()
     stage, close, staged = SiloStore.stage, CoordinatorMetrics.round_closed, list[str]()
@@ -164,9 +165,10 @@ def walk(*words: str) -> Recorder:
     threading.setprofile(recorder)
     SiloStore.stage, CoordinatorMetrics.round_closed = record_the_last, stop_at_the_close  # type: ignore[assignment]
     try:
-        with tempfile.TemporaryDirectory() as folder, hospitals(Path(folder)) as (world, sites):
+        with tempfile.TemporaryDirectory() as folder, hospitals(Path(folder)) as people:
+            world = people.world
             worlds.append(world)
-            join(world, sites, Path(folder), *names)
+            people.join(*names)
             with closing(LeadClient.open(world.home)) as client:
                 members = list(client.silos().silos)
             common = ["data=digits", "threads=1", "rounds=2", "train.epochs=1", "model=digits_linear", "method=fedavg"]

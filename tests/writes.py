@@ -55,8 +55,9 @@ from service_core.storage.generation import open_read_only  # noqa: E402
 from silo.storage.home import Home  # noqa: E402
 from silo.storage.store import SiloStore  # noqa: E402
 from tests import interrupted  # noqa: E402
-from tests.support.coordinator import COLLECTION, FAST, Site, World, enrolled, when_due  # noqa: E402
+from tests.support.coordinator import FAST, World, enrolled, when_due  # noqa: E402
 from tests.support.fake_coordinator import manifest  # noqa: E402
+from tests.support.federation import COLLECTION, Hospital  # noqa: E402
 from tests.support.processes import ROOT, free_port  # noqa: E402
 
 COORDINATOR = "coordinator"
@@ -338,7 +339,7 @@ class Trial:
 
     def _train(self, name: str, told: list[int]) -> None:
         home = Home(self.folder / name)
-        site = Site(World(self.folder / COORDINATOR, port=self.port), home, self.plan.data[name])
+        site = Hospital(World(self.folder / COORDINATOR, port=self.port), home, self.plan.data[name])
         with home.locked():
             site.start()
             assert site.service is not None

@@ -20,8 +20,9 @@ from fl_core.types.secagg import Secagg
 from silo.cli import operations as silo_cli
 from silo.storage.home import Home
 from tests.support import until
-from tests.support.coordinator import Site, World, events, federation
+from tests.support.coordinator import World, events
 from tests.support.fake_coordinator import manifest
+from tests.support.federation import Hospital, budgeted
 
 pytestmark = pytest.mark.integration
 
@@ -61,8 +62,8 @@ def gates() -> dict[str, Gate]:
 
 
 @pytest.fixture
-def consortium(tmp_path: Path, gates: dict[str, Gate]) -> Iterator[tuple[World, dict[str, Site]]]:
-    with federation(tmp_path, DATA) as (world, sites):
+def consortium(tmp_path: Path, gates: dict[str, Gate]) -> Iterator[tuple[World, dict[str, Hospital]]]:
+    with budgeted(tmp_path, DATA) as (world, sites):
         for name, site in sites.items():
             site.run_round = gates[name]
         try:
@@ -137,7 +138,7 @@ def test_a_masked_run_ends_at_a_restore_and_a_new_one_goes_on_from_its_model(tmp
     masked = {"secagg": Secagg(1), "aggregator": NamedOptions("mean"), "grid": FixedPointFormat("ring64", len(MASKED))}
     members = make_members(tuple(MASKED), 3, 1.0, [1000] * len(MASKED))
     wanted = manifest(members=members, rounds=5, **masked, **({"privacy": noise} if private else {}))
-    with federation(tmp_path, MASKED) as (world, sites):
+    with budgeted(tmp_path, MASKED) as (world, sites):
         try:
             for name, site in sites.items():
                 site.run_round = gates[name]
@@ -258,5 +259,5 @@ def test_the_ledger_never_goes_back(tmp_path, consortium, gates):
     assert attempts == {"north": 2, "east": 4}  # each of two collections: north's update of round 2 is in the backup
 
 
-def spent(site: Site, run: str) -> set[str]:
+def spent(site: Hospital, run: str) -> set[str]:
     return {entry for entry, state in site.entries() if entry.startswith(run) and state != "REFUSED"}

@@ -1,4 +1,4 @@
-"""The coordinator in this process over real gRPC and mutual TLS, sessions transfers by hand, whole federations."""
+"""The coordinator in this process over real gRPC and mutual TLS, with sessions and transfers by hand."""
 
 from __future__ import annotations
 
@@ -19,20 +19,15 @@ import pytest
 import torch
 
 from coordinator.api.server import CoordinatorServer, Settings
-from coordinator.config.manifest_builder import build_manifest
 from coordinator.lead.client import credentials_of
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
 from coordinator.runs.dispatcher import SiloSession
 from coordinator.storage.records import RunState, StoredRun
 from coordinator.storage.store import CoordinatorStore
-from fl_core import datasets
 from fl_core.rounds.manifest import RunManifest
-from fl_core.rounds.silo_round import run_silo_round
 from fl_core.training.evaluation import METRICS
 from fl_core.types.values import Part, State
-from privacy.ledger.ledger import Ledger
-from privacy.ledger.registration import register
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from protos.wire import codec
@@ -44,15 +39,10 @@ from service_core.pki.invitation import InvitationToken
 from service_core.storage import digests
 from service_core.storage.private_files import Credentials
 from service_core.version import PROTOCOL
-from silo.connection.transfer import RetryPolicy
-from silo.events import SiloEvent
 from silo.identity.identity import SiloIdentity
-from silo.service.service import Service, SiloSettings
 from silo.storage.home import Home
-from silo.training.trainer import RunRound
 from tests.support import until
 from tests.support.federations import manifest
-from tests.support.services import service
 
 CONSORTIUM = "test"
 FAST = Settings(pulse_s=0.5, recycle_s=300)
@@ -283,55 +273,6 @@ def online(world: World, name: str) -> Callable[[], bool]:
     return lambda: world.server.dispatcher.activity_of(name) is not None
 
 
-PATIENCE = RetryPolicy(idle_s=5.0, backoff_s=0.01, backoff_cap_s=0.1, tries=3)
-COLLECTION = "records"
-DELTA = 1e-5
-
-
-@dataclass
-class Site:
-    """One hospital: its home, its data, and the service while it runs."""
-
-    world: World
-    home: Home
-    data: str
-    notices: list[SiloEvent] = field(default_factory=list)
-    service: Service | None = None
-    run_round: RunRound = run_silo_round
-    retry_policy: RetryPolicy = PATIENCE
-    settings: Callable[..., SiloSettings] = SiloSettings
-
-    @property
-    def ledger(self) -> Ledger:
-        return Ledger(self.home.ledger)
-
-    def policy(self, text: str) -> None:
-        self.home.policy.write_text(text)
-
-    def budget(self, epsilon: float, split: str = "train") -> None:
-        self.ledger.set_budget(f"{COLLECTION}/{split}", epsilon, DELTA, "dpo", "test")
-
-    def entries(self) -> list[tuple[str, str]]:
-        """List (entry, state) of every collection."""
-        ledger = self.ledger
-        return [(entry, state) for c in ledger.collections() for entry, state, _ in ledger.entries(c)]
-
-    def start(self) -> None:
-        own = SiloIdentity(self.home.path).current_credentials
-        place = self.settings(self.home, self.data, device="cpu")
-        over = lambda: channel(self.world.port, own())  # noqa: E731
-        self.service = service(place, self.notices, self.retry_policy, over, self.run_round)
-        self.service.start()
-
-    def stop(self) -> None:
-        if self.service is not None:
-            self.service.stop()
-            self.service = None
-
-    def told(self, event: str) -> list[str]:
-        return [n.text for n in self.notices if n.event == event]
-
-
 def enrolled(
     world: World,
     name: str,
@@ -359,34 +300,6 @@ def enrolled(
 def when_due() -> datetime:
     """Tell the time when a certificate was made that is to be renewed now."""
     return certificates.utc_now() - timedelta(days=61)
-
-
-@contextmanager
-def _running(world: World, sites: dict[str, Site]) -> Iterator[None]:
-    """Start the coordinator, and in the end stop it and every hospital that is there by then."""
-    world.start()
-    try:
-        yield
-    finally:
-        for site in sites.values():
-            site.stop()
-        world.stop()
-
-
-@contextmanager
-def federation(folder: Path, data: dict[str, str], epsilon: float = 100.0) -> Iterator[tuple[World, dict[str, Site]]]:
-    """A coordinator that runs, and hospitals (name: data) with registered records and a budget that do not yet."""
-    world = World.create(folder / "coordinator", ())
-    sites = {}
-    for name, reference in data.items():
-        site = Site(world, enrolled(world, name, folder / name), reference)
-        site.policy('[privacy]\nrng = "test"\n')
-        register(site.ledger, datasets.load(reference), COLLECTION)
-        site.budget(epsilon)
-        site.budget(epsilon, "test")
-        sites[name] = site
-    with _running(world, sites):
-        yield world, sites
 
 
 def events(world: World, run_id: str, kind: str) -> list[tuple[str, str]]:
@@ -497,20 +410,3 @@ def code(error: pytest.ExceptionInfo[grpc.RpcError]) -> tuple[grpc.StatusCode, s
 
 def commit(stub, request: pb.OpenRequest) -> pb.Receipt:
     return stub.Commit(pb.CommitRequest(contribution_id=request.contribution_id))
-
-
-@contextmanager
-def hospitals(folder: Path) -> Iterator[tuple[World, dict[str, Site]]]:
-    """A coordinator that composes runs as in earnest, and a way to let hospitals join it."""
-    world, sites = World.create(folder / "coordinator", ()), dict[str, Site]()
-    world.compose = build_manifest  # type: ignore[method-assign, assignment]
-    with _running(world, sites):
-        yield world, sites
-
-
-def join(world: World, sites: dict[str, Site], folder: Path, *names: str) -> None:
-    for name in names:
-        sites[name] = Site(world, enrolled(world, name, folder / name), f"digits/p4c5/{len(sites)}")
-        sites[name].start()
-    for name in names:
-        until(online(world, name), name)

@@ -1,6 +1,7 @@
 """One federation in this process: the coordinator's service and hospitals' services over mutual TLS on loopback.
 
-Nothing in it is a stand-in. What a test injects goes in where the services let it: the data of a hospital, the
+Nothing in it is a stand-in. Hospitals `join` with data and a configuration as users have them, or `come` with what a
+test injects. That goes in where the services let it: the data of a hospital, the
 arithmetic of its rounds (where it lies, refuses or waits), and the clock by which open rounds wait.
 """
 
@@ -8,25 +9,38 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from consilium.research.engines.in_process import SiloShare
+from coordinator.config.manifest_builder import build_manifest
+from fl_core import datasets
 from fl_core.datasets import ANY, DataRequest, SiloDataset
 from fl_core.errors import RefusedError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.silo_round import SiloRound, run_silo_round
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import Bundle
+from privacy.ledger.ledger import Ledger
+from privacy.ledger.registration import register
 from service_core.version import version
-from silo.service.service import SiloSettings
+from silo.connection.transfer import RetryPolicy
+from silo.events import SiloEvent
+from silo.identity.identity import SiloIdentity
+from silo.service.service import Service, SiloSettings
 from silo.storage.home import Home
 from silo.training.data_source import DataSource
+from silo.training.trainer import RunRound
 from tests.support import federations, until
-from tests.support.coordinator import FAST, Settings, Site, World, running
+from tests.support.coordinator import FAST, Settings, World, channel, enrolled, online, running
 from tests.support.federations import NAMES, SCHEMA, shares
+from tests.support.services import service
+
+PATIENCE = RetryPolicy(idle_s=5.0, backoff_s=0.01, backoff_cap_s=0.1, tries=3)
+COLLECTION = "records"
+DELTA = 1e-5
 
 
 class GivenData(DataSource):
@@ -89,10 +103,48 @@ def manifest(*given: object, **more: object) -> RunManifest:
 
 
 @dataclass
-class Hospital(Site):
-    """One hospital of a federation; its home outlives its service."""
+class Hospital:
+    """One hospital: its home, its data, and the service while it runs."""
 
+    world: World
+    home: Home
+    data: str
+    notices: list[SiloEvent] = field(default_factory=list)
+    service: Service | None = None
+    run_round: RunRound = run_silo_round
+    retry_policy: RetryPolicy = PATIENCE
+    settings: Callable[..., SiloSettings] = SiloSettings
     script: Script = field(default_factory=Script)
+
+    @property
+    def ledger(self) -> Ledger:
+        return Ledger(self.home.ledger)
+
+    def policy(self, text: str) -> None:
+        self.home.policy.write_text(text)
+
+    def budget(self, epsilon: float, split: str = "train") -> None:
+        self.ledger.set_budget(f"{COLLECTION}/{split}", epsilon, DELTA, "dpo", "test")
+
+    def entries(self) -> list[tuple[str, str]]:
+        """List (entry, state) of every collection."""
+        ledger = self.ledger
+        return [(entry, state) for c in ledger.collections() for entry, state, _ in ledger.entries(c)]
+
+    def start(self) -> None:
+        own = SiloIdentity(self.home.path).current_credentials
+        place = self.settings(self.home, self.data, device="cpu")
+        over = lambda: channel(self.world.port, own())  # noqa: E731
+        self.service = service(place, self.notices, self.retry_policy, over, self.run_round)
+        self.service.start()
+
+    def stop(self) -> None:
+        if self.service is not None:
+            self.service.stop()
+            self.service = None
+
+    def told(self, event: str) -> list[str]:
+        return [n.text for n in self.notices if n.event == event]
 
     def over(self, event: str, run_id: str) -> list[tuple[int, str]]:
         """List (round, kind) of the notices of one kind about a run; round -1 where it is about no round."""
@@ -128,6 +180,23 @@ class Federation:
             known.start()
             self.here.add(name)
 
+    def join(
+        self, *names: str, data: str = "digits/p4c5", policy: str | None = None, validation_only: bool = False
+    ) -> None:
+        """Let hospitals enrol and start, each with the next part of a division of data."""
+        for name in names:
+            home = enrolled(self.world, name, self.world.home.parent / name, validation_only)
+            self.hospitals[name] = Hospital(self.world, home, f"{data}/{len(self.hospitals)}")
+            if policy is not None:
+                self.hospitals[name].policy(policy)
+            self.hospitals[name].start()
+        self.online(*names)
+
+    def online(self, *names: str) -> None:
+        """Wait until these hospitals have a session."""
+        for name in names:
+            until(online(self.world, name), name)
+
     def leave(self, *names: str) -> None:
         for name in names or tuple(self.here):
             self.hospitals[name].stop()
@@ -149,9 +218,44 @@ class Federation:
 @contextmanager
 def federation(home: Path, names: Sequence[str] = NAMES, settings: Settings = FAST) -> Iterator[Federation]:
     """Run a coordinator; its hospitals are enrolled and come when they are called."""
-    with running(home, names, settings) as world:
-        made = Federation(world)
-        try:
-            yield made
-        finally:
-            made.leave()
+    with running(home, names, settings) as world, _ended(Federation(world)) as made:
+        yield made
+
+
+@contextmanager
+def hospitals(folder: Path, *names: str, **more: str) -> Iterator[Federation]:
+    """Run a coordinator that composes runs as in earnest; hospitals join it, these at once (see `Federation.join`)."""
+    world = World.create(folder / "coordinator", ())
+    world.compose = build_manifest  # type: ignore[method-assign, assignment]
+    world.start()
+    with _ended(Federation(world)) as made:
+        made.join(*names, **more)
+        yield made
+
+
+@contextmanager
+def budgeted(
+    folder: Path, data: Mapping[str, str], epsilon: float = 100.0
+) -> Iterator[tuple[World, dict[str, Hospital]]]:
+    """Run a coordinator; hospitals (name: data) with registered records and a budget do not run yet."""
+    world = World.create(folder / "coordinator", ())
+    world.start()
+    with _ended(Federation(world)) as made:
+        for name, reference in data.items():
+            made.hospitals[name] = site = Hospital(world, enrolled(world, name, folder / name), reference)
+            site.policy('[privacy]\nrng = "test"\n')
+            register(site.ledger, datasets.load(reference), COLLECTION)
+            site.budget(epsilon)
+            site.budget(epsilon, "test")
+        yield world, made.hospitals
+
+
+@contextmanager
+def _ended(made: Federation) -> Iterator[Federation]:
+    """Stop in the end every hospital that is there by then, and the coordinator."""
+    try:
+        yield made
+    finally:
+        for hospital in made.hospitals.values():
+            hospital.stop()
+        made.world.stop()

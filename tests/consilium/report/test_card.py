@@ -25,7 +25,8 @@ from service_core.pki.identity import format_fingerprint
 from silo.cli.main import run as silo
 from silo.storage.store import SiloStore
 from tests.support import until
-from tests.support.coordinator import enrolled, hospitals, join
+from tests.support.coordinator import enrolled
+from tests.support.federation import hospitals
 
 WORDS = ["method=fedmr", "data=digits", "rounds=2", "train.epochs=1", "model=digits_linear"]
 
@@ -46,8 +47,8 @@ def settled(home: Path) -> bool:
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     """A run of two hospitals, a survey that one of them answers, the exported model, and a member of neither."""
     folder = tmp_path_factory.mktemp("card")
-    with hospitals(folder) as (world, sites):
-        join(world, sites, folder, "north", "south")
+    with hospitals(folder, "north", "south") as people:
+        world = people.world
         policy = folder / "north" / "policy.toml"
         policy.write_text('[survey]\nallow = ["classes"]\n')
         policy.chmod(0o600)
@@ -60,7 +61,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespa
         enrolled(world, "west", folder / "west")
         told = {"intended_use": "sort digits", "licence": "CC0-1.0", "survey": survey}
         export(run, folder / "models", home=world.home, **told)
-        until(lambda: all(settled(folder / name) for name in sites), "the hospitals' own records", 30)
+        until(lambda: all(settled(folder / name) for name in people.hospitals), "the hospitals' own records", 30)
         yield SimpleNamespace(folder=folder, home=world.home, run=run, survey=survey, models=folder / "models")
 
 

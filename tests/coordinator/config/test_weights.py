@@ -21,7 +21,7 @@ from consilium.research.simulate.engine import SimulationEngine
 from coordinator.cli import runs as lead
 from coordinator.config import weights
 from coordinator.config.hydra_config import compose_spec
-from coordinator.config.manifest_builder import build_manifest, manifest_from
+from coordinator.config.manifest_builder import manifest_from
 from coordinator.config.run_spec import RunSpec
 from coordinator.lead.client import LeadClient
 from coordinator.pki.leads import Leads
@@ -35,7 +35,8 @@ from protos.wire import codec
 from protos.wire.chunks import Chunk, read_chunks
 from service_core.storage.digests import file_digest, write_all
 from tests.support import some, until
-from tests.support.coordinator import Site, World, enrolled, online
+from tests.support.coordinator import World
+from tests.support.federation import Federation, hospitals
 from tests.support.federations import same, schema
 
 pytestmark = pytest.mark.integration
@@ -54,12 +55,14 @@ def file_of(folder: Path, seed: int = 9, **facts: object) -> Path:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    world = World.create(tmp_path / "coordinator", ())
-    world.compose = build_manifest  # type: ignore[method-assign, assignment]
-    world.start()
-    yield world
-    world.stop()
+def people(tmp_path: Path) -> Iterator[Federation]:
+    with hospitals(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def world(people: Federation) -> World:
+    return people.world
 
 
 @pytest.fixture
@@ -71,74 +74,58 @@ def client(world: World) -> Iterator[LeadClient]:
 
 @pytest.mark.slow
 def test_hospitals_begin_with_weights_that_the_lead_sent_and_end_in_the_bits_of_a_simulation(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    people: Federation, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ("hospital0", "hospital1")
-    sites = [Site(world, enrolled(world, n, tmp_path / n), f"digits/p2c5/{k}") for k, n in enumerate(names)]
+    people.join("hospital0", "hospital1", data="digits/p2c5")
     file = file_of(tmp_path)
     words = [*SMALL, f"model.weights={file}", SOURCE]
-    try:
-        for name, site in zip(names, sites, strict=True):
-            site.start()
-            until(online(world, name), name)
-        lead.run(words, home=world.home, as_json=True)
-        first = world.finished(json.loads(capsys.readouterr().out.splitlines()[-1])["run"])
-        simulated = runner.run(compose_spec([*words, "federation=p2c5"]))
-        assert first.model_digest == simulated.model_digest  # FedPer's heads are sent by nobody: silos had the file's
-        fresh = runner.run(compose_spec([*SMALL, "federation=p2c5"]))
-        both = SimulationEngine(workers=2)
-        assert runner.run(compose_spec([*words, "federation=p2c5"]), engine=both).model_digest == first.model_digest
-        assert fresh.model_digest != simulated.model_digest
-        agreed = RunManifest.from_json(first.manifest)
-        assert agreed.start == simulated.manifest.start
-        named = agreed.start.weights
-        assert (named.source, named.fresh) == ("trained in 2025, CC BY 4.0", ())
-        assert "secret" not in first.spec + first.manifest
-        for where in (world.home, *(site.home.path for site in sites)):
-            said = [p for p in where.rglob("*") if p.is_file() and b"secret-9" in p.read_bytes()]
-            assert said == []
-        # A run that goes on from this one needs no file, and neither does a second one with the same weights.
-        file.unlink()
-        lead.run(["train.lr=0.02"], start_from=first.id, home=world.home, detach=True)
-        second = world.finished(world.server.store.runs.find("latest").id)
-        start = RunManifest.from_json(second.manifest).start
-        assert (start.run, start.weights) == (first.id, named)
-        with pytest.raises(ConfigError, match=r"E-CFG-08.*model.weights beside --from"):
-            lead.run([f"model.weights={file}"], start_from=first.id, home=world.home)
-        capsys.readouterr()
-        lead.show(second.id, home=world.home)
-        said = capsys.readouterr().out
-        assert f"starts from {first.id} after round 1" in said
-        assert f"the first run of the lineage began with pretrained weights {named.object}" in said
-        export(first.id, out=tmp_path / "models", home=world.home)
-        card = " ".join((tmp_path / "models" / f"{first.id}.md").read_text().split())
-        assert f"starts from pretrained weights {named.object} (SHA-256 of the file: {named.file}" in card
-        assert "by the lead from 'trained in 2025, CC BY 4.0'" in card
-    finally:
-        for site in sites:
-            site.stop()
+    lead.run(words, home=world.home, as_json=True)
+    first = world.finished(json.loads(capsys.readouterr().out.splitlines()[-1])["run"])
+    simulated = runner.run(compose_spec([*words, "federation=p2c5"]))
+    assert first.model_digest == simulated.model_digest  # FedPer's heads are sent by nobody: silos had the file's
+    fresh = runner.run(compose_spec([*SMALL, "federation=p2c5"]))
+    both = SimulationEngine(workers=2)
+    assert runner.run(compose_spec([*words, "federation=p2c5"]), engine=both).model_digest == first.model_digest
+    assert fresh.model_digest != simulated.model_digest
+    agreed = RunManifest.from_json(first.manifest)
+    assert agreed.start == simulated.manifest.start
+    named = agreed.start.weights
+    assert (named.source, named.fresh) == ("trained in 2025, CC BY 4.0", ())
+    assert "secret" not in first.spec + first.manifest
+    for where in (world.home, *(site.home.path for site in people.hospitals.values())):
+        said = [p for p in where.rglob("*") if p.is_file() and b"secret-9" in p.read_bytes()]
+        assert said == []
+    # A run that goes on from this one needs no file, and neither does a second one with the same weights.
+    file.unlink()
+    lead.run(["train.lr=0.02"], start_from=first.id, home=world.home, detach=True)
+    second = world.finished(world.server.store.runs.find("latest").id)
+    start = RunManifest.from_json(second.manifest).start
+    assert (start.run, start.weights) == (first.id, named)
+    with pytest.raises(ConfigError, match=r"E-CFG-08.*model.weights beside --from"):
+        lead.run([f"model.weights={file}"], start_from=first.id, home=world.home)
+    capsys.readouterr()
+    lead.show(second.id, home=world.home)
+    said = capsys.readouterr().out
+    assert f"starts from {first.id} after round 1" in said
+    assert f"the first run of the lineage began with pretrained weights {named.object}" in said
+    export(first.id, out=tmp_path / "models", home=world.home)
+    card = " ".join((tmp_path / "models" / f"{first.id}.md").read_text().split())
+    assert f"starts from pretrained weights {named.object} (SHA-256 of the file: {named.file}" in card
+    assert "by the lead from 'trained in 2025, CC BY 4.0'" in card
 
 
 @pytest.mark.parametrize("words", some([[], ["model.adapter=linear", "method=fedgela"]]), ids=["fedavg", "fedgela"])
 def test_hospitals_train_a_head_on_the_frozen_weights_and_the_export_is_a_whole_model(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+    people: Federation, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
-    names = ("hospital0", "hospital1")
-    sites = [Site(world, enrolled(world, n, tmp_path / n), f"digits/p2c5/{k}") for k, n in enumerate(names)]
     trained = build_model("digits_cnn", {}, schema((1, 8, 8)), 9)
     save_file(tensor_maps.copy_state(trained), tmp_path / "body.safetensors")
     small = ["data=digits", "rounds=2", "train.epochs=1", "threads=1", "train.freeze=features", *words]
     words = [*small, f"model.weights={tmp_path / 'body.safetensors'}"]
-    try:
-        for name, site in zip(names, sites, strict=True):
-            site.start()
-            until(online(world, name), name)
-        lead.run(words, home=world.home, as_json=True)
-        run = world.finished(json.loads(capsys.readouterr().out.splitlines()[-1])["run"])
-        export(run.id, out=tmp_path / "models", formats=["torch"], home=world.home)
-    finally:
-        for site in sites:
-            site.stop()
+    people.join("hospital0", "hospital1", data="digits/p2c5")
+    lead.run(words, home=world.home, as_json=True)
+    run = world.finished(json.loads(capsys.readouterr().out.splitlines()[-1])["run"])
+    export(run.id, out=tmp_path / "models", formats=["torch"], home=world.home)
     simulated = runner.run(compose_spec([*words, "federation=p2c5"]))
     assert run.model_digest == simulated.model_digest
     assert simulated.model_digest != runner.run(compose_spec([*small, "federation=p2c5"])).model_digest
@@ -432,11 +419,11 @@ def submitted(world: World, client: LeadClient, named: object, **changed: object
     return ""
 
 
-def test_a_lead_that_lies_about_weights_gets_no_run(world: World, client: LeadClient, tmp_path: Path) -> None:
-    for name in ("north", "east"):
-        site = Site(world, enrolled(world, name, tmp_path / name), "digits/p2c5/0")
-        site.start()
-        until(online(world, name), name)
+def test_a_lead_that_lies_about_weights_gets_no_run(
+    people: Federation, world: World, client: LeadClient, tmp_path: Path
+) -> None:
+    people.join("north", "east", data="digits/p2c5")
+    for site in people.hospitals.values():
         site.stop()
     _, taken = weights.take(compose_spec([*SMALL, f"model.weights={file_of(tmp_path)}"]))
     assert "E-STATE-22" in submitted(world, client, taken.named)  # never sent

@@ -28,9 +28,10 @@ from silo.connection.transfer import RetryPolicy
 from silo.identity.identity import SiloIdentity
 from silo.service.enrolment import join
 from tests.support import until
-from tests.support.coordinator import Site, channel, enrolled, online, when_due
 from tests.support.coordinator import World as RealWorld
+from tests.support.coordinator import channel, enrolled, online, when_due
 from tests.support.fake_coordinator import manifest
+from tests.support.federation import Hospital
 from tests.support.pki import Clock, authority, today
 
 
@@ -182,7 +183,7 @@ class Wire:
     """A coordinator that listens, and one hospital. GRACE_S is short."""
 
     coordinator: RealWorld
-    site: Site
+    site: Hospital
 
     def credentials(self, folder: Path) -> Credentials:
         return SiloIdentity(folder).current_credentials()
@@ -218,7 +219,7 @@ def wire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
     monkeypatch.setattr(member_storage, "GRACE_S", 0.5)
     coordinator = RealWorld.create(tmp_path / "coordinator", ())
     home = enrolled(coordinator, "north", tmp_path / "north")
-    made = Wire(coordinator, Site(coordinator, home, "digits/p3c4/0"))
+    made = Wire(coordinator, Hospital(coordinator, home, "digits/p3c4/0"))
     coordinator.start()
     try:
         yield made
@@ -278,7 +279,7 @@ def test_a_hospital_that_starts_when_its_certificate_is_due_takes_part_without_a
     home = enrolled(wire.coordinator, "due", tmp_path / "due", clock=when_due)
     first = SiloIdentity(home.path).load().serial
     members, sessions = wire.coordinator.server.store.members, wire.coordinator.server.dispatcher._sessions
-    wire.site = Site(wire.coordinator, home, "digits/p3c4/0", retry_policy=RetryPolicy())
+    wire.site = Hospital(wire.coordinator, home, "digits/p3c4/0", retry_policy=RetryPolicy())
     wire.site.start()
     until(lambda: wire.site.told("renewed"), "the renewal", 60)
     due = make_members(("due",), 3, 1.0)

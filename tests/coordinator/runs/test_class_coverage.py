@@ -26,7 +26,8 @@ from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.enums import TaskKind
 from silo.reports.disclosure import disclosures_of
 from tests.support import until
-from tests.support.coordinator import Site, World, enrolled, hospitals, online
+from tests.support.coordinator import World, online
+from tests.support.federation import Hospital, hospitals
 
 pytestmark = pytest.mark.integration
 
@@ -39,16 +40,10 @@ CLOSED_FORM = ("data=digits", "threads=1", "method=analytic", "model=random_feat
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, dict[str, Site]]]:
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, dict[str, Hospital]]]:
     folder = tmp_path_factory.mktemp("three")
-    with hospitals(folder) as (world, sites):
-        for k, name in enumerate(THREE):
-            sites[name] = Site(world, enrolled(world, name, folder / name), f"digits/p5c2/{k}")
-            sites[name].policy("")
-            sites[name].start()
-        for name in THREE:
-            until(online(world, name), name)
-        yield world, sites
+    with hospitals(folder, *THREE, data="digits/p5c2", policy="") as people:
+        yield people.world, people.hospitals
 
 
 def submitted(world: World, *words: str) -> StoredRun:
@@ -209,7 +204,9 @@ class _AwayFromTheCensus:
 
 
 @pytest.mark.parametrize("silent", [False, True])
-def test_a_census_with_a_member_away_is_left_out_and_the_run_goes_on_and_says_not_known(three, capsys, silent) -> None:
+def test_a_census_with_a_member_away_is_left_out_and_the_run_goes_on_and_says_not_known(
+    three, capsys, round_clock, silent
+) -> None:
     world, sites = three
     away = _AwayFromTheCensus(silent)
     sites["east"].stop()
@@ -218,6 +215,9 @@ def test_a_census_with_a_member_away_is_left_out_and_the_run_goes_on_and_says_no
     until(online(world, "east"), "east")
     try:
         run = submitted(world, "method=fedavg", *WORDS, f"seed={2 + silent}", "deadline_s=20")
+        if silent:
+            until(lambda: away.asked, "the census at the hospital that is silent")
+            round_clock.skip(20)
         until(lambda: told(world, run), "the classes", seconds=120)
         away.over.set()
         run = world.finished(run.id, 120)

@@ -17,7 +17,8 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.training.evaluation import BY_HOSPITAL, METRIC_PARTS
 from fl_core.types.enums import TaskKind
 from tests.support import until
-from tests.support.coordinator import Site, World, enrolled, hospitals, online
+from tests.support.coordinator import World
+from tests.support.federation import Hospital, hospitals
 
 pytestmark = pytest.mark.integration
 
@@ -33,18 +34,14 @@ def said(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def six(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, dict[str, Site], StoredRun]]:
+def six(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, dict[str, Hospital], StoredRun]]:
     """Six hospitals, two of which let their results be shown and one that sends accuracies alone, and a model."""
     folder = tmp_path_factory.mktemp("six")
-    with hospitals(folder) as (world, sites):
-        for k, name in enumerate(SIX):
-            sites[name] = Site(world, enrolled(world, name, folder / name), f"digits/p6c5/{k}")
-            sites[name].policy('[evaluation]\nsend = "clinical"\nby_hospital = true\n')
-            if name in ("hill", "lake"):
-                sites[name].policy('[evaluation]\nsend = "clinical"\n' if name == "hill" else "")
-            sites[name].start()
+    with hospitals(folder) as people:
+        world, sites = people.world, people.hospitals
         for name in SIX:
-            until(online(world, name), name)
+            send = "" if name == "lake" else '[evaluation]\nsend = "clinical"\n'
+            people.join(name, data="digits/p6c5", policy=send + "by_hospital = true\n" * (name not in ("hill", "lake")))
         lead.run(TRAINED, home=world.home, as_json=True)
         yield world, sites, world.finished(world.server.store.runs.find("latest").id)
 
@@ -56,7 +53,7 @@ def measured(world: World, run: StoredRun):
 
 
 def test_a_stored_model_is_measured_at_six_hospitals_and_no_update_is_sent(
-    six: tuple[World, dict[str, Site], StoredRun], capsys: pytest.CaptureFixture[str]
+    six: tuple[World, dict[str, Hospital], StoredRun], capsys: pytest.CaptureFixture[str]
 ) -> None:
     world, _, parent = six
     capsys.readouterr()
@@ -80,7 +77,7 @@ def test_a_stored_model_is_measured_at_six_hospitals_and_no_update_is_sent(
 
 
 def test_hospitals_that_allow_it_are_shown_and_no_other(
-    six: tuple[World, dict[str, Site], StoredRun], capsys: pytest.CaptureFixture[str]
+    six: tuple[World, dict[str, Hospital], StoredRun], capsys: pytest.CaptureFixture[str]
 ) -> None:
     world, _, parent = six
     evaluation.evaluate(parent.id, home=world.home, by_hospital=True, as_json=True)
@@ -104,7 +101,7 @@ def test_hospitals_that_allow_it_are_shown_and_no_other(
     assert "hill" not in printed.split("By hospital")[1].split("cannot rank")[0].split("is lowest")[0]
 
 
-def test_some_hospitals_are_named(six: tuple[World, dict[str, Site], StoredRun]) -> None:
+def test_some_hospitals_are_named(six: tuple[World, dict[str, Hospital], StoredRun]) -> None:
     world, _, parent = six
     evaluation.evaluate(parent.id, on="north,west", home=world.home, detach=True)
     done = world.finished(world.server.store.runs.find("latest").id)
@@ -112,7 +109,7 @@ def test_some_hospitals_are_named(six: tuple[World, dict[str, Site], StoredRun])
 
 
 def test_an_exported_file_is_measured_like_the_run_that_it_is_of(
-    six: tuple[World, dict[str, Site], StoredRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    six: tuple[World, dict[str, Hospital], StoredRun], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world, _, gela = six
     lead.run([w for w in TRAINED if not w.startswith("method")] + ["method=fedavg", "rounds=1"], home=world.home)
@@ -129,7 +126,7 @@ def test_an_exported_file_is_measured_like_the_run_that_it_is_of(
 
 
 def test_models_that_hospitals_trained_alone_are_measured_beside(
-    six: tuple[World, dict[str, Site], StoredRun], capsys: pytest.CaptureFixture[str]
+    six: tuple[World, dict[str, Hospital], StoredRun], capsys: pytest.CaptureFixture[str]
 ) -> None:
     world, sites, parent = six
     alone = [w for w in TRAINED if not w.startswith("method")] + ["method=local", "personal=true"]
@@ -169,7 +166,7 @@ def images_of(world: World, run: StoredRun, name: str) -> float:
 
 @pytest.mark.parametrize("masks", ["off", "on"])
 def test_two_models_of_the_federation_are_measured_on_the_same_images(
-    six: tuple[World, dict[str, Site], StoredRun], masks: str, capsys: pytest.CaptureFixture[str]
+    six: tuple[World, dict[str, Hospital], StoredRun], masks: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each has a method of its own; the second one's numbers are those of its own closing evaluation."""
     world, _, gela = six
@@ -195,7 +192,7 @@ def test_two_models_of_the_federation_are_measured_on_the_same_images(
     until(lambda: not world.server.objects.has(other.object), "the second model goes with its run")
 
 
-def test_a_model_is_level_with_itself(six: tuple[World, dict[str, Site], StoredRun]) -> None:
+def test_a_model_is_level_with_itself(six: tuple[World, dict[str, Hospital], StoredRun]) -> None:
     world, _, parent = six
     evaluation.evaluate(parent.id, beside=parent.id, home=world.home, detach=True)
     record = measured(world, world.finished(world.server.store.runs.find("latest").id))
@@ -204,7 +201,7 @@ def test_a_model_is_level_with_itself(six: tuple[World, dict[str, Site], StoredR
     assert record.own.auc_ahead is None  # no difference that varies
 
 
-def test_a_second_model_is_one_that_a_run_keeps(six: tuple[World, dict[str, Site], StoredRun]) -> None:
+def test_a_second_model_is_one_that_a_run_keeps(six: tuple[World, dict[str, Hospital], StoredRun]) -> None:
     world, _, parent = six
     evaluation.evaluate(parent.id, on="north", home=world.home, detach=True)
     done = world.finished(world.server.store.runs.find("latest").id)
@@ -228,18 +225,18 @@ def test_a_second_model_is_one_that_a_run_keeps(six: tuple[World, dict[str, Site
     ],
 )
 def test_a_wrong_request_is_refused(
-    six: tuple[World, dict[str, Site], StoredRun], model: str, on: str, expected: str
+    six: tuple[World, dict[str, Hospital], StoredRun], model: str, on: str, expected: str
 ) -> None:
     with pytest.raises(FederationError, match=expected):
         evaluation.evaluate(model.replace("PARENT", six[2].id), on=on, home=six[0].home)
 
 
-def test_a_run_of_no_rounds_needs_a_model(six: tuple[World, dict[str, Site], StoredRun]) -> None:
+def test_a_run_of_no_rounds_needs_a_model(six: tuple[World, dict[str, Hospital], StoredRun]) -> None:
     with pytest.raises(FederationError, match=r"E-CFG-02.*whole model beside rounds=0"):
         lead.run(["data=digits", "rounds=0"], home=six[0].home)
 
 
-def test_an_evaluation_is_no_model_to_go_on_from(six: tuple[World, dict[str, Site], StoredRun]) -> None:
+def test_an_evaluation_is_no_model_to_go_on_from(six: tuple[World, dict[str, Hospital], StoredRun]) -> None:
     world, _, parent = six
     evaluation.evaluate(parent.id, on="north", home=world.home, detach=True)
     done = world.finished(world.server.store.runs.find("latest").id)
@@ -248,7 +245,7 @@ def test_an_evaluation_is_no_model_to_go_on_from(six: tuple[World, dict[str, Sit
 
 
 def test_a_masked_evaluation_opens_sums_alone(
-    six: tuple[World, dict[str, Site], StoredRun], capsys: pytest.CaptureFixture[str]
+    six: tuple[World, dict[str, Hospital], StoredRun], capsys: pytest.CaptureFixture[str]
 ) -> None:
     world, _, parent = six
     capsys.readouterr()

@@ -28,8 +28,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from service_core.storage.object_store import ObjectStore
 from tests.support import until
-from tests.support.coordinator import hospitals, join
-from tests.support.federation import federation, manifest
+from tests.support.federation import federation, hospitals, manifest
 from tests.support.federations import METHOD_OPTIONS, NAMES, SCHEMA, same
 
 pytestmark = pytest.mark.integration
@@ -52,21 +51,21 @@ SMALL = [
 def test_a_hospital_that_enrols_late_takes_part_in_a_run_that_goes_on_from_the_last_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with hospitals(tmp_path) as (world, sites):
-        join(world, sites, tmp_path, "north", "east", "south")
+    with hospitals(tmp_path, "north", "east", "south") as people:
+        world = people.world
         lead.run(SMALL, home=world.home, as_json=True)
         first = world.finished(json.loads(capsys.readouterr().out.splitlines()[-1])["run"])
         ended = world.model(first.id)
-        join(world, sites, tmp_path, "west")
-        sites["west"].policy('[runs]\napprove = "by hand"\n')
+        people.join("west")
+        people["west"].policy('[runs]\napprove = "by hand"\n')
         lead.run(["train.lr=0.02"], start_from=first.id, home=world.home, detach=True)
         said = capsys.readouterr().err
         assert f"starts from {first.id} after round 1, model {first.model_digest}" in said
         assert "new: west; not in it: nobody" in said
         second = world.server.store.runs.find("latest")
         assert set(second.members) == set(FOUR)
-        until(lambda: sites["west"].told("approval"), "the question")
-        store = sites["west"].service.store
+        until(lambda: people["west"].told("approval"), "the question")
+        store = people["west"].service.store
         (asked,) = store.approvals.all()
         assert f"going on from {first.id} after round 1 (model {first.model_digest[:16]}" in asked.about
         until(lambda: getattr(world.server.store.runs.round(second.id, 0), "base_digest", ""), "the first round")

@@ -25,8 +25,8 @@ from silo.cli.status import status
 from silo.identity.identity import SiloIdentity
 from silo.service import enrolment
 from silo.storage.home import Home
-from tests.support import until
-from tests.support.coordinator import Site, World, enrolled, hospitals, online
+from tests.support.coordinator import World, enrolled
+from tests.support.federation import Hospital, hospitals
 from tests.support.federations import manifest
 
 pytestmark = pytest.mark.integration
@@ -35,19 +35,13 @@ TRAINED = ["data=digits", "model=digits_linear", "method=fedavg", "rounds=1", "t
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, dict[str, Site]]]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, dict[str, Hospital]]]:
     """Two hospitals that train; one that was invited to validate, and one whose policy says so itself."""
     folder = tmp_path_factory.mktemp("world")
-    with hospitals(folder) as (made, sites):
-        for k, name in enumerate(("north", "east", "invited", "unwilling")):
-            home = enrolled(made, name, folder / name, validation_only=name == "invited")
-            sites[name] = Site(made, home, f"digits/p4c5/{k}")
-        sites["unwilling"].policy("[runs]\ntrain = false\n")
-        for site in sites.values():
-            site.start()
-        for name in sites:
-            until(online(made, name), name)
-        yield made, sites
+    with hospitals(folder, "north", "east") as people:
+        people.join("invited", validation_only=True)
+        people.join("unwilling", policy="[runs]\ntrain = false\n")
+        yield people.world, people.hospitals
 
 
 def newest(world: World):
@@ -58,7 +52,7 @@ def newest(world: World):
 
 @pytest.mark.fault("a hospital", "joins for validation alone", "evaluates, and is in no run that trains")
 def test_it_is_in_no_run_that_trains_and_in_every_evaluation_and_survey(
-    world: tuple[World, dict[str, Site]], capsys: pytest.CaptureFixture[str]
+    world: tuple[World, dict[str, Hospital]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     made, sites = world
     lead.run(TRAINED, home=made.home, detach=True)
@@ -86,13 +80,13 @@ def test_it_is_in_no_run_that_trains_and_in_every_evaluation_and_survey(
 
 
 @pytest.mark.parametrize("name", ["invited", "unwilling"])
-def test_a_run_that_names_it_for_training_is_refused(world: tuple[World, dict[str, Site]], name: str) -> None:
+def test_a_run_that_names_it_for_training_is_refused(world: tuple[World, dict[str, Hospital]], name: str) -> None:
     with pytest.raises(FederationError, match=rf"E-RUN-05.*{name}.*only evaluate"):
         lead.run([*TRAINED, f"silos=[north,{name}]"], home=world[0].home)
 
 
 def test_the_hospital_reads_that_it_takes_part_in_evaluations_alone(
-    world: tuple[World, dict[str, Site]], capsys: pytest.CaptureFixture[str]
+    world: tuple[World, dict[str, Hospital]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = {}
     for name, site in world[1].items():
@@ -103,7 +97,7 @@ def test_the_hospital_reads_that_it_takes_part_in_evaluations_alone(
 
 @pytest.mark.parametrize("name", ["invited", "unwilling"])
 def test_its_silo_refuses_to_train_whatever_the_coordinator_says(
-    world: tuple[World, dict[str, Site]], name: str
+    world: tuple[World, dict[str, Hospital]], name: str
 ) -> None:
     controls = HospitalControls(world[1][name].home, world[1][name].service.store)
     with pytest.raises(RefusedError, match=r"E-POLICY-18.*does not train"):
@@ -111,7 +105,7 @@ def test_its_silo_refuses_to_train_whatever_the_coordinator_says(
 
 
 def test_a_coordinator_that_forgets_is_refused_before_round_1(
-    world: tuple[World, dict[str, Site]], monkeypatch: pytest.MonkeyPatch
+    world: tuple[World, dict[str, Hospital]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, _ = world
     assert made.server is not None

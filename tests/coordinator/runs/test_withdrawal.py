@@ -24,7 +24,8 @@ from service_core.pki import certificates
 from service_core.pki.identity import parse_certificate
 from tests.support import until
 from tests.support.audit_log import entries
-from tests.support.coordinator import World, hospitals, join, online
+from tests.support.coordinator import World, online
+from tests.support.federation import hospitals
 from tests.support.federations import same
 
 pytestmark = pytest.mark.integration
@@ -62,8 +63,8 @@ def equal(one: State, other: State) -> None:
 def test_who_comes_later_is_added_and_who_leaves_is_taken_out_as_if_it_had_never_been_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
-    with hospitals(tmp_path) as (world, sites):
-        join(world, sites, tmp_path, *FOUR)
+    with hospitals(tmp_path, *FOUR) as people:
+        world = people.world
         words = [*ANALYTIC, *options]
         three = ran(world, [*words, "silos=[north,east,south]"], capsys)
         four = ran(world, [*words, "silos=[north,east,south,west]"], capsys)
@@ -97,8 +98,8 @@ def from_cli(call: Callable[[], object], capsys: pytest.CaptureFixture[str]) -> 
 def test_of_a_run_by_gradients_rounds_and_readers_are_named_and_how_to_train_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with hospitals(tmp_path) as (world, sites):
-        join(world, sites, tmp_path, *FOUR[:3])
+    with hospitals(tmp_path, *FOUR[:3]) as people:
+        world = people.world
         words = [
             "data=digits",
             "model=digits_linear",
@@ -160,10 +161,10 @@ def test_of_a_run_by_gradients_rounds_and_readers_are_named_and_how_to_train_ane
 def test_a_withdrawal_again_changes_nothing_and_nothing_is_taken_out_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with hospitals(tmp_path) as (world, sites):
-        join(world, sites, tmp_path, *FOUR[:3])
+    with hospitals(tmp_path, *FOUR[:3]) as people:
+        world = people.world
         run = ran(world, ANALYTIC, capsys)
-        sites["east"].stop()
+        people["east"].stop()
         out = withdraw(world, "east")[run.id].by
         assert withdraw(world, "east")[run.id].by == out
         waits = withdraw(world, "south", preview=True)
@@ -175,7 +176,7 @@ def test_a_withdrawal_again_changes_nothing_and_nothing_is_taken_out_twice(
         world.server.runs.abort(out)
         half = world.ended(out).state_object
         assert same(world.model(out)["sums"], state["sums"])
-        sites["east"].start()
+        people["east"].start()
         once = withdraw(world, "east")[run.id].by
         assert once != out
         world.finished(once)
@@ -198,22 +199,22 @@ def test_a_withdrawal_again_changes_nothing_and_nothing_is_taken_out_twice(
 def test_other_sums_than_were_added_are_taken_out_of_nothing_whoever_looks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with hospitals(tmp_path) as (world, sites):
-        join(world, sites, tmp_path, *FOUR[:3])
+    with hospitals(tmp_path, *FOUR[:3]) as people:
+        world = people.world
         run = ran(world, ANALYTIC, capsys)
-        state, honest = world.model(run.id), sites["east"].data
-        sites["east"].stop()
-        sites["east"].data = "digits/p4c5/3"  # records that were others then
-        sites["east"].start()
+        state, honest = world.model(run.id), people["east"].data
+        people["east"].stop()
+        people["east"].data = "digits/p4c5/3"  # records that were others then
+        people["east"].start()
         out = world.ended(withdraw(world, "east")[run.id].by)
         assert out.state is RunState.PAUSED
         assert "E-RUN-47: the hospital refused" in out.reason
         assert world.server.store.contributions.arrivals(out.id) == []  # nothing of the other records has left
         assert same(world.model(run.id)["sums"], state["sums"])
         assert same(world.model(out.id)["sums"], state["sums"])
-        sites["east"].stop()
-        sites["east"].data = honest
-        sites["east"].start()
+        people["east"].stop()
+        people["east"].data = honest
+        people["east"].start()
         until(online(world, "east"), "the hospital")
         world.server.runs.abort(out.id)
         kept, first = world.run(run.id).state_object, out.id
@@ -227,10 +228,10 @@ def test_other_sums_than_were_added_are_taken_out_of_nothing_whoever_looks(
         assert not world.server.objects.has(kept)
         assert world.run(run.id).state_object is world.run(first).state_object is None
         less = world.model(out.id)["sums"]
-        sites["south"].stop()
-        sites["south"].data = "digits/p4c5/3"
+        people["south"].stop()
+        people["south"].data = "digits/p4c5/3"
         monkeypatch.setattr("silo.training.trainer.require_expected", lambda *_: None)  # a hospital that lies
-        sites["south"].start()
+        people["south"].start()
         lied = world.ended(withdraw(world, "south")[out.id].by)
         assert lied.state is RunState.PAUSED
         assert "E-RUN-47: expected the sums that were added" in lied.reason
@@ -242,8 +243,8 @@ def test_other_sums_than_were_added_are_taken_out_of_nothing_whoever_looks(
 def test_nobody_is_counted_twice_and_who_has_left_is_in_no_later_run_of_the_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with hospitals(tmp_path) as (world, sites):
-        join(world, sites, tmp_path, *FOUR[:3])
+    with hospitals(tmp_path, *FOUR[:3]) as people:
+        world = people.world
         run = ran(world, ANALYTIC, capsys)
         for words, code in (
             (["silos=[north]"], "E-RUN-05.*north is in its sums already"),
@@ -252,7 +253,7 @@ def test_nobody_is_counted_twice_and_who_has_left_is_in_no_later_run_of_the_line
             with pytest.raises(FederationError, match=code):
                 ran(world, words, capsys, start_from=run.id)
         out = world.finished(withdraw(world, "east")[run.id].by)
-        join(world, sites, tmp_path, "west")
+        people.join("west")
         for words, code in (
             (["silos=[east]"], f"E-RUN-05.*east withdrew from {run.id}"),
             (["method.class_weights=balanced", "rounds=2", "silos=[west]"], "E-CFG-08.*class_weights=none"),
@@ -281,8 +282,8 @@ def test_nobody_is_counted_twice_and_who_has_left_is_in_no_later_run_of_the_line
 def test_balanced_sums_cannot_be_less_one_hospital_and_are_trained_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with hospitals(tmp_path) as (world, sites):
-        join(world, sites, tmp_path, *FOUR[:2])
+    with hospitals(tmp_path, *FOUR[:2]) as people:
+        world = people.world
         run = ran(world, [*ANALYTIC, "method.class_weights=balanced"], capsys)
         (found,) = withdraw(world, "east").values()
         assert "class counts" in found.reason
@@ -294,8 +295,8 @@ def test_balanced_sums_cannot_be_less_one_hospital_and_are_trained_anew(
 def test_a_model_goes_on_by_gradients_from_its_closed_form(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], frozen: bool
 ) -> None:
-    with hospitals(tmp_path) as (world, sites):
-        join(world, sites, tmp_path, *FOUR[:3])
+    with hospitals(tmp_path, *FOUR[:3]) as people:
+        world = people.world
         run = ran(world, [*ANALYTIC, *(["train.freeze=features"] if frozen else [])], capsys)
         wanted = world.server.store.runs.rounds(run.id)[-1].record
         assert wanted.accuracy > 0.5

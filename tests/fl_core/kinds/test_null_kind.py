@@ -26,8 +26,7 @@ from fl_core.kinds.one_answer import OneAnswer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.enums import TaskKind
 from silo.reports.disclosure import disclosures_of
-from tests.support import until
-from tests.support.coordinator import Site, enrolled, hospitals, online
+from tests.support.federation import hospitals
 from tests.support.headcount import headcounts
 
 WORDS = ("data=digits", "model=digits_linear", "threads=1", "aggregator=mean")
@@ -74,14 +73,8 @@ def test_a_new_kind_runs_in_a_simulation_and_its_answer_is_read(masks: str) -> N
 
 @pytest.mark.integration
 def test_a_new_kind_runs_through_real_services_and_both_sides_say_what_it_is(tmp_path: Path) -> None:
-    with hospitals(tmp_path) as (world, sites):
-        for k, name in enumerate(HOSPITALS):
-            sites[name] = Site(world, enrolled(world, name, tmp_path / name), f"digits/iid-3/{k}")
-            sites[name].policy("")
-            sites[name].start()
-        for name in HOSPITALS:
-            until(online(world, name), name)
-        sums = {}
+    with hospitals(tmp_path, *HOSPITALS, data="digits/iid-3", policy="") as people:
+        world, sums = people.world, {}
         for masks in ("off", "on"):
             spec = counting(compose_spec([*WORDS, f"secagg={masks}", f"name={masks}"]))
             client = LeadClient.open(world.home)
@@ -96,7 +89,7 @@ def test_a_new_kind_runs_through_real_services_and_both_sides_say_what_it_is(tmp
             assert headline(run_info(run, world.server.store), None)[0] == "Hospitals have counted"
             assert json.loads(run.manifest)["method"] == {"name": "headcount", "options": {}}
         assert sums["off"] == sums["on"] == {"records": float(TRAINED), "hospitals": 3.0}
-        service = sites["north"].service
+        service = people["north"].service
         assert service is not None
         for left in disclosures_of(service.store).runs:
             assert left.contents is not None

@@ -13,8 +13,9 @@ from fl_core.rounds.manifest import RunManifest
 from privacy.accounting.accountant import Mechanism, PrivacyFilter
 from privacy.compiled_run import CompiledRun
 from tests.support import until
-from tests.support.coordinator import COLLECTION, DELTA, Site, World, events, federation, heard, online
+from tests.support.coordinator import World, events, heard, online
 from tests.support.fake_coordinator import MEMBERS
+from tests.support.federation import COLLECTION, DELTA, Hospital, budgeted
 from tests.support.privacy import private
 
 pytestmark = pytest.mark.integration
@@ -39,33 +40,33 @@ def refused(world: World, run: StoredRun) -> StoredRun:
     return ended
 
 
-def uncharged(sites: dict[str, Site]) -> bool:
+def uncharged(sites: dict[str, Hospital]) -> bool:
     return all(site.entries() == [] for site in sites.values())
 
 
-def started(sites: dict[str, Site], *but: str) -> None:
+def started(sites: dict[str, Hospital], *but: str) -> None:
     for name, site in sites.items():
         if name not in but:
             site.start()
 
 
-def small_budget(site: Site) -> None:
+def small_budget(site: Hospital) -> None:
     site.budget(FEW)
 
 
-def small_cap(site: Site) -> None:
+def small_cap(site: Hospital) -> None:
     site.policy(f'[privacy]\nrng = "test"\n[budget."{COLLECTION}/train"]\nepsilon = {FEW}\ndelta = {DELTA}\n')
 
 
-def small_test_budget(site: Site) -> None:
+def small_test_budget(site: Hospital) -> None:
     site.budget(FEW / 50, "test")
 
 
-def strict_policy(site: Site) -> None:
+def strict_policy(site: Hospital) -> None:
     site.policy('[privacy]\nrng = "test"\nepsilon = 1.0\n')
 
 
-def other_records(site: Site) -> None:
+def other_records(site: Hospital) -> None:
     site.data = "digits/p2c5/0"
 
 
@@ -81,7 +82,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_run_that_one_hospital_cannot_finish_is_charged_at_none(tmp_path: Path, fault: str) -> None:
     spoil, code = FAULTS[fault]
-    with federation(tmp_path, DATA) as (world, sites):
+    with budgeted(tmp_path, DATA) as (world, sites):
         spoil(sites["center2"])
         started(sites)
         ended = refused(world, world.submit(RUN))
@@ -100,7 +101,7 @@ def test_a_run_that_one_hospital_cannot_finish_is_charged_at_none(tmp_path: Path
 
 
 def test_all_who_refuse_are_named_and_the_repaired_run_finishes_when_it_is_resumed(tmp_path: Path) -> None:
-    with federation(tmp_path, DATA) as (world, sites):
+    with budgeted(tmp_path, DATA) as (world, sites):
         small_budget(sites["center0"])
         strict_policy(sites["center2"])
         started(sites)
@@ -130,7 +131,7 @@ def test_all_who_refuse_are_named_and_the_repaired_run_finishes_when_it_is_resum
 
 
 def test_an_absent_hospital_is_waited_for_and_named_and_nobody_is_charged_meanwhile(tmp_path: Path) -> None:
-    with federation(tmp_path, DATA) as (world, sites):
+    with budgeted(tmp_path, DATA) as (world, sites):
         started(sites, "center1")
         assert world.server is not None
         until(lambda: online(world, "center0")() and online(world, "center2")(), "two hospitals", 60)
@@ -148,7 +149,7 @@ def test_an_absent_hospital_is_waited_for_and_named_and_nobody_is_charged_meanwh
 
 @pytest.mark.slow
 def test_a_hospital_that_never_comes_is_named_at_the_deadline(tmp_path: Path) -> None:
-    with federation(tmp_path, DATA) as (world, sites):
+    with budgeted(tmp_path, DATA) as (world, sites):
         started(sites, "center1")
         ended = refused(world, world.submit(replace(RUN, deadline_s=20.0)))
         assert ended.reason.startswith("E-RUN-37")
@@ -158,7 +159,7 @@ def test_a_hospital_that_never_comes_is_named_at_the_deadline(tmp_path: Path) ->
 
 def test_who_is_away_does_not_keep_a_refusal_from_the_lead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "GRACE_S", 0.5)
-    with federation(tmp_path, DATA) as (world, sites):
+    with budgeted(tmp_path, DATA) as (world, sites):
         small_budget(sites["center0"])
         started(sites, "center1")
         ended = refused(world, world.submit(RUN))
@@ -169,7 +170,7 @@ def test_who_is_away_does_not_keep_a_refusal_from_the_lead(tmp_path: Path, monke
 
 @pytest.mark.slow
 def test_a_coordinator_that_is_started_anew_between_answers_asks_again_and_charges_once(tmp_path: Path) -> None:
-    with federation(tmp_path, DATA) as (world, sites):
+    with budgeted(tmp_path, DATA) as (world, sites):
         started(sites, "center1")
         run = world.submit(RUN)
         heard(world, run.id, "ready", 2)
@@ -187,7 +188,7 @@ def test_a_coordinator_that_is_started_anew_between_answers_asks_again_and_charg
 
 
 def test_an_abort_ends_the_wait_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    with federation(tmp_path, DATA) as (world, sites):
+    with budgeted(tmp_path, DATA) as (world, sites):
         started(sites, "center1")
         run = world.submit(RUN)
         heard(world, run.id, "ready", 2)
@@ -198,7 +199,7 @@ def test_an_abort_ends_the_wait_and_leaves_nothing_behind(tmp_path: Path) -> Non
 
 
 def test_approval_by_hand_is_waited_for_before_anybody_is_charged(tmp_path: Path) -> None:
-    with federation(tmp_path, DATA) as (world, sites):
+    with budgeted(tmp_path, DATA) as (world, sites):
         slow = sites["center1"]
         slow.policy('[privacy]\nrng = "test"\n[runs]\napprove = "by hand"\n')
         started(sites)
@@ -226,7 +227,7 @@ def budget_for(run: RunManifest, rounds: int) -> float:
 
 def test_a_budget_for_three_of_five_rounds_is_found_before_the_first(tmp_path: Path) -> None:
     run = replace(RUN, rounds=5)
-    with federation(tmp_path, DATA) as (world, sites):
+    with budgeted(tmp_path, DATA) as (world, sites):
         sites["center2"].budget(budget_for(run, 3))
         started(sites)
         ended = refused(world, world.submit(run))
@@ -239,7 +240,7 @@ def test_a_budget_for_three_of_five_rounds_is_found_before_the_first(tmp_path: P
 
 def test_what_one_run_has_spent_counts_in_the_preflight_of_the_next(tmp_path: Path) -> None:
     run = private(physical_batch=16, reserve_rounds=0)
-    with federation(tmp_path, DATA, epsilon=9.0) as (world, sites):  # a run takes 63 % of it
+    with budgeted(tmp_path, DATA, epsilon=9.0) as (world, sites):  # a run takes 63 % of it
         started(sites)
         world.finished(world.submit(run, "one").id, 120)
         before = {name: site.entries() for name, site in sites.items()}
