@@ -104,6 +104,7 @@ class Federation:
             info = self._lead.show(run).info
             rows = [row for row in store.runs.rounds(run) if row.record.kind is TaskKind.TRAIN]
             arrived = [e for e in store.runs.events(run, 0) if e.kind == "arrived" and e.round < len(rows)]
+            arrived = [e for e in arrived if e.at >= rows[0].opened]  # not those of a census
         if info.state != "finished":
             raise UnavailableError("E-RUN-99", f"the run ended as {info.state}: {info.reason}")
         ups, downs = {int(e.text.split()[0]) for e in arrived}, {row.base_size for row in rows}

@@ -15,7 +15,7 @@ from pathlib import Path  # noqa: E402
 import torch  # noqa: E402
 
 from fl_core.aggregation import adaptive_guards  # noqa: E402
-from fl_core.rounds.silo_round import SiloRound, SiloRuntime  # noqa: E402
+from fl_core.rounds.silo_round import SiloRound, SiloRuntime, run_silo_round  # noqa: E402
 from fl_core.training.evaluation import GLOBAL_PARTS  # noqa: E402
 from fl_core.types.enums import TaskKind  # noqa: E402
 from fl_core.types.interfaces import LocalData  # noqa: E402
@@ -31,7 +31,9 @@ CHANGE = 1e-4
 def idle(
     bench: SiloRuntime, msg: State, state: State | None, data: LocalData, context: RoundContext, kind: TaskKind
 ) -> SiloRound:
-    """Answer a bundle of the run's layout at once."""
+    """Answer a bundle of the run's layout at once; a census, which comes before the rounds, is answered as ever."""
+    if kind.census:
+        return run_silo_round(bench, msg, state, data, context, kind)
     del data
     own = set(bench.layout) - adaptive_guards.groups(bench.guards)
     parts = own & set(GLOBAL_PARTS) if kind is TaskKind.EVALUATE else own
