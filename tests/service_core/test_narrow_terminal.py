@@ -113,7 +113,7 @@ def test_what_is_watched_fits_80_columns_and_begins_with_what_a_lead_needs() -> 
     assert max(map(cell_len, lines)) <= WIDTH
     after = [below for line, below in pairwise(lines) if "  closed  " in line]
     assert len(after) == len(run.rounds)
-    assert all(line.strip().removeprefix("before it: ").startswith("balanced accuracy") for line in after)
+    assert all(line.strip().removeprefix("model before the round: ").startswith("balanced accuracy") for line in after)
 
 
 @pytest.fixture(scope="module")
