@@ -129,13 +129,18 @@ def epsilon_prv(history: Iterable[Mechanism], delta: float, error: float = 0.01)
         return 0.0
     if any(m.noise < _MIN_NOISE for m in entries):
         return math.inf
+    return _epsilon_prv(tuple((m.noise, m.rate, m.steps) for m in entries), _valid(delta), error)
+
+
+@lru_cache(maxsize=256)  # a page and a card name the same plan at many places, and each time takes a fifth of a second
+def _epsilon_prv(history: Sequence[tuple[float, float, int]], delta: float, error: float) -> float:
     from opacus.accountants import PRVAccountant
 
     accountant = PRVAccountant()
-    accountant.history = [(m.noise, m.rate, m.steps) for m in entries]
+    accountant.history = list(history)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return float(accountant.get_epsilon(delta=_valid(delta), eps_error=error))
+        return float(accountant.get_epsilon(delta=delta, eps_error=error))
 
 
 _MAX_EXPONENT = 700.0
