@@ -10,9 +10,12 @@ import hashlib
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 _LOCK = threading.RLock()
 
@@ -31,6 +34,8 @@ def derive(seed: int, *path: str | int) -> int:
 
 
 def stream(seed: int, *path: str | int) -> torch.Generator:
+    import torch
+
     return torch.Generator().manual_seed(derive(seed, *path))
 
 
@@ -45,6 +50,8 @@ def torch_scope(seed: int, *path: str | int) -> Iterator[None]:
     For library code that takes no generator (weight initialisation, dropout). The generators are the process's, so
     blocks of several threads follow one another.
     """
+    import torch
+
     number = derive(seed, *path)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
     with _LOCK, torch.random.fork_rng(devices=list(devices)):

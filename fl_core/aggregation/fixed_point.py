@@ -17,17 +17,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from fl_core import validate
-from fl_core.aggregation.number_blocks import DecodedSums, as_numpy
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.types.interfaces import Guard
 from fl_core.types.values import Bundle, Layout, Part, PartSpec
+
+if TYPE_CHECKING:  # a manifest names a grid without computing on it
+    from torch import Tensor
 
 RING64_BOUND = 2.0**24
 """Bound of every segment of a plain run: weight times value of one silo, 16.7 million."""
@@ -87,6 +87,10 @@ class FixedPointFormat:
 
         Raises ProtocolError (E-WIRE-05) on NaN or infinity: one such value would spoil the sum.
         """
+        import torch
+
+        from fl_core.aggregation.number_blocks import as_numpy
+
         if not value.is_floating_point():
             return value, 0
         # NumPy: on busy cores, torch's threads would wait for each other many times longer than a step takes.
@@ -104,7 +108,7 @@ class FixedPointFormat:
     def decode(self, segment: str, units: Tensor) -> Tensor:
         """Turn a sum of units back into float64; ring32 sums are read modulo 2^32 as signed integers."""
         if self.ring == "ring32":
-            units = torch.remainder(units + 2**31, 2**32) - 2**31
+            units = (units + 2**31) % 2**32 - 2**31
         return units.double().mul_(2.0 ** -self.frac_bits(segment))
 
 
@@ -139,6 +143,8 @@ class FixedPoint(Guard):
         return units
 
     def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
+        from fl_core.aggregation.number_blocks import DecodedSums
+
         weights = {name: self.grid.decode(self.grid.segment(name, None), part.weight) for name, part in total.items()}
         return {name: Part(DecodedSums(self.grid, name, part.total), weights[name]) for name, part in total.items()}
 

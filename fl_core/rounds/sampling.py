@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-import torch
-
 from fl_core import rng
 from fl_core.errors import ConfigError
 
@@ -17,6 +15,8 @@ def sample_cohort(seed: int, round: int, n_silos: int, size: int) -> list[int]:
         raise ConfigError("E-CFG-02", f"expected a cohort between 0 (all) and {n_silos} silos, found cohort={size}")
     if size in (0, n_silos):
         return list(range(n_silos))
+    import torch  # whoever reads a manifest draws nothing
+
     order = torch.randperm(n_silos, generator=rng.stream(seed, "cohort", round))
     return sorted(int(k) for k in order[:size])
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from fl_core.types.enums import Capability, Coupling, Split, TaskKind
 from fl_core.types.records import TrainConfig
@@ -26,6 +23,10 @@ from fl_core.types.values import (
     State,
     Tensors,
 )
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 
 class LocalData(Protocol):

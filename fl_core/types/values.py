@@ -10,26 +10,29 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, NamedTuple
 
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.types.enums import Weighing
 from fl_core.types.survey import MIN_PATIENTS, SurveyQuestion
 
-Tensors = Mapping[str, Tensor]
+if TYPE_CHECKING:  # whoever only names these values needs no torch
+    import torch
+    from torch import Tensor, nn
+
+Tensors = Mapping[str, "Tensor"]
 """Parameter name -> tensor; float32, or integers once on the fixed-point grid."""
 
 
-class StoredTensors(Mapping[str, Tensor], ABC):
+class StoredTensors(Mapping[str, "Tensor"], ABC):
     """Tensors that are read, from a file, each time they are asked for; `shapes` are known before."""
 
     shapes: Mapping[str, tuple[int, ...]]
 
     def blocks(self, name: str, size: int) -> Iterator[Tensor]:
         """Read a tensor's numbers in order, at most `size` at a time; each block is valid until the next one."""
+        import torch
+
         return iter(torch.split(self[name].reshape(-1), size))
 
 
@@ -51,6 +54,8 @@ class Part:
     @classmethod
     def of(cls, value: Tensors, weight: float | Tensor = 1.0) -> Part:
         """Weigh `value` and wrap it; a (C,) weight multiplies the leading rows."""
+        import torch
+
         w = torch.as_tensor(weight, dtype=torch.float32)
         return cls({name: v * _rows(w, v) for name, v in value.items()}, w)
 
@@ -68,6 +73,8 @@ class Part:
         | > 0             | total / weight                |
         | 0               | `default`'s row, or 0 without |
         """
+        import torch
+
         w = self.weight.double()
         if w.dim() == 0 and w > 0:
             return {name: self._divided(name, w) for name in self.total}
@@ -81,6 +88,8 @@ class Part:
     def _divided(self, name: str, weight: Tensor) -> Tensor:
         if not isinstance(self.total, StoredTensors):
             return (self.total[name].double() / weight).float()
+        import torch
+
         mean, at = torch.empty(self.total.shapes[name]), 0
         flat = mean.view(-1)
         exact = torch.empty(min(_BLOCK, len(flat)), dtype=torch.float64)
@@ -273,8 +282,8 @@ class SurveySums:
 
 
 Query = ExampleSums | ClassSums | BatchSums | MomentSums | SurveySums
-LossFn = Callable[[nn.Module, Tensor, Tensor], Losses]
-PenaltyFn = Callable[[nn.Module], Tensor]
+LossFn = Callable[["nn.Module", "Tensor", "Tensor"], Losses]
+PenaltyFn = Callable[["nn.Module"], "Tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +349,8 @@ class Examples(ABC):
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Read all examples once, in order, without augmentation."""
+        import torch
+
         for index in torch.split(torch.arange(len(self)), size):
             if len(index):
                 yield self.batch(index)

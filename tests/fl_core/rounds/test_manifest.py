@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +33,17 @@ def test_round_trip_is_exact() -> None:
     assert back == run
     assert back.to_json() == run.to_json()
     assert back.digest() == run.digest()
+
+
+def test_a_manifest_is_read_checked_and_named_without_torch() -> None:
+    file = Path(__file__).parents[2] / "data/manifest_v1.json"
+    program = (
+        "import sys, pathlib; from fl_core.rounds.manifest import RunManifest\n"
+        "run = RunManifest.from_json(pathlib.Path(sys.argv[1]).read_text())\n"
+        "run.require_possible(); print(run.digest()[:6], run.kind.name, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(file)], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2069d4", "training", "False"]
 
 
 def test_a_manifest_of_the_first_version_keeps_its_text_and_its_digest() -> None:
