@@ -140,8 +140,8 @@ def moves_gate(claim: Claim, protocol: Protocol, rows: Mapping[str, Searched]) -
         ]
         if not min(moved) >= protocol.gates.moves:
             said.append(
-                f"its {diagnostic} moves {way} by {100 * min(moved):.0f} % beside FedAvg's, "
-                f"the gate is {100 * protocol.gates.moves:.0f} %"
+                f"its {diagnostic} must move {way} by {100 * protocol.gates.moves:.0f} % from FedAvg's, "
+                f"and moves {way} by {100 * min(moved):.0f} %"
             )
     return said
 

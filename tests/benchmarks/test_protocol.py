@@ -284,7 +284,7 @@ def test_pairs_are_of_one_machine_and_of_the_same_seeds() -> None:
         ((0.65, 0.652, 0.66), 0.5, "does not", "the printed +8 is above the interval"),
         ((0.50, 0.72, 0.66), 0.5, "not decided", "FedAvg has 50.1 %, the paper's 67: 8.9 beyond the gate"),
         ((0.50, 0.40, 0.66), 0.5, "not decided", "FedAvg has 50.1 %"),  # both signs pass the same gate
-        ((0.65, 0.72, 0.66), 0.95, "not decided", "correlation moves down by 5 % beside FedAvg's, the gate is 10 %"),
+        ((0.65, 0.72, 0.66), 0.95, "not decided", "must move down by 10 % from FedAvg's, and moves down by 5 %"),
         ((0.65, 0.62, 0.66), math.nan, "not decided", "correlation"),
     ],
 )  # fmt: skip
