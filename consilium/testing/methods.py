@@ -27,7 +27,8 @@ from consilium.testing.federation import (
 )
 from fl_core import rng
 from fl_core.aggregation.aggregator import Aggregator
-from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
+from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.aggregation.fixed_point_guard import FixedPoint
 from fl_core.converter import Option
 from fl_core.extensions import loading
 from fl_core.methods import build_method

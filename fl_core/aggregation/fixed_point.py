@@ -23,8 +23,7 @@ import numpy as np
 
 from fl_core import validate
 from fl_core.errors import ConfigError, ProtocolError
-from fl_core.types.interfaces import Guard
-from fl_core.types.values import Bundle, Layout, Part, PartSpec
+from fl_core.types.values import Bundle, Layout, PartSpec
 
 if TYPE_CHECKING:  # a manifest names a grid without computing on it
     from torch import Tensor
@@ -89,7 +88,7 @@ class FixedPointFormat:
         """
         import torch
 
-        from fl_core.aggregation.number_blocks import as_numpy
+        from fl_core.types.tensor_maps import as_numpy
 
         if not value.is_floating_point():
             return value, 0
@@ -121,32 +120,6 @@ def _frac_bits(ring: Ring, n_max: int, bound: float) -> int:
     if exact * Fraction(2) ** bits < 2**_LEAST_BITS:
         raise ConfigError("E-CFG-08", f"{ring} cannot hold {n_max} silos with bound {bound}: take fewer, or ring64")
     return bits
-
-
-class FixedPoint(Guard):
-    """The guard that encodes: at the silo if a mask follows, on arrival in a plain run."""
-
-    def __init__(self, grid: FixedPointFormat) -> None:
-        self.grid = grid
-        self.clipped = 0
-
-    def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:  # noqa: ARG002
-        segment, converted = self.grid.segment, {}
-        for name, part in bundle.items():
-            total = {key: self._units(segment(name, key), value) for key, value in part.total.items()}
-            converted[name] = Part(total, self._units(segment(name, None), part.weight))
-        return converted
-
-    def _units(self, segment: str, value: Tensor) -> Tensor:
-        units, clipped = self.grid.encode(segment, value)
-        self.clipped += clipped
-        return units
-
-    def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
-        from fl_core.aggregation.number_blocks import DecodedSums
-
-        weights = {name: self.grid.decode(self.grid.segment(name, None), part.weight) for name, part in total.items()}
-        return {name: Part(DecodedSums(self.grid, name, part.total), weights[name]) for name, part in total.items()}
 
 
 def check_layout(bundle: Bundle, layout: Layout) -> None:

@@ -8,29 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.types.tensor_maps import as_numpy
 from fl_core.types.values import StoredTensors, Tensors
-
-if TYPE_CHECKING:
-    from fl_core.aggregation.fixed_point import FixedPointFormat
 
 BLOCK = 1 << 15
 Blocks = Iterator[NDArray[np.generic]]
 _ROUNDER = 1.5 * 2.0**52
 """Units that are added to fewer than 2^51: the low bits of the sum are the nearest integer, of two the even one."""
 _ROUNDED = 2.0**50
-
-
-def as_numpy(value: Tensor) -> NDArray[np.generic]:
-    """Return a tensor's numbers without a copy where there can be one less; those of bfloat16 as float32."""
-    numbers = value.detach().float() if value.dtype == torch.bfloat16 else value.detach()  # NumPy has no bfloat16
-    return numbers.cpu().numpy()
 
 
 def blocks(tensors: Tensors, name: str) -> Blocks:

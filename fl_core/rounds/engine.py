@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fl_core.aggregation import adaptive_guards
 from fl_core.aggregation.contributor_floor import HOSPITALS
-from fl_core.aggregation.fixed_point import FixedPoint
+from fl_core.aggregation.fixed_point_guard import FixedPoint
 from fl_core.aggregation.round_sum import NO_HISTORY, NormHistory, RoundSum
 from fl_core.aggregation.update_check import UpdateCheck
 from fl_core.errors import REASON_CHARS, FederationError, RefusedError, UnavailableError

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fl_core.aggregation import options as aggregators
-from fl_core.aggregation.fixed_point import FixedPoint
+from fl_core.aggregation.fixed_point_guard import FixedPoint
 from fl_core.aggregation.norm_guard import NormGuard, norms_layout
 from fl_core.aggregation.options import Options
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, norms

@@ -12,7 +12,8 @@ from torch import nn
 
 from fl_core.aggregation import adaptive_guards
 from fl_core.aggregation.contributor_floor import census, census_layout
-from fl_core.aggregation.fixed_point import FixedPoint, check_layout
+from fl_core.aggregation.fixed_point import check_layout
+from fl_core.aggregation.fixed_point_guard import FixedPoint
 from fl_core.aggregation.flat_blocks import CLASSES, FlatLayout
 from fl_core.aggregation.round_sum import require_direction
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck

@@ -5,11 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fl_core.errors import ProtocolError
 from fl_core.types.values import Tensors
+
+
+def as_numpy(value: Tensor) -> NDArray[np.generic]:
+    """Return a tensor's numbers without a copy where there can be one less; those of bfloat16 as float32."""
+    numbers = value.detach().float() if value.dtype == torch.bfloat16 else value.detach()  # NumPy has no bfloat16
+    return numbers.cpu().numpy()
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

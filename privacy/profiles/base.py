@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from fl_core.aggregation.fixed_point import FixedPoint
+from fl_core.aggregation.fixed_point_guard import FixedPoint
 from fl_core.aggregation.options import Options
 from fl_core.aggregation.update_check import NoisyRows
 from fl_core.errors import ConfigError, RefusedError

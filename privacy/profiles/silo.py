@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from fl_core.aggregation.fixed_point import FixedPoint
+from fl_core.aggregation.fixed_point_guard import FixedPoint
 from fl_core.aggregation.options import Mean, NormClipped, Options
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.run_setup import Guards

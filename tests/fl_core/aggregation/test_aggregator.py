@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fl_core.aggregation.aggregator import Aggregator
-from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
+from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.aggregation.fixed_point_guard import FixedPoint
 from fl_core.aggregation.number_blocks import BLOCK
 from fl_core.aggregation.update_check import UpdateCheck
 from fl_core.errors import ProtocolError

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.coordinatewise import CoordinatewiseSum
-from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
+from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.aggregation.fixed_point_guard import FixedPoint
 from fl_core.aggregation.number_blocks import BLOCK
 from fl_core.aggregation.options import AGGREGATORS, GeometricMedian, Median, TrimmedMean, read
 from fl_core.aggregation.update_check import UpdateCheck

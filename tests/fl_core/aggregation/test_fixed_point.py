@@ -11,7 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fl_core.aggregation.aggregator import Aggregator
-from fl_core.aggregation.fixed_point import RING64_BOUND, FixedPoint, FixedPointFormat
+from fl_core.aggregation.fixed_point import RING64_BOUND, FixedPointFormat
+from fl_core.aggregation.fixed_point_guard import FixedPoint
 from fl_core.aggregation.update_check import UpdateCheck
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.types.values import Part, PartSpec

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_core.aggregation.adaptive_guards import current_settings, guards_for_round, next_settings
-from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
+from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.aggregation.fixed_point_guard import FixedPoint
 from fl_core.aggregation.norm_guard import BINS, NORMS, NormGuard, bin_of, blocks_of, norms_layout, upper_edge
 from fl_core.aggregation.options import NormClipped
 from fl_core.aggregation.round_sum import lower_median

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat, Ring
+from fl_core.aggregation.fixed_point import FixedPointFormat, Ring
+from fl_core.aggregation.fixed_point_guard import FixedPoint
 from fl_core.aggregation.number_blocks import BLOCK, add_units, blocks, split, sum_of_squares
 from fl_core.errors import ProtocolError
 from fl_core.types import tensor_maps

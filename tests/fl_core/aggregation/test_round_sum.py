@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from consilium.research.engines.in_process import SiloShare, local_ports
 from fl_core.aggregation.aggregator import Aggregator
-from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
+from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.aggregation.fixed_point_guard import FixedPoint
 from fl_core.aggregation.options import Mean, NormClipped
 from fl_core.aggregation.round_sum import AggregationDecision, NormClippedSum, NormHistory, RoundSum, lower_median
 from fl_core.aggregation.update_check import UpdateCheck

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from consilium.research.engines.in_process import RoundHistory, SiloShare, simulate
-from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
+from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.aggregation.fixed_point_guard import FixedPoint
 from fl_core.datasets import TensorExamples
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.training.evaluation import (

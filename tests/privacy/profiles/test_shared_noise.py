@@ -20,7 +20,8 @@ from consilium.research.simulate.runner import build_simulation
 from coordinator.config.hydra_config import compose_spec
 from coordinator.config.manifest_builder import manifest_from
 from fl_core import datasets
-from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
+from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.aggregation.fixed_point_guard import FixedPoint
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.manifest import NamedOptions, RunManifest, RunMember
 from fl_core.types.secagg import Secagg

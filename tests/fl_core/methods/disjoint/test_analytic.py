@@ -22,7 +22,8 @@ from consilium.testing.federation import MadeUp
 from consilium.testing.methods import CHECKS, TRAIN, MethodCase
 from coordinator.config.hydra_config import compose_spec
 from fl_core.aggregation.aggregator import Aggregator
-from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
+from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.aggregation.fixed_point_guard import FixedPoint
 from fl_core.converter import Option
 from fl_core.errors import ConfigError, ProtocolError, UnavailableError
 from fl_core.methods import build_method

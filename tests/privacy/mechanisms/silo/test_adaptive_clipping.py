@@ -16,7 +16,8 @@ from torch import Tensor
 from consilium.research.engines.in_process import RoundHistory, simulate
 from fl_core.aggregation.adaptive_guards import current_settings
 from fl_core.aggregation.aggregator import Aggregator
-from fl_core.aggregation.fixed_point import FixedPoint, FixedPointFormat
+from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.aggregation.fixed_point_guard import FixedPoint
 from fl_core.aggregation.options import Mean
 from fl_core.aggregation.update_check import UpdateCheck
 from fl_core.errors import RefusedError, StateError
