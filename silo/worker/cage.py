@@ -226,19 +226,22 @@ def _filter_calls() -> None:
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _WRITE_FILE, _WRITES, _REFER, _TRUNCATE = 1 << 1, sum(1 << bit for bit in (1, *range(4, 13))), 1 << 13, 1 << 14
+_DEVICES = ("null", "zero", "nvidia*", "dri", "kfd", "dxg")
+"""What a GPU is reached by, and what programs write to as to nothing; not /dev/shm, which others read."""
 _TCP, _ABSTRACT_SOCKETS_AND_SIGNALS = 0b11, 0b11
 """Bits of linux/landlock.h: writing, removing and making files; binding and connecting; both scopes."""
 
 
 def _confine_writes(writable: Iterable[Path]) -> None:
-    """Refuse writes, and where the kernel has it TCP and signals to processes outside. Devices stay usable."""
+    """Refuse writes, and where the kernel has it TCP and signals to processes outside. GPUs stay usable."""
     abi = _checked("landlock", _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1))
     writes = _WRITES | (_REFER if abi >= 2 else 0) | (_TRUNCATE if abi >= 3 else 0)
     rules = struct.pack("QQQ", writes, _TCP, _ABSTRACT_SOCKETS_AND_SIGNALS)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     ruleset = _checked("landlock", _libc.syscall(_CREATE_RULESET, rules, ctypes.c_size_t(len(rules)), 0))
     try:
-        for folder, allowed in (*((folder, writes) for folder in writable), (Path("/dev"), _WRITE_FILE)):
-            at = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+        devices = (path for pattern in _DEVICES for path in Path("/dev").glob(pattern))
+        for path, allowed in (*((path, writes) for path in writable), *((path, _WRITE_FILE) for path in devices)):
+            at = os.open(path, os.O_PATH | os.O_CLOEXEC)
             try:
                 rule = struct.pack("=Qi", allowed, at)
                 _checked("landlock", _libc.syscall(_ADD_RULE, ruleset, 1, rule, 0))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import pytest
 
@@ -96,6 +97,7 @@ def test_it_writes_below_its_folders_alone(tmp_path: Path, user: int) -> None:
     (tmp_path / "kept").chmod(0o666)
     attempts = (
         "lambda: (folder / 'kept').write_text('x')",
+        "lambda: (folder / 'kept').open('r+b')",
         "lambda: (folder / 'new').write_text('x')",
         "lambda: (folder / 'kept').unlink()",
         "lambda: os.truncate(folder / 'kept', 0)",
@@ -197,3 +199,11 @@ def test_the_doctor_says_which_walls_hold_on_this_machine(tmp_path: Path) -> Non
     walls = cage.rehearse([tmp_path / "home"])
     assert check.found == "; ".join(walls.sentences())
     assert (check.level.value == "ok") is not any(walls)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no memory that programs share")
+def test_it_writes_to_no_memory_that_other_programs_read(tmp_path: Path, user: int) -> None:
+    with NamedTemporaryFile(dir="/dev/shm", prefix="consilium-cage-") as shared:
+        Path(shared.name).chmod(0o666)
+        assert inside(tmp_path, user, f"refused(lambda: open({shared.name!r}, 'r+b'))") is True
+        assert inside(tmp_path, user, "open('/dev/null', 'wb').write(b'x')") == 1
