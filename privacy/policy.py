@@ -14,6 +14,7 @@ import shlex
 import stat
 import tomllib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ from privacy.policy_terms import (
     RunPolicy,
     SecureAggregationPolicy,
     SurveyPolicy,
+    WorkerPolicy,
 )
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class Policy:
     secagg: SecureAggregationPolicy = field(default_factory=SecureAggregationPolicy)
     peers: PeerPolicy = field(default_factory=PeerPolicy)
     survey: SurveyPolicy = field(default_factory=SurveyPolicy)
+    worker: WorkerPolicy = field(default_factory=WorkerPolicy)
 
     def __post_init__(self) -> None:
         for name, (epsilon, delta) in self.budgets.items():
@@ -91,7 +94,7 @@ class Policy:
         budgets = {name: (budget.epsilon, budget.delta) for name, budget in file.budget.items()}
         digest = hashlib.sha256(raw).hexdigest()
         sections = file.runs, file.privacy, file.prototypes
-        return cls(*sections, budgets, digest, file.evaluation, file.secagg, file.peers, file.survey)
+        return cls(*sections, budgets, digest, file.evaluation, file.secagg, file.peers, file.survey, file.worker)
 
     def caps(self) -> dict[str, PrivacyFilter]:
         return {name: PrivacyFilter.of(*budget) for name, budget in self.budgets.items()}
@@ -201,7 +204,7 @@ def read_file(file: Path) -> bytes | None:
     raw, facts = opened
     if facts.st_mode & OTHERS:
         raise _open_to_others(f"the policy file {file} to be writable only by its owner", facts, file.resolve())
-    trusted = (os.geteuid(), 0)
+    trusted = (os.geteuid(), 0, *_root_without_name())
     for what, owner in ((file.resolve(), facts.st_uid), (file, os.lstat(file).st_uid)):
         if owner not in trusted:
             raise RefusedError(
@@ -214,6 +217,18 @@ def read_file(file: Path) -> bytes | None:
         if about.st_mode & stat.S_IWOTH and not about.st_mode & stat.S_ISVTX:
             raise _open_to_others(f"the folder {folder} of the policy file not to be writable by others", about, folder)
     return raw
+
+
+def _root_without_name() -> list[int]:
+    """Return as whom root appears in a namespace of one user, such as a worker's cage; there others appear so, too.
+
+    The service, which is in no such namespace, has read the file before it asks a worker.
+    """
+    with suppress(OSError, ValueError):
+        users = Path("/proc/self/uid_map").read_text(encoding="utf-8").split()
+        if len(users) == 3 and users[0] != "0" and users[2] == "1":
+            return [int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="utf-8"))]
+    return []
 
 
 def open_file(file: Path) -> tuple[bytes, os.stat_result] | None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 PRIVATE_PROFILES = ("dp_record", "dp_silo_small")
 """The private ones of `profiles.PROFILES`; listed here, since reading a policy must not import torch."""
 AUTOMATIC, BY_HAND = "automatic", "by hand"
+PREFERRED, REQUIRED = "preferred", "required"
 ACCURACY, NOTHING = "accuracy", "nothing"
 SHARE_OF_UNITS = 0.1
 """delta bounds the probability of a full breach: delta times the number of units must stay below this share."""
@@ -272,6 +273,16 @@ class BudgetPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerPolicy:
+    """[worker] isolation: "required" refuses every run where the worker that reads images could reach a network."""
+
+    isolation: Annotated[str, bounded(one_of, (PREFERRED, REQUIRED))] = PREFERRED
+
+    def __post_init__(self) -> None:
+        validate.declared("E-POLICY-01", "worker", self)
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyFile:
     """The sections of a policy file, with their defaults."""
 
@@ -283,3 +294,4 @@ class PolicyFile:
     peers: PeerPolicy = field(default_factory=PeerPolicy)
     budget: Mapping[str, BudgetPolicy] = field(default_factory=dict)
     survey: SurveyPolicy = field(default_factory=SurveyPolicy)
+    worker: WorkerPolicy = field(default_factory=WorkerPolicy)

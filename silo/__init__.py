@@ -4,7 +4,7 @@ cli/         commands and their output; nothing imports it
 service/     the threads of `silo serve`: task queue, task runner, membership, response timing
 admission/   the single entry point for runs: policy, decisions, floors, and the memory of earlier answers
 training/    an admitted task: its data, training, local evaluation
-worker/      a process of its own for what reads records, in a cage
+worker/      the process that reads records, in a cage: the work of one task after the other
 connection/  gRPC: connection, session, transfer, retries
 identity/    the hospital's key, its certificate, and the keys of other members that it accepts
 reports/     what the page and the commands both show

@@ -15,7 +15,7 @@ from tests.support.processes import ENV, ROOT
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(writes.compiler() is None, reason="no C compiler: the library that counts writes cannot be built")
 @pytest.mark.fault(
-    "a coordinator or a hospital",
+    "a coordinator, a hospital or its worker",
     "is killed at any write of a private run, also in the middle of one, or finds the disk full",
     "no home is refused, no round is charged twice, and the model is the same",
 )
@@ -28,4 +28,9 @@ def test_a_side_that_dies_at_a_write_goes_on_to_the_same_model_and_is_charged_on
     assert "homes refused 0, double charges 0, other digests 0" in said
     table = [line.strip("| ").split(" | ") for line in said.splitlines() if line.startswith("| ")]
     disturbed = {file for file, _, *times in table if any(number.isdigit() and int(number) for number in times)}
-    assert {"coordinator: coordinator.sqlite", "north: silo.db", "north: ledger.db"} <= disturbed
+    assert {
+        "coordinator: coordinator.sqlite",
+        "north: silo.db",
+        "north worker: silo.db",
+        "north worker: ledger.db",
+    } <= disturbed

@@ -3,7 +3,8 @@
 A library that is loaded before libc counts what a process writes below its home: bytes, new lengths, new files, new and
 removed names. At the write of its turn it kills the process, lets half of the bytes through first, or lets the disk be
 full for that write and the next two. The processes are forked from one that has imported everything. Coordinator and
-hospitals are real, over mutual TLS; of the hospitals one is a victim in turn, and the other one must notice nothing.
+hospitals are real, over mutual TLS; of the hospitals one and its worker are victims in turn, and the other one must
+notice nothing.
 
 python -m tests.faults --writes [--masked] [--every N] [--minutes M]   each N-th write; of databases, each N/8-th
 python -m tests.faults --writes --commands [--every N]   `tests.interrupted` alone, which is part of both
@@ -58,11 +59,14 @@ from tests import interrupted  # noqa: E402
 from tests.support.coordinator import FAST, World, enrolled, when_due  # noqa: E402
 from tests.support.fake_coordinator import manifest  # noqa: E402
 from tests.support.federation import COLLECTION, Hospital  # noqa: E402
+from tests.support.forked_workers import fork_workers  # noqa: E402
 from tests.support.processes import ROOT, free_port  # noqa: E402
 
 COORDINATOR = "coordinator"
 DATA = {"north": "digits/p3c4/0", "east": "digits/p3c4/1", "west": "digits/p3c4/2"}
-VICTIMS = (COORDINATOR, "north")
+VICTIMS = (COORDINATOR, "north", "north worker")
+"""A worker is the process of a hospital that reads its records; both write in one home."""
+_WORKERS = 4
 KILL, TEAR, FILL = "killed before it", "torn", "disk full"
 QUIET, AT_MOST, LOST = 120.0, 1200.0, 3
 """Seconds without a line in any log, and in all, after which a trial hangs; how often a process may end by itself on a
@@ -303,6 +307,8 @@ class Trial:
             faulthandler.register(signal.SIGUSR1)
             told = list[int]()  # an event's lock may be held by the very thread that a signal interrupts
             signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
+            if name != COORDINATOR:
+                self._fork_workers(name)
             if disturbed:
                 self._watch()
             (self._coordinate if name == COORDINATOR else self._train)(name, told)
@@ -312,10 +318,20 @@ class Trial:
         finally:
             os._exit(code)
 
+    def _fork_workers(self, name: str) -> None:
+        """Have workers ready for a service, of which the first is the victim where it is its worker's turn."""
+        disturbed = self.turn.victim == f"{name} worker" and not (self.folder / f"{name}.began").exists()
+        (self.folder / f"{name}.began").touch()
+        fork_workers(_WORKERS, self._watch if disturbed else lambda: None)
+
+    def _is_victim(self, name: str) -> bool:
+        return self.turn.victim.partition(" ")[0] == name
+
     def _watch(self) -> None:
         turn = self.turn
         log = os.open(self.folder / "writes", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        place, how = str(self.folder / turn.victim).encode(), {KILL: b"k", TEAR: b"t", FILL: b"f"}[turn.how]
+        home = self.folder / turn.victim.partition(" ")[0]
+        place, how = str(home).encode(), {KILL: b"k", TEAR: b"t", FILL: b"f"}[turn.how]
         watch = ctypes.CDLL(None).watch_writes
         watch.argtypes = [ctypes.c_char_p, ctypes.c_long, ctypes.c_char, ctypes.c_int, ctypes.c_int]
         watch(place, turn.at, how, int(turn.databases), log)
@@ -339,7 +355,7 @@ class Trial:
 
     def _train(self, name: str, told: list[int]) -> None:
         home = Home(self.folder / name)
-        site = Hospital(World(self.folder / COORDINATOR, port=self.port), home, self.plan.data[name])
+        site = Hospital(World(self.folder / COORDINATOR, port=self.port), home, self.plan.data[name], run_round=None)
         with home.locked():
             site.start()
             assert site.service is not None
@@ -399,7 +415,9 @@ class Trial:
         self._ended[name] += 1
         if status == -signal.SIGKILL and name == self.turn.victim and self._ended[name] == 1:
             self._repeats = self._interrupted()
-        elif self.turn.how != FILL or name != self.turn.victim or self._ended[name] > LOST:
+        elif self.turn.victim == f"{name} worker" and self._ended[name] == 1:
+            pass  # its first worker was killed before the service began
+        elif self.turn.how != FILL or not self._is_victim(name) or self._ended[name] > LOST:
             self.refused += 1
             self.wrong.append(f"{name} ended with status {status}: {self._log(name)[-1500:]}")
             return
@@ -411,7 +429,7 @@ class Trial:
         patience = self._patience()
         while self._running and not patience():
             for name in list(self._running):
-                status, hit = self._status(name), name == self.turn.victim
+                status, hit = self._status(name), self._is_victim(name)
                 if status not in (None, 0, -signal.SIGKILL if hit else 0) and not (hit and self.turn.how == FILL):
                     self.wrong.append(f"{name} stopped with status {status}: {self._log(name)[-1500:]}")
             time.sleep(0.005)
@@ -476,7 +494,7 @@ class Trial:
             f"1/evaluate@{COLLECTION}/test",
         }:
             excused = self._repeats[key] if name == self.turn.victim else 0
-            if self.turn.how == FILL and name == self.turn.victim:
+            if self._is_victim(name) and (self.turn.how == FILL or name != self.turn.victim):
                 excused = 1
             if not 1 <= made[key] <= 1 + excused:
                 self.twice += made[key] > 1

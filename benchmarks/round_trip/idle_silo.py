@@ -21,7 +21,7 @@ from fl_core.types.enums import TaskKind  # noqa: E402
 from fl_core.types.interfaces import LocalData  # noqa: E402
 from fl_core.types.values import Bundle, Part, PartSpec, RoundContext, State  # noqa: E402
 from silo.cli import foreground  # noqa: E402
-from silo.service.service import SiloSettings  # noqa: E402
+from silo.settings import SiloSettings  # noqa: E402
 from silo.storage.home import Home  # noqa: E402
 
 CHANGE = 1e-4

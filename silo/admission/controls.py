@@ -54,6 +54,7 @@ from silo.admission.survey_history import Countable, SurveyedPatients, Told
 from silo.admission.surveys import RememberedSurvey, remembered_answers, survey_preview
 from silo.identity.identity import SiloIdentity
 from silo.reports.run_request import RunRequest, SurveyPreview
+from silo.storage.approvals import AwaitingDecisionError
 from silo.storage.home import Home
 from silo.storage.run_data import RunData
 from silo.storage.store import SiloStore
@@ -64,10 +65,6 @@ if TYPE_CHECKING:
     from privacy.ledger.run_ledger import RunLedger
 
 log = logging.getLogger(__name__)
-
-
-class AwaitingDecisionError(Exception):
-    """The hospital has not decided about the run yet: `silo approve`."""
 
 
 class DataChangedError(DataError):

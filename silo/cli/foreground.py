@@ -15,7 +15,6 @@ from pathlib import Path
 from rich.status import Status
 
 from fl_core.errors.extras import load
-from fl_core.rounds.silo_round import run_silo_round
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.console import OUT, json_line, local_time, print_parts, printable
 from service_core.operations import logs
@@ -24,7 +23,8 @@ from service_core.operations.logs import FIELDS, LogFormat
 from silo.events import SiloEvent, event
 from silo.identity.identity import SiloIdentity
 from silo.operations.liveness import Liveness
-from silo.service.service import Service, SiloSettings
+from silo.service.service import Service
+from silo.settings import SiloSettings
 from silo.storage.home import Served
 from silo.training.trainer import RunRound
 
@@ -106,7 +106,7 @@ class Printer:
 def serve(
     settings: SiloSettings,
     as_json: bool,
-    run_round: RunRound = run_silo_round,
+    run_round: RunRound | None = None,
     log_format: LogFormat | None = None,
     page: bool = False,
 ) -> None:

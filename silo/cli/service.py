@@ -73,7 +73,7 @@ def serve(
     """
     startup.end_on_interrupt()
     from silo.cli import foreground
-    from silo.service.service import SiloSettings
+    from silo.settings import SiloSettings
 
     settings = SiloSettings(
         home,

@@ -14,6 +14,7 @@ from service_core.pki.identity import PeerCertificate, format_fingerprint
 from silo.admission import policy_in_force
 from silo.cli.options import SiloHome, open_store
 from silo.identity.identity import SiloIdentity
+from silo.operations.liveness import Health
 from silo.reports.disclosure import UpdateContents, disclosures_of
 from silo.storage.store import JoinedRun, SiloStore, TaskRecord
 from silo.training import evaluation_summary
@@ -35,7 +36,10 @@ def status(home: SiloHome) -> CommandResult:
         about = certificate, addresses, identity.renewal_due(), PeerStatus.of(identity, store), store
         trains = policy_in_force.trains(home)
         part = KeyValues([("takes part", "in evaluations only: nothing is trained here")])
-        return CommandResult({**status_json(*about), "trains": trains}, [*([] if trains else [part]), *_shown(*about)])
+        walls = Health.of(home).walls
+        worker = KeyValues([("worker", "none has run" if walls is None else "; ".join(walls.sentences()))])
+        reply = {**status_json(*about), "trains": trains, "worker": walls and walls._asdict()}
+        return CommandResult(reply, [*([] if trains else [part]), worker, *_shown(*about)])
 
 
 class PeerStatus(NamedTuple):

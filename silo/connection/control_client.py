@@ -12,8 +12,9 @@ from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki.identity import Address
 from service_core.tls.causes import Diagnosis
 from service_core.version import PROTOCOL
+from silo.cancellation import CancelToken
 from silo.connection.channel import Connection, ConnectionManager
-from silo.connection.retry import Backoff, CancelToken
+from silo.connection.retry import Backoff
 from silo.connection.session import PULSE_FLOOR_S, Handler, Session
 from silo.connection.transfer import RetryPolicy
 from silo.events import EmitEvent, error_event, event

@@ -22,8 +22,9 @@ from protos.wire.chunks import Chunk, append_chunk, read_chunks
 from protos.wire.size_limits import MANIFEST_BYTES
 from service_core.storage import disk
 from service_core.storage.object_store import ObjectStore, open_partial, partial_size
+from silo.cancellation import CancelToken
 from silo.connection.channel import Connection
-from silo.connection.retry import Backoff, CancelToken, IdleWatch, retry_until, to_federation_error
+from silo.connection.retry import Backoff, IdleWatch, retry_until, to_federation_error
 from silo.storage.tasks import Attestation, OutboxEntry
 
 Request = TypeVar("Request")

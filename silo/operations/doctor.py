@@ -30,6 +30,7 @@ from service_core.storage.generation import open_untouched
 from service_core.storage.private_files import Credentials
 from silo.connection.channel import connect_with
 from silo.identity.identity import SiloIdentity
+from silo.operations.liveness import Health
 from silo.storage.home import Home
 from silo.storage.tasks import Attestation, ledger_position
 from silo.worker import cage
@@ -211,13 +212,13 @@ class Examination:
             yield checks.ok("features", text)
 
     def _worker(self) -> Iterator[Finding]:
-        """Say what a process that reads the hospital's records could not do on this machine."""
-        walls = cage.rehearse([self.home.path] if self.home.path.exists() else [])
+        """Report which walls stand around the process that reads images, or would if the service ran as this user."""
+        walls = Health.of(self.home).walls or cage.rehearse([self.home.path] if self.home.path.exists() else [])
         text = "; ".join(walls.sentences())
         if not any(walls):
             yield checks.ok("worker", text)
         else:
-            yield checks.warning("worker", text, "see docs/operations/install.md for what each measure needs")
+            yield checks.warning("worker", text, "docs/operations/install.md says what each wall needs")
 
     def _attested(self) -> Attestation:
         """Return the furthest end of the ledger that others have seen, as this home recorded it."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from fl_core.errors import UnavailableError
 from silo.events import SiloEvent
 from silo.storage.home import Home
+from silo.worker.cage import Walls
 
 FILE = "health.json"
 BEAT_S = 5.0
@@ -32,12 +33,15 @@ class Liveness:
     _connected: bool = False
     _changed: float = field(default_factory=time.time)
     _why: str = ""
+    _walls: Walls | None = None
     _last: float = -BEAT_S
 
     def note(self, event: SiloEvent) -> None:
         """Record an event: whether there is a session, or why not."""
         if event.event in ("connected", "disconnected"):
             self._connected, self._changed, self._last = event.event == "connected", time.time(), -BEAT_S
+        if event.event == "worker":
+            self._walls = Walls(*(str(event.facts[name]) for name in Walls._fields))
         if not self._connected and (code := event.facts.get("code")):
             self._why = str(code)
 
@@ -47,7 +51,8 @@ class Liveness:
         if 0 <= now - self._last < BEAT_S:
             return
         self._last = now
-        facts = {"beat": now, "connected": self._connected, "since": self._changed, "why": self._why}
+        facts: dict[str, object] = {"beat": now, "connected": self._connected, "since": self._changed, "why": self._why}
+        facts["walls"] = self._walls
         path = self.home.path / FILE
         aside = path.with_name(f".{FILE}.tmp")
         with suppress(OSError):
@@ -57,12 +62,16 @@ class Liveness:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The state of a service. since: Unix seconds, of the session or of its loss   why: an error code, or empty."""
+    """The state of a service. since: Unix seconds, of the session or of its loss   why: an error code, or empty.
+
+    walls: what held around its worker when that was last started.
+    """
 
     alive: bool
     connected: bool = False
     since: float = 0.0
     why: str = ""
+    walls: Walls | None = None
 
     @classmethod
     def of(cls, home: Home, clock: Callable[[], float] = since_boot) -> Health:
@@ -72,7 +81,8 @@ class Health:
         try:
             raw = json.loads((home.path / FILE).read_text())
             age = clock() - float(raw["beat"])
-            health = cls(True, raw["connected"] is True, float(raw["since"]), str(raw["why"])[:20])
+            walls = Walls(*map(str, raw["walls"])) if raw.get("walls") else None
+            health = cls(True, raw["connected"] is True, float(raw["since"]), str(raw["why"])[:20], walls)
         except (OSError, ValueError, KeyError, TypeError):
             return cls(alive=False, why="it has not begun to work")
         return health if 0 <= age < _SILENCE_S else cls(alive=False, why="it runs and does nothing")

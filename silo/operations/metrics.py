@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prometheus_client.metrics_core import Metric
 
-from fl_core.rounds.silo_round import SiloRound
 from fl_core.types.enums import TaskKind
 from service_core.operations import metrics
 from service_core.operations.metrics import GaugeSnapshot, MetricFamily
@@ -19,7 +17,6 @@ from silo.events import EmitEvent, SiloEvent
 
 if TYPE_CHECKING:
     from privacy.ledger.ledger import Ledger
-    from silo.training.trainer import RunRound
 
 _P = "consilium_silo"
 _COMMON = metrics.common_families(_P)
@@ -97,16 +94,9 @@ class SiloMetrics:
 
         return both
 
-    def timing(self, run_round: RunRound) -> RunRound:
-        """Return a function that runs a round and records its duration."""
-
-        def timed(*given: Any) -> SiloRound:  # noqa: ANN401
-            began = time.monotonic()
-            done = run_round(*given)
-            self._rounds.labels(given[-1].value).observe(time.monotonic() - began)
-            return done
-
-        return timed
+    def computed(self, kind: TaskKind, seconds: float) -> None:
+        """Note how long this machine computed for a round."""
+        self._rounds.labels(kind.value).observe(seconds)
 
     def watch(
         self,

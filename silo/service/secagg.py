@@ -1,33 +1,25 @@
-"""The hospital's side of masked runs: keys before round 0, the masks of an update, and the two answers.
+"""The hospital's side of masked runs: keys before round 0, and the two answers.
 
-Keys and masks are made by the task runner. The answers (to a fixed set, and to the opening of its sum) come from the
-thread that reads the session, also while this hospital trains for another run.
+Keys are made by the task runner, masks by the worker. The answers (to a fixed set, and to the opening of its sum) come
+from the thread that reads the session, also while this hospital trains for another run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
-import torch
 from cryptography.exceptions import UnsupportedAlgorithm
-from google.protobuf.message import DecodeError
 
-from fl_core.aggregation.flat_blocks import CLASSES, MODEL, WORDS
-from fl_core.aggregation.masked_sum import unsigned
 from fl_core.errors import FederationError
-from fl_core.rounds import sampling
 from fl_core.rounds.manifest import RunManifest
-from fl_core.types.secagg import MASKS
-from fl_core.types.values import Bundle, Part
-from privacy.compiled_run import CompiledRun, secagg_run
+from privacy.compiled_run import secagg_run
 from privacy.secagg import silo_side
-from privacy.secagg.keys import KEYS_CONTEXT, MemberKeys, OwnKeys, RunKeys, pinned_signature
+from privacy.secagg.keys import KEYS_CONTEXT, OwnKeys
 from privacy.secagg.messages import Opening, Seal
-from privacy.secagg.terms import Round, SecaggError
+from privacy.secagg.terms import SecaggError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TaskKey
 from service_core.console import pluralize
@@ -37,33 +29,10 @@ from silo.admission.census import digest_of
 from silo.events import EmitEvent, event
 from silo.identity.identity import SiloIdentity
 from silo.service.task_queue import Send, TaskQueue, public_reason
-from silo.storage.secagg_keys import READY, MaskedRun
+from silo.storage.secagg_keys import MaskedRun
 from silo.storage.store import SiloStore
 
-MAX_KEYS_BYTES = 4 << 20
-"""Size limit of the file with all members' keys: 17 KiB per member of the largest masked run."""
 _REMEMBERED = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class TaskMasks:
-    """The masks for the update of one task, which has no update yet."""
-
-    store: SiloStore
-    key: TaskKey
-    round: Round
-
-    def cover(self, update: Bundle) -> Bundle:
-        """Mask a two-block update in place, and add the data with which others help to open the sum.
-
-        Raises SecaggError (E-RUN-49, E-RUN-50) if the task was masked, its set fixed, or its round closed since it
-        began.
-        """
-        keys, row = self.store.secagg.known(self.key.run_id).keys, self.store.secagg.row(self.key)
-        model, classes = (unsigned(update[block].total[WORDS]) for block in (MODEL, CLASSES))
-        made = silo_side.mask(keys, self.round, row, model, classes)
-        extra = {name: torch.from_numpy(getattr(made, name).copy()) for name in ("salt", "commitments", "packages")}
-        return {**update, MASKS: Part(extra, torch.zeros((), dtype=torch.uint8))}
 
 
 @dataclass(slots=True)
@@ -85,13 +54,13 @@ class SecaggMember:
 
     # ---- the task runner's ---------------------------------------------------------------------------------------
 
-    def entry(self, run_id: str, run: CompiledRun) -> pb.SecaggEntry:
+    def entry(self, run_id: str, manifest: RunManifest) -> pb.SecaggEntry:
         """Return this hospital's public keys for a run; repeated calls return the same.
 
-        Raises SecaggError: E-RUN-50 if the private keys are gone, E-RUN-51 as `begin`. Guarantees: the private keys are
-        on the disk on return.
+        Raises SecaggError: E-RUN-50 if the private keys are gone, E-RUN-51 if rows of classes would
+        have to be left out. Guarantees: the private keys are on the disk on return.
         """
-        masked_run = MaskedRun.of(secagg_run(run_id, run.manifest), run.manifest)
+        masked_run = MaskedRun.of(secagg_run(run_id, manifest), manifest)
 
         def make() -> tuple[OwnKeys, bytes]:
             private_keys, credentials = OwnKeys.new(), self.identity.current_credentials()
@@ -105,53 +74,6 @@ class SecaggMember:
             return private_keys, pb.SecaggEntry(**fields).SerializeToString(deterministic=True)
 
         return pb.SecaggEntry.FromString(self.store.secagg.entry(masked_run, make))
-
-    def begin(self, key: TaskKey, offer: pb.Offer, run: CompiledRun, fetch: Callable[[str], Path]) -> TaskMasks:
-        """Return the masks of a task that has no update yet; fetch: returns the file of an object.
-
-        The first task of the run stores all members' keys. Raises SecaggError: E-ID-33 on keys that are not those of
-        the pinned members, or that have changed; E-RUN-49 if the task was masked before; E-RUN-50 if its set is fixed,
-        its round closed, its base another one, or the run's keys are gone; E-RUN-51 if rows of classes would have to be
-        left out.
-        """
-        if self.store.secagg.state(key.run_id) != READY:
-            self._agree(key.run_id, offer.secagg_keys_digest, run.manifest, fetch)
-        masked_run = self.store.secagg.known(key.run_id)
-        if offer.secagg_keys_digest != masked_run.keys_object:
-            raise SecaggError(
-                "E-ID-33",
-                f"expected the members' keys that run {key.run_id} began with, {masked_run.keys_object[:16]}, found "
-                f"others, {offer.secagg_keys_digest[:16]}: keys never change within a run",
-            )
-        cohort = _cohort(masked_run.terms, key)
-        round = masked_run.terms.run.round(
-            masked_run.keys.keys_digest, key.kind.value, key.round, digest_of(offer.base_digest), cohort
-        )
-        round.place(masked_run.keys.index)
-        masked_run.keys.check_open(round)
-        self.store.secagg.begin_round(key)
-        silo_side.require_unmasked(self.store.secagg.row(key), round)
-        return TaskMasks(self.store, key, round)
-
-    def _agree(self, run_id: str, digest: str, manifest: RunManifest, fetch: Callable[[str], Path]) -> None:
-        private_keys = self.store.secagg.own(run_id)
-        if not digest:
-            raise SecaggError(
-                "E-ID-33", f"expected the keys of all members with the first task of run {run_id}, found none"
-            )
-        masked_run = MaskedRun.of(secagg_run(run_id, manifest), manifest)
-        peers, mine = self.identity.pins().load(), self.identity.load().identity
-        entries = _entries(fetch(digest), masked_run.members)
-        members = peers.members()
-
-        def trusted(entry: MemberKeys, message: bytes) -> bool:
-            return pinned_signature(entry, message, mine.consortium, peers.pins, members)
-
-        self.store.secagg.agree(
-            run_id, digest, RunKeys.agree(masked_run.run, mine.name, private_keys, entries, trusted)
-        )
-        text = f"{run_id}: the keys of its {len(entries)} members are signed by their pinned identities"
-        self.emit(event("keys", text, facts={"run": run_id}))
 
     def compare_answers(self, seen: int) -> None:
         """Give up masked runs if this home lacks answers that the coordinator saw: it was restored from a copy.
@@ -197,7 +119,7 @@ class SecaggMember:
                 masked_run.keys,
                 seal,
                 before,
-                cohort=_cohort(masked_run.terms, key),
+                cohort=masked_run.terms.cohort_of(key),
                 signed=partial(self._signed_by_coordinator, message.signer_pem),
                 store=lambda row: self.store.secagg.confirm(key, before, row),
                 offered=self._offered.get(key),
@@ -229,7 +151,7 @@ class SecaggMember:
                 tuple((c.index, c.signature) for c in message.confirmations),
                 tuple((p.index, p.salt, p.package) for p in message.packages),
             )
-            row, cohort = self.store.secagg.row(key), _cohort(masked_run.terms, key)
+            row, cohort = self.store.secagg.row(key), masked_run.terms.cohort_of(key)
             opened = silo_side.answer(masked_run.terms.run, masked_run.keys, opening, row, cohort=cohort)
             self._tell_once((key, opened.seal_hash), "opened", f"{key}: the shares that open its set were sent", key)
             shares = [pb.SecaggShare(block=b, dealer=u, slot=v, share=share) for b, u, v, share in opened.shares]
@@ -311,24 +233,3 @@ class SessionHandler:
 
     def pulse(self) -> pb.Pulse:
         return self.queue.pulse()
-
-
-def _cohort(terms: MaskedRun, key: TaskKey) -> Sequence[int]:
-    """Return the members of a round, drawn with the manifest's seed."""
-    return sampling.sample_cohort(terms.seed, key.round, len(terms.members), key.kind.drawn(terms.cohort))
-
-
-def _entries(file: Path, members: Sequence[str]) -> list[MemberKeys]:
-    """Read all members' keys, in the manifest's order; raises SecaggError (E-ID-33)."""
-    try:
-        entries = list(pb.SecaggKeys.FromString(file.read_bytes()).entries)
-    except DecodeError:
-        entries = []
-    if len(entries) != len(members):
-        raise SecaggError(
-            "E-ID-33", f"expected the keys of {len(members)} members, found {len(entries)} in their object"
-        )
-    return [
-        MemberKeys(name, e.agree, e.sign, e.certificate_pem, e.signature)
-        for name, e in zip(members, entries, strict=True)
-    ]

@@ -9,26 +9,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fl_core import validate
-from fl_core.datasets.image_loader import CACHE_BYTES, ImageLoader
-from fl_core.datasets.references import FILES
-from fl_core.errors import ConfigError, FederationError, StateError
-from fl_core.rounds.silo_round import run_silo_round
-from fl_core.training.devices import choose_device
-from fl_core.types.clinical import CLINICAL
+from fl_core.errors import FederationError, StateError
 from privacy.profiles import PROFILES
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import log_heads
 from service_core.audit_log.lines import ALLOWED, REFUSED, LogEntry
 from service_core.audit_log.log import FOLDER, AuditLog
 from service_core.audit_log.recorder import Recorder
-from service_core.console import pluralize
 from service_core.loopback import LoopbackAddress
 from service_core.pki.identity import Address, CertificateRole, Identity
 from service_core.storage.object_store import ObjectStore
@@ -37,10 +30,9 @@ from service_core.tls.causes import Diagnosis
 from service_core.version import PROTOCOL, software
 from silo.admission.controls import HospitalControls
 from silo.admission.policy_in_force import accepts_new_peers
+from silo.cancellation import CancelToken
 from silo.connection.channel import Connect, ConnectionManager, connect_with, diagnose_with
 from silo.connection.control_client import ControlClient
-from silo.connection.retry import CancelToken
-from silo.connection.session import PULSE_FLOOR_S
 from silo.connection.transfer import ReceiptVerifier, RetryPolicy, Transfer
 from silo.events import EmitEvent, SiloEvent, error_event, event
 from silo.identity.identity import SiloIdentity
@@ -49,80 +41,24 @@ from silo.service.enrolment import MembershipMaintainer, pinned_version
 from silo.service.secagg import SecaggMember, SessionHandler
 from silo.service.task_queue import TaskQueue
 from silo.service.task_runner import ResponseTiming, TaskRunner
-from silo.storage.feature_cache import DEFAULT_GIB, FeatureCache
-from silo.storage.home import Home
+from silo.service.workers import ProcessWorker, ThreadWorker, Worker
+from silo.settings import SiloSettings
 from silo.storage.outbox import Outbox
 from silo.storage.store import SiloStore
 from silo.storage.tasks import Attestation
-from silo.training.data_source import DataSource
-from silo.training.trainer import RunRound, Trainer
 
-if TYPE_CHECKING:  # the web server is loaded only for metrics
+if TYPE_CHECKING:  # the web server is loaded only for metrics, and only a worker loads torch
     from service_core.operations.metrics_endpoint import MetricsEndpoint
+    from silo.training.trainer import RunRound
 
 RENEWAL_CHECK_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class SiloSettings:
-    """The hospital's settings of its service.
-
-    answer_after, pulse_floor: see `ResponseTiming`   holds: classes that it declares to have examples of
-    metrics: where they are served, if anywhere; metrics_budgets: include the ledger's spending
-    image_cache_gib: of decoded images, kept in the home; see `ImageLoader`   feature_cache_gib: of features from a
-    frozen body; see `FeatureCache`.
-    """
-
-    home: Home
-    data: str
-    data_root: Path | None = None
-    device: str = "auto"
-    nominal_size: float | None = None
-    prototypes: bool = True
-    answer_after: float = 0.0
-    pulse_floor: float = PULSE_FLOOR_S
-    holds: tuple[str, ...] = ()
-    metrics: LoopbackAddress | None = None
-    metrics_budgets: bool = False
-    image_cache_gib: float = CACHE_BYTES / 2**30
-    feature_cache_gib: float = DEFAULT_GIB
-
-    def source(self) -> DataSource:
-        """Create the data source; raises ConfigError (E-CFG-02) on an invalid nominal size or cache size."""
-        validate.between(
-            "E-CFG-02", "", 0, 2**20, image_cache=self.image_cache_gib, feature_cache=self.feature_cache_gib
-        )
-        if self.nominal_size is not None and not 1 <= self.nominal_size < 2**53:
-            raise ConfigError("E-CFG-02", f"expected a nominal size >= 1, found {self.nominal_size:g}: change it")
-        loader = ImageLoader(self.home.path, int(self.image_cache_gib * 2**30))
-        return DataSource(self.data, self.data_root, self.nominal_size, loader, self.holds)
-
-
-def data_offer(source: DataSource, holds: Sequence[str] = ()) -> pb.DataOffer:
-    """Describe the data by public declarations only; a folder or a table declares no class, since records decide."""
-    kind, schema = source.reference.source, source.load().schema
-    shape = schema.shape if kind == "digits" else ()
-    classes = () if kind in FILES else schema.classes
-    train, test = source.examples
-    return pb.DataOffer(
-        name=kind,
-        shape=shape,
-        classes=classes,
-        holds=holds,
-        nominal_size=source.nominal_size,
-        train_examples=train,
-        test_examples=test,
-        metrics=[CLINICAL],
-        masks=True,
-        labels_digest=source.load().dictionary.digest,
-        coarse_labels=source.load().dictionary.is_coarse(),
-    )
 
 
 class Service:
     """One running silo. `start`, then `wait`; `stop` ends it in good order; `error` is set if it ended otherwise.
 
-    connect, diagnose: replaced in tests without TLS   run_round: the arithmetic of a round, replaced in benchmarks
+    connect, diagnose: replaced in tests without TLS   run_round: replaces the arithmetic of a round in tests
+    and benchmarks, which then runs in a thread of the service instead of a worker in a cage
     clock: for the rate of preflights and the times of answers.
     """
 
@@ -138,10 +74,11 @@ class Service:
         retry_policy: RetryPolicy | None = None,
         connect: Connect | None = None,
         diagnose: Callable[[Address], Diagnosis] | None = None,
-        run_round: RunRound = run_silo_round,
+        run_round: RunRound | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._retry_policy = retry_policy or RetryPolicy()
+        self._settings = settings
         self._identity = SiloIdentity(settings.home.path)
         this_silo = self._identity.load().identity
         self._trail = SiloAuditTrail.of(settings.home.path, self._identity)
@@ -149,11 +86,10 @@ class Service:
         self._emit = emit = self.metrics.counting(self._trail.recording(emit))
         self.name, self._consortium = this_silo.name, this_silo.consortium
         self._timing = ResponseTiming(settings.answer_after, settings.pulse_floor, clock)
-        source = settings.source()
-        self._device = choose_device(settings.device)
-        self._cache = source.cache_text()
-        self._data_offer, self._size_declared = data_offer(source, settings.holds), settings.nominal_size is not None
         self.store = SiloStore(settings.home.database)
+        self._controls = HospitalControls(settings.home, self.store, self._identity.ca_fingerprint())
+        worker = self._make_worker(run_round)
+        self._about = worker.describe()
         self._instance = settings.home.begin_instance()
         credentials = self._identity.current_credentials
         serial = lambda: self._identity.load().serial  # noqa: E731
@@ -179,21 +115,15 @@ class Service:
         )
         objects = ObjectStore(private_folder(settings.home.objects))
         self._queue = TaskQueue(self.store, self._client.send, emit, clock)
-        self._controls = HospitalControls(settings.home, self.store, self._identity.ca_fingerprint())
-        source.follow_ledger(self._controls.as_registered)
         min_sum = lambda: self._controls.policy().secagg.min_sum  # noqa: E731 - as the policy is when a set comes
         # It is unknown when the roster of a question was read: an older one is ignored, and the newer one stays.
         overtaken = partial(self._membership.apply_roster, pinned=0)
         self._secagg = SecaggMember(self.store, self._identity, min_sum, self._client.send, emit, overtaken)
-        timed = self.metrics.timing(run_round)
-        features = FeatureCache(settings.home.features, int(settings.feature_cache_gib * 2**30))
-        features.forget(but=str(source.reference))
-        trainer = Trainer(self.name, source, self._controls, self._device, features, settings.prototypes, timed)
-        self._worker = TaskRunner(
+        self._runner = TaskRunner(
             self._queue,
             Outbox(self.store, objects, self.name),
             self._transfer(connections, objects),
-            trainer,
+            worker,
             self._controls,
             self._secagg,
             self._receipt_verifier,
@@ -206,7 +136,6 @@ class Service:
         self._stop, self._leaving, self._ended = CancelToken(), threading.Event(), threading.Event()
         self.error: BaseException | None = None
         self._threads: list[threading.Thread] = []
-        self._settings = settings
 
     def start(self) -> None:
         """Start working.
@@ -218,11 +147,9 @@ class Service:
         self._serve_metrics()
         for entry in self._controls.recover():
             self._emit(event("recovered", f"{entry}: open after a restart, counted as spent", facts={"entry": entry}))
-        for key, kills in self.store.count_kills():
-            text = f"{key}: the service was killed in the middle of it ({pluralize(kills, 'time')} so far)"
-            self._emit(event("killed", text, key, {"code": "E-RUN-46", "kills": kills}))
-        text = f"{self.name} of {self._consortium} serves {self._data_offer.name} data on {self._device}"
-        self._emit(event("serving", text, facts={"silo": self.name, "device": str(self._device)}))
+        self._runner.count_kills("the service")
+        text = f"{self.name} of {self._consortium} serves {self._about.data.name} data on {self._about.device}"
+        self._emit(event("serving", text, facts={"silo": self.name, "device": self._about.device}))
         self._emit(
             event(
                 "privacy",
@@ -234,10 +161,11 @@ class Service:
                 facts={"profiles": ", ".join(PROFILES), "policy": self._controls.policy_digest()},
             )
         )
-        if self._cache:
-            self._emit(event("cache", self._cache))
+        self._runner.worker.announce()
+        if self._about.cache:
+            self._emit(event("cache", self._about.cache))
         bodies: dict[str, Callable[[], None]] = {
-            "worker": lambda: self._worker.run(self._leaving),
+            "worker": lambda: self._runner.run(self._leaving),
             "client": lambda: self._client.run(SessionHandler(self._queue, self._secagg), self._stop),
             "membership": self._maintain_membership,
         }
@@ -247,6 +175,13 @@ class Service:
         ]
         for thread in self._threads:
             thread.start()
+
+    def _make_worker(self, run_round: RunRound | None) -> Worker:
+        if run_round is None:
+            return ProcessWorker(self._settings, self.name, self._emit, self.metrics.computed)
+        from silo.worker.tasks import TaskWork
+
+        return ThreadWorker(TaskWork.of(self._settings, self.store, self._controls, self.metrics.computed, run_round))
 
     def _transfer(self, connections: ConnectionManager, objects: ObjectStore) -> Transfer:
         return Transfer(
@@ -351,10 +286,11 @@ class Service:
         the digest of the label dictionary, which would confirm a guess of the whole dictionary.
         """
         offer = pb.DataOffer()
-        offer.CopyFrom(self._data_offer)
+        offer.CopyFrom(self._about.data)
+        offer.holds.extend(self._settings.holds)
         offer.validation_only = not self._controls.trains()
         public = self._controls.tells_data()
-        if not self._size_declared and (self._controls.hides_size() or not public):
+        if self._settings.nominal_size is None and (self._controls.hides_size() or not public):
             offer.nominal_size = offer.train_examples = offer.test_examples = 0.0
         if not public:
             for field in ("holds", "labels_digest", "coarse_labels"):
@@ -379,7 +315,7 @@ _ASKED = frozenset(
 """Events that the coordinator caused; all others come from the silo itself."""
 _UNRECORDED = frozenset({"serving", "privacy", "metrics"})
 """Repeated at each start."""
-_SHOWN = ("run", "round", "kind", "entry", "silo", "address", "state", "included")
+_SHOWN = ("run", "round", "kind", "entry", "silo", "address", "state", "included", "walls")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from fl_core.errors.catalogue import EXPLANATIONS
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TaskKey
 from service_core.console import printable
-from silo.connection.retry import CancelToken, Pace
+from silo.cancellation import CancelToken
+from silo.connection.retry import Pace
 from silo.events import EmitEvent, event
 from silo.storage.store import SiloStore
 
@@ -263,6 +264,12 @@ class TaskQueue:
             news = task.key.run_id not in self._undecided
             self._undecided.add(task.key.run_id)
             return news
+
+    def put_back(self, task: QueuedTask) -> None:
+        """Have a task done once more, unless it was given up."""
+        with self._lock:
+            if not task.stop.is_cancelled:
+                self._waiting.setdefault(task.key, task.offer)
 
     def accept(self, task: QueuedTask) -> None:
         with self._lock:

@@ -19,6 +19,10 @@ MAX_UNDECIDED = 20
 """Questions of this home's coordinator that may wait at once; later ones have to ask again."""
 
 
+class AwaitingDecisionError(Exception):
+    """The hospital has not decided about the run yet: `silo approve`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Approval:
     """One run under one manifest. about: the request in words; decided: None while it waits.

@@ -147,6 +147,11 @@ class Home:
     def features(self) -> Path:
         return self.path / FEATURES
 
+    @property
+    def scratch(self) -> Path:
+        """The worker's folder for temporary files, emptied when one starts."""
+        return self.path / "scratch"
+
     def write_addresses(self, addresses: tuple[Address, ...]) -> None:
         private_files.write_public(self.path / "addresses.json", json.dumps([str(a) for a in addresses]).encode())
 

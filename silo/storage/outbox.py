@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
-from fl_core.errors import StateError, UnavailableError
+from fl_core.errors import ProtocolError, StateError, UnavailableError
+from fl_core.rounds.manifest import RunManifest
 from fl_core.types.values import Bundle, State
 from protos.wire import codec
 from protos.wire.tasks import TaskKey, contribution_id
@@ -40,7 +42,7 @@ class PendingEntry:
     """
 
     entry: OutboxEntry
-    _entered: Future[None]
+    _wait: Callable[[], None]
 
     def finish(self) -> None:
         """Wait until the update is on the disk and entered; raises StateError (E-STATE-63) if writing fails.
@@ -48,7 +50,7 @@ class PendingEntry:
         Retrying does not help here, unlike where it is written.
         """
         try:
-            self._entered.result()
+            self._wait()
         except UnavailableError as error:
             raise StateError(error.code, error.message) from error
 
@@ -102,7 +104,7 @@ class Outbox:
         executor = ThreadPoolExecutor(1, thread_name_prefix="stage")
         entered = executor.submit(enter)
         executor.shutdown(wait=False)
-        return PendingEntry(entry, entered)
+        return PendingEntry(entry, entered.result)
 
     def find(self, key: TaskKey, base_digest: str) -> OutboxEntry | None:
         """Return the update that was made for this task, in the outbox or (`staged`) no longer."""
@@ -139,6 +141,18 @@ class Outbox:
     def sweep(self) -> int:
         """Delete unreferenced files; call it only while nothing is being written."""
         return self.objects.sweep(self.store.referenced())
+
+
+@lru_cache(maxsize=1)
+def read_manifest(path: Path, digest: str) -> RunManifest:
+    """Read a manifest; raises ProtocolError (E-WIRE-06, E-WIRE-04) where it is none, or not in canonical form."""
+    try:
+        manifest = RunManifest.from_json(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise ProtocolError("E-WIRE-06", f"expected a manifest in UTF-8, found other bytes: {error}") from error
+    if manifest.digest() != digest:
+        raise ProtocolError("E-WIRE-04", f"expected the manifest {digest} in canonical form, found another text")
+    return manifest
 
 
 def _lost(run_id: str, round: int, present: str) -> StateError:

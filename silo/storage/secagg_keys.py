@@ -62,6 +62,12 @@ class MaskedRun:
         digest, drawn = run.manifest_digest.hex(), (manifest.seed, manifest.cohort)
         return cls(run.run_id, digest, run.members, run.rounds, *drawn, run.ring, run.terms)
 
+    def cohort_of(self, key: TaskKey) -> list[int]:
+        """Return the members of a task's round, as the manifest's seed has them."""
+        from fl_core.rounds import sampling  # it draws with torch, which commands do not load
+
+        return sampling.sample_cohort(self.seed, key.round, len(self.members), key.kind.drawn(self.cohort))
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
 

@@ -186,6 +186,11 @@ class SiloStore:
         with self.database.read() as db:
             return db.scalar(select(runs.c.manifest_digest).where(runs.c.run_id == run_id)) or None
 
+    def state_of(self, run_id: str) -> str:
+        """Return how a run is: asked, running, or as it ended; empty where it is not known."""
+        with self.database.read() as db:
+            return db.scalar(select(runs.c.state).where(runs.c.run_id == run_id)) or ""
+
     def committed(self, run_id: str, before: int | None = None) -> tuple[str, int] | None:
         """Return the digest and round of a run's newest silo state; None before the first commit.
 

@@ -21,9 +21,12 @@ from fl_core.datasets import DataRequest, ImageLoader, SiloDataset
 from fl_core.datasets.decoding.limits import UnreadableError
 from fl_core.datasets.decoding.pixels import open_image
 from fl_core.datasets.examples import fingerprint_of
+from fl_core.datasets.references import FILES
 from fl_core.extensions import loading
+from fl_core.types.clinical import CLINICAL
 from privacy.accounting.record_config import round_to_two_digits
 from privacy.mechanisms.record.class_sums import PrivacyUnits
+from protos.consilium.v1 import federation_pb2 as pb
 from service_core.storage.digests import file_digest
 from silo.storage.run_data import FileRecord, RunData
 
@@ -164,6 +167,29 @@ class DataSource:
         if self._nominal_size is None:
             self._nominal_size = float(round_to_two_digits(len(PrivacyUnits.of(self.load().train))))
         return self._nominal_size
+
+
+def data_offer(source: DataSource) -> pb.DataOffer:
+    """Describe the data by public declarations only; a folder or a table declares no class, since records decide.
+
+    The classes that the operator declares to hold are added by the service.
+    """
+    kind, schema = source.reference.source, source.load().schema
+    shape = schema.shape if kind == "digits" else ()
+    classes = () if kind in FILES else schema.classes
+    train, test = source.examples
+    return pb.DataOffer(
+        name=kind,
+        shape=shape,
+        classes=classes,
+        nominal_size=source.nominal_size,
+        train_examples=train,
+        test_examples=test,
+        metrics=[CLINICAL],
+        masks=True,
+        labels_digest=source.load().dictionary.digest,
+        coarse_labels=source.load().dictionary.is_coarse(),
+    )
 
 
 def _paths(loaded: SiloDataset) -> list[Path]:

@@ -40,14 +40,14 @@ from protos.wire.tasks import TaskKey
 from service_core.version import version
 from silo.admission.controls import (
     AdmissionRequest,
-    AwaitingDecisionError,
     DataChangedError,
     DataQuestion,
     HospitalControls,
     RunAccess,
     TaskAccess,
 )
-from silo.connection.retry import CancelledError
+from silo.cancellation import CancelledError
+from silo.storage.approvals import AwaitingDecisionError
 from silo.storage.feature_cache import Block, FeatureCache, FeatureKey, KeptFeatures
 from silo.storage.outbox import TrainingResult
 from silo.storage.run_data import RunData
@@ -186,7 +186,7 @@ class Trainer:
     ) -> None:
         self._silo = silo
         self._controls = controls
-        self._data = data
+        self.source = data
         self.device = device
         self._prototypes = prototypes
         self._run_round = run_round
@@ -199,11 +199,11 @@ class Trainer:
     def declared_classes(self) -> tuple[str, ...]:
         """Return the classes that the hospital declares; errors in its data go to its own log only."""
         with _hide_details(True, ConfigError, RefusedError):
-            return self._data.declared_classes
+            return self.source.declared_classes
 
     def data_now(self) -> RunData:
         """Describe the data of the last prepared run, which begins with them."""
-        return self._data.run_data()
+        return self.source.run_data()
 
     def request(self, run_id: str, manifest: RunManifest) -> AdmissionRequest:
         return AdmissionRequest(run_id, manifest, self.declared_classes, self.device, self.data_of)
@@ -232,7 +232,7 @@ class Trainer:
             self._refresh()
         if self._prepared is not None and (self._prepared[0], self._prepared[1].run.manifest) == (policy, manifest):
             prepared = self._prepared[1]
-            if prepared.access.data.version == (self._data.version() if began is None else began.version):
+            if prepared.access.data.version == (self.source.version() if began is None else began.version):
                 return prepared
         if not _compatible(manifest.software, version()):
             raise RefusedError(
@@ -240,8 +240,8 @@ class Trainer:
             )
         index = manifest.index(self._silo)
         with _hide_details(run.private, ConfigError):
-            self._data.load(DataRequest(manifest.schema.classes, manifest.image_size, manifest.schema.window))
-            dataset, data_version = self._data.as_begun(began)
+            self.source.load(DataRequest(manifest.schema.classes, manifest.image_size, manifest.schema.window))
+            dataset, data_version = self.source.as_begun(began)
         if dataset.schema != manifest.schema:
             raise _other_schema(manifest, dataset)
         if {**run.own_layout(), **profiles.extra_parts(manifest.privacy), **run.guard_parts} != manifest.layout:
@@ -251,7 +251,7 @@ class Trainer:
                 "both sides must run the same version",
             )
         with _hide_details(run.private, ConfigError, RefusedError, SchemaError, DataChangedError):
-            size, typed = self._data.nominal_size, self._data.typed
+            size, typed = self.source.nominal_size, self.source.typed
             began_version = "" if began is None else began.version
             question = DataQuestion(index, dataset, data_version, began_version, size, typed, self._prototypes)
             access = self._controls.admit(self.request(run_id, manifest)._replace(data=question)).access
@@ -259,8 +259,8 @@ class Trainer:
         if manifest.start is not None and manifest.start.weights is not None:
             run = run.with_weights(fetch_weights(manifest.start.weights))
         if run.frozen:
-            width, (train, test) = run.schema.shape[0], self._data.examples
-            declared = run.views(True) * train + test or run.views(True) * self._data.nominal_size
+            width, (train, test) = run.schema.shape[0], self.source.examples
+            declared = run.views(True) * train + test or run.views(True) * self.source.nominal_size
             self._features.require_room(declared, width)
         runtime = run.silo_runtime()
         if dataset.coarse and runtime.masking is not None:  # whether declared or not: see `Member.coarse`
@@ -274,7 +274,7 @@ class Trainer:
 
     def _refresh(self) -> None:
         """Forget results computed from data that have changed."""
-        if self._data.refresh():
+        if self.source.refresh():
             self._prepared = None
             self._features.forget()
 
@@ -282,7 +282,7 @@ class Trainer:
         """Load the current data of a run."""
         self._refresh()
         schema = run.manifest.schema
-        return self._data.load(DataRequest(schema.classes, run.manifest.image_size, schema.window))
+        return self.source.load(DataRequest(schema.classes, run.manifest.image_size, schema.window))
 
     def require_memory(self, prepared: PreparedRun) -> None:
         """Raise as `PreparedRun.require_memory`; once per run, since the process keeps the memory of earlier rounds."""
@@ -455,7 +455,7 @@ class Trainer:
             maker["views"] = views
         request = DataRequest(manifest.schema.classes, manifest.image_size, manifest.schema.window)
         return FeatureKey(
-            origin=str(self._data.reference),
+            origin=str(self.source.reference),
             data=prepared.access.data.version,
             request=repr(request),
             split=split.value,

@@ -18,6 +18,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -41,6 +42,11 @@ class Walls(NamedTuple):
         """Whether no network can be reached."""
         return not self.namespace or not self.seccomp
 
+    @property
+    def holding(self) -> str:
+        """Name the walls that hold, for machines."""
+        return ",".join(name for name in self._fields if not getattr(self, name)) or "none"
+
     def sentences(self) -> list[str]:
         """Say what was shown by trying, and what does not hold and why."""
         texts = (
@@ -49,6 +55,9 @@ class Walls(NamedTuple):
             ("writes only below its folders", "can write wherever this user can", self.landlock),
         )
         return [f"{missing} ({why})" if why else holds for holds, missing, why in texts]
+
+
+NO_CAGE = Walls(*["no cage: it is a thread of the service"] * 3)
 
 
 def enter(writable: Iterable[Path]) -> Walls:
@@ -70,9 +79,15 @@ def enter(writable: Iterable[Path]) -> Walls:
     return Walls(namespace, seccomp, landlock)
 
 
+def end_with_parent(number: int) -> None:
+    """Have this process sent a signal when the thread that started it ends; a new user namespace forgets it."""
+    with suppress(OSError):
+        _prctl(_PARENT_DEATH_SIGNAL, number)
+
+
 def rehearse(writable: Sequence[Path]) -> Walls:
     """Say which walls would hold here, tried in a process that then ends."""
-    words = [sys.executable, "-m", __name__, *map(str, writable)]
+    words = [sys.executable, "-P", "-m", __name__, *map(str, writable)]
     try:
         done = subprocess.run(  # noqa: S603 - this interpreter, this module
             words, capture_output=True, check=True, timeout=_TRIAL_S
@@ -111,7 +126,7 @@ def _open_socket(family: int, address: tuple[str, int] | str | None = None) -> N
 
 # ---- system calls ----------------------------------------------------------------------------------------------------
 
-_NO_NEW_PRIVS, _DUMPABLE, _SECCOMP = 38, 4, 22
+_PARENT_DEATH_SIGNAL, _DUMPABLE, _SECCOMP, _NO_NEW_PRIVS = 1, 4, 22, 38
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

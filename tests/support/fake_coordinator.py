@@ -44,12 +44,13 @@ from service_core.pki.invitation import InvitationToken
 from service_core.storage import digests
 from service_core.storage.object_store import ObjectStore
 from service_core.version import PROTOCOL, version
+from silo.cancellation import CancelledError, CancelToken
 from silo.connection.channel import Connection
-from silo.connection.retry import CancelledError, CancelToken
 from silo.connection.transfer import ReceiptVerifier, RetryPolicy, Transfer
 from silo.events import SiloEvent
 from silo.identity.identity import SiloIdentity
-from silo.service.service import Service, SiloSettings
+from silo.service.service import Service
+from silo.settings import SiloSettings
 from silo.storage.home import Home
 from silo.storage.tasks import OutboxEntry
 from silo.training.trainer import RunRound
@@ -449,7 +450,7 @@ class Hospital:
         self,
         folder: Path,
         run: RunManifest | None = None,
-        run_round: RunRound = run_silo_round,
+        run_round: RunRound | None = run_silo_round,
         clock: Callable[[], float] = time.monotonic,
         **settings,
     ) -> None:

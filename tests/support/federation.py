@@ -29,7 +29,8 @@ from service_core.version import version
 from silo.connection.transfer import RetryPolicy
 from silo.events import SiloEvent
 from silo.identity.identity import SiloIdentity
-from silo.service.service import Service, SiloSettings
+from silo.service.service import Service
+from silo.settings import SiloSettings
 from silo.storage.home import Home
 from silo.training.data_source import DataSource
 from silo.training.trainer import RunRound
@@ -111,7 +112,7 @@ class Hospital:
     data: str
     notices: list[SiloEvent] = field(default_factory=list)
     service: Service | None = None
-    run_round: RunRound = run_silo_round
+    run_round: RunRound | None = run_silo_round
     retry_policy: RetryPolicy = PATIENCE
     settings: Callable[..., SiloSettings] = SiloSettings
     script: Script = field(default_factory=Script)

@@ -38,9 +38,10 @@ from service_core.audit_log.log import FOLDER, AuditLog
 from service_core.storage import digests
 from service_core.storage.object_store import ObjectStore
 from service_core.version import PROTOCOL, software
-from silo.admission.controls import AdmissionRequest, AwaitingDecisionError, HospitalControls
+from silo.admission.controls import AdmissionRequest, HospitalControls
 from silo.admission.run_request import privacy_of, update_contents
 from silo.identity.identity import SiloIdentity
+from silo.storage.approvals import AwaitingDecisionError
 from silo.storage.home import Home, Served
 from silo.storage.outbox import Outbox, TrainingResult
 from silo.storage.store import SiloStore

@@ -20,10 +20,11 @@ from protos.wire.tasks import TaskKey, contribution_id
 from service_core.pki.roster import SignedRoster
 from service_core.storage import digests
 from silo.identity.identity import SiloIdentity
-from silo.service.secagg import SecaggMember, TaskMasks
+from silo.service.secagg import SecaggMember
 from silo.storage.home import Home
 from silo.storage.store import SiloStore
 from silo.storage.tasks import LocalEvaluation, OutboxEntry
+from silo.worker.masks import RunMasks, TaskMasks
 from tests.support.coordinator import World, fetch, ready
 from tests.support.federations import NAMES, manifest, shares
 from tests.support.hospital import Entry as Sent
@@ -107,7 +108,7 @@ class MaskedSilo(ScriptedSilo):
             self._pin(asked.signed_roster)
             agreed = self.memory.agreed.setdefault(asked.run_id, self._manifest(asked.manifest_digest))
             answer = ready(asked)
-            answer.preflight.secagg_entry.CopyFrom(self._member.entry(asked.run_id, CompiledRun.of(agreed)))
+            answer.preflight.secagg_entry.CopyFrom(self._member.entry(asked.run_id, agreed))
             self._say(answer)
         elif kind == "secagg_seal":
             self._seal = message.secagg_seal.SerializeToString(deterministic=True)
@@ -130,7 +131,8 @@ class MaskedSilo(ScriptedSilo):
     def _train(self, stub: rpc.TransferStub, key: TaskKey, offer: pb.Offer) -> Sent:
         run = CompiledRun.of(self.memory.agreed[key.run_id])
         with tempfile.TemporaryDirectory() as folder:
-            masks = self._member.begin(key, offer, run, lambda digest: fetch(stub, digest, Path(folder)))
+            get = lambda digest: fetch(stub, digest, Path(folder))  # noqa: E731
+            masks = RunMasks(self._store, self._identity).begin(offer, run.manifest, get, lambda _: None)
         self._alter = lambda key, update: self._cover(key, masks, update)
         made = super()._train(stub, key, offer)
         name = contribution_id(key.run_id, key.round, key.kind, self.name, offer.base_digest)

@@ -18,7 +18,8 @@ from fl_core.rounds.silo_round import run_silo_round
 from service_core.tls.causes import Diagnosis
 from silo.connection.transfer import RetryPolicy
 from silo.events import SiloEvent
-from silo.service.service import Service, SiloSettings
+from silo.service.service import Service
+from silo.settings import SiloSettings
 from silo.training.trainer import PreparedRun, RunRound
 
 
@@ -27,10 +28,13 @@ def service(
     notices: list[SiloEvent],
     retry_policy: RetryPolicy,
     channel: Callable[[], grpc.Channel],
-    run_round: RunRound = run_silo_round,
+    run_round: RunRound | None = run_silo_round,
     clock: Callable[[], float] = time.monotonic,
 ) -> Service:
-    """Make a service that talks over a channel, and tells of itself in a list."""
+    """Make a service that talks over a channel, and tells of itself in a list.
+
+    run_round: the arithmetic of a round, in a thread of the service; None: as it is, in a worker's process.
+    """
     well, plain = Diagnosis(None, "works", "all is well"), registry.entry_points
     registry.entry_points = lambda kinds=registry.KINDS: _installed(tuple(kinds), tuple(sys.path))
     try:

@@ -104,6 +104,8 @@ def _parent() -> _Parent:
 # ---- the other end -------------------------------------------------------------------------------------------------
 
 
+_WORKERS = 8
+"""That one service may start before its next one has to import everything."""
 _SERVICES = ("coordinator.api.server", "silo.service.service")
 _COMMANDS = (
     "coordinator.cli.consortium",
@@ -153,6 +155,10 @@ def _become(asked: Mapping[str, Any], files: Sequence[int]) -> None:
         sys.argv = asked["words"]
         sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
         if sys.argv[0] == "silo":
+            if sys.argv[1] == "serve":
+                from tests.support.forked_workers import fork_workers
+
+                fork_workers(_WORKERS)
             from silo.cli.main import main
         else:
             from coordinator.cli.main import main
@@ -172,7 +178,7 @@ def _import_all() -> None:
     from service_core.tls.connect import require_tls13
 
     require_tls13()
-    for name in (*_SERVICES, *_COMMANDS):
+    for name in (*_SERVICES, *_COMMANDS, "tests.support.forked_workers"):
         importlib.import_module(name)
     assert len([*Path("/proc/self/task").iterdir()]) == 1, "a thread would be missing in what forks from here"
 

@@ -136,6 +136,7 @@ class HospitalPage:
             "audit": self.audit,
             "lines": self._lines(),
             "findings": [f for f in self._doctor() if f.level is not FindingLevel.OK],
+            "worker": [f.found for f in self._doctor() if f.check == "worker" and f.level is FindingLevel.OK],
         }
 
     def version(self) -> str:

@@ -31,7 +31,7 @@ from protos.wire.channel_options import MAX_MESSAGE_BYTES
 from protos.wire.size_limits import max_object_bytes
 from protos.wire.tasks import TaskKey
 from service_core.audit_log.lines import REFUSED, LogEntry
-from silo.service.secagg import TaskMasks
+from silo.worker.masks import TaskMasks
 from tests.support import until
 from tests.support.audit_log import entries
 from tests.support.coordinator import HELLO, Clock, Line, World, events, fetch, heard, running, send

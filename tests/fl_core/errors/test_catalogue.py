@@ -9,7 +9,7 @@ import pytest
 
 from fl_core.errors import ConfigError, FederationError, UnavailableError
 from fl_core.errors.catalogue import explain_text
-from silo.connection.retry import CancelledError
+from silo.cancellation import CancelledError
 
 
 def test_a_code_is_explained_however_it_is_written() -> None:

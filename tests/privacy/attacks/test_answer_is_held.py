@@ -10,7 +10,7 @@ import pytest
 from fl_core.errors import ConfigError
 from fl_core.rounds.silo_round import run_silo_round
 from protos.consilium.v1 import federation_pb2 as pb
-from silo.connection.retry import CancelledError, CancelToken
+from silo.cancellation import CancelledError, CancelToken
 from silo.service.task_runner import ResponseTiming
 from tests.support import until
 from tests.support.fake_coordinator import Hospital, manifest

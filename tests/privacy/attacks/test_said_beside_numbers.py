@@ -25,10 +25,10 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import codec
 from service_core.version import PROTOCOL
 from silo.connection.session import PULSE_CEILING_S, pulse_period
-from silo.service.service import SiloSettings, data_offer
 from silo.service.task_queue import public_reason
+from silo.settings import SiloSettings
 from silo.storage.home import Home
-from silo.training.data_source import DataSource
+from silo.training.data_source import DataSource, data_offer
 from tests.support import until
 from tests.support.fake_coordinator import FakeControl, Hospital, manifest
 from tests.support.hospital import Watched

@@ -9,7 +9,8 @@ import pytest
 
 from fl_core.errors import RefusedError, UnavailableError
 from fl_core.rng import numpy_stream
-from silo.connection.retry import Backoff, CancelledError, CancelToken, IdleWatch, retry_until
+from silo.cancellation import CancelledError, CancelToken
+from silo.connection.retry import Backoff, IdleWatch, retry_until
 from tests.support import until
 
 

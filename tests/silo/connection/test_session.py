@@ -12,9 +12,10 @@ from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki.identity import Address
 from service_core.tls.causes import Diagnosis
 from service_core.version import PROTOCOL
+from silo.cancellation import CancelToken
 from silo.connection.channel import ConnectionManager
 from silo.connection.control_client import RECONNECT_CAP_S, ControlClient
-from silo.connection.retry import Backoff, CancelToken
+from silo.connection.retry import Backoff
 from silo.connection.transfer import RetryPolicy
 from silo.storage.store import SiloStore
 from tests.support import until

@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 
 import pytest
 
@@ -45,10 +46,10 @@ def failed(result):
 """
 
 
-def inside(folder: Path, user: int, what: str, before: str = "") -> object:
-    """Run Python in the cage as a user; return what the expression `what` gives there."""
+def inside(folder: Path, user: int, what: str, before: str = "", imports: str = "") -> object:
+    """Run Python in the cage as a user; return what the expression `what` gives there. imports: while it is root."""
     folder.chmod(0o777)
-    code = f"{BEGIN}{textwrap.dedent(before)}\nwalls = cage.enter([folder / 'own'])\nprint(json.dumps({what}))"
+    code = f"{imports}{BEGIN}{textwrap.dedent(before)}\nwalls = cage.enter([folder / 'own'])\nprint(json.dumps({what}))"
     (folder / "own").mkdir(exist_ok=True)
     (folder / "own").chmod(0o777)
     done = subprocess.run([sys.executable, "-c", code, folder, str(user)], capture_output=True, text=True, timeout=60)
@@ -65,11 +66,10 @@ def user(request: pytest.FixtureRequest, tmp_path: Path) -> int:
 
 
 @pytest.fixture
-def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("cage")
-    for parent in (path.parent, path.parent.parent):
-        parent.chmod(parent.stat().st_mode | 0o011)
-    return path
+def tmp_path() -> Iterator[Path]:
+    """Give a folder that every user can reach, unlike pytest's own."""
+    with TemporaryDirectory(prefix="consilium-cage-") as folder:
+        yield Path(folder)
 
 
 def test_it_opens_no_socket_of_any_network(tmp_path: Path, user: int) -> None:
@@ -162,6 +162,29 @@ def test_it_reads_files_as_its_user_did_before(tmp_path: Path, user: int) -> Non
     what = "[(folder / 'others').read_text(), os.geteuid(), (folder / 'own').stat().st_uid]"
     owner = os.geteuid() if user == os.geteuid() else cage.UNMAPPED
     assert inside(tmp_path, user, what) == ["x", user, owner]
+
+
+@pytest.mark.skipif(NOBODY not in USERS, reason="only root gives files to others")
+@pytest.mark.parametrize(("owner", "outside"), [(0, "read"), (NOBODY, "read"), (4321, "E-POLICY-10")])
+def test_a_policy_of_root_counts_in_an_ordinary_users_cage_and_a_strangers_is_refused_before(
+    tmp_path: Path, owner: int, outside: str
+) -> None:
+    (tmp_path / "policy").mkdir(mode=0o755)
+    (tmp_path / "policy" / "policy.toml").write_text("")
+    (tmp_path / "policy" / "policy.toml").chmod(0o644)
+    os.chown(tmp_path / "policy" / "policy.toml", owner, owner)
+    imports = """
+from privacy.policy import Policy
+from fl_core.errors import RefusedError
+"".encode("utf-8-sig")
+def read(folder):
+    try:
+        return Policy.read(folder / "policy.toml") and "read"
+    except RefusedError as error:
+        return error.code
+"""
+    seen = inside(tmp_path, NOBODY, "[first, read(folder / 'policy')]", "first = read(folder / 'policy')", imports)
+    assert seen == [outside, "read"]
 
 
 # ---- walls that cannot be built --------------------------------------------------------------------------------------

@@ -1,0 +1,359 @@
+"""Who computes a hospital's tasks: a process of its own in a cage; in tests and benchmarks alone, the service's thread.
+
+A worker reads records and the ledger, and has no network; the service has one, and computes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import partial
+from shutil import rmtree
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from fl_core.errors import FederationError, ProtocolError, StateError
+from fl_core.types.enums import TaskKind
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire.tasks import TaskKey, contribution_id
+from service_core.storage.private_files import private_folder
+from silo.cancellation import CancelToken
+from silo.events import EmitEvent, SiloEvent, event
+from silo.settings import SiloSettings
+from silo.storage.outbox import PendingEntry
+from silo.storage.tasks import Attestation, OutboxEntry
+from silo.worker.cage import NO_CAGE, Walls
+from silo.worker.exchange import Description, Line, Readiness, ServiceSide, error_as_json, error_of_json
+
+if TYPE_CHECKING:
+    from silo.worker.tasks import TaskWork
+
+T = TypeVar("T")
+ABORT_S = 1.0
+"""Seconds that a worker has to give up a task, or to end; then its whole process group is killed."""
+IDLE_S = 60.0
+"""Seconds after which a worker without a run under way ends."""
+_DIGEST = re.compile(r"\b[0-9a-f]{64}\b")
+log = logging.getLogger(__name__)
+
+
+class WorkerEndedError(Exception):
+    """The worker's process ended in the middle of a task."""
+
+
+class Worker(Protocol):
+    """Does one task after the other, called by one thread."""
+
+    def describe(self) -> Description:
+        """Load the data, and describe them; raises ConfigError or DataError as `DataSource.load`."""
+
+    def announce(self) -> None:
+        """Tell what holds around the process that was started."""
+
+    def begin(self, run_id: str, stop: CancelToken) -> Walls:
+        """Be ready for a task of a run; return what holds around the process that will do it."""
+
+    def preflight(self, request: pb.Preflight, service: ServiceSide) -> Readiness:
+        """Answer a preflight, as `TaskWork.preflight`; raises WorkerEndedError too."""
+
+    def train(self, offer: pb.Offer, service: ServiceSide) -> PendingEntry:
+        """Do a task, as `TaskWork.train`; raises WorkerEndedError too."""
+
+    def rest(self, state_of: Callable[[str], str]) -> None:
+        """Take note that nothing is to be done. state_of: says how a run is, as its row in the store does."""
+
+    def end(self) -> None:
+        """End what is left of it."""
+
+
+class ThreadWorker:
+    """Computes in the thread that calls it: for tests that patch the arithmetic, and for benchmarks that replace it."""
+
+    def __init__(self, work: TaskWork) -> None:
+        self._work = work
+
+    def describe(self) -> Description:
+        return self._work.describe()
+
+    def announce(self) -> None:
+        pass
+
+    def begin(self, run_id: str, stop: CancelToken) -> Walls:
+        del run_id, stop
+        return NO_CAGE
+
+    def preflight(self, request: pb.Preflight, service: ServiceSide) -> Readiness:
+        return self._work.preflight(request, service)
+
+    def train(self, offer: pb.Offer, service: ServiceSide) -> PendingEntry:
+        return self._work.train(offer, service)
+
+    def rest(self, state_of: Callable[[str], str]) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+Launch = Callable[[], "subprocess.Popen[bytes]"]
+"""Starts a process that reads and writes lines (`silo.worker.exchange`) and is the leader of its process group."""
+
+
+def launch_here() -> subprocess.Popen[bytes]:
+    """Start the worker on this machine."""
+    words = [sys.executable, "-P", "-m", "silo.worker"]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)  # noqa: S603
+
+
+class ProcessWorker:
+    """A process in a cage (`silo.worker.cage`), for one run at a time.
+
+    It stays while its run is under way, and ends a minute after that, at once when its run was aborted, and before
+    another run's task. A task that is given up ends within `ABORT_S`: by itself, or killed with all its processes.
+
+    silo: this hospital's name   computed: called with the seconds that a round took.
+    """
+
+    def __init__(
+        self,
+        settings: SiloSettings,
+        silo: str,
+        emit: EmitEvent,
+        computed: Callable[[TaskKind, float], None],
+        launch: Launch | None = None,
+    ) -> None:
+        self._settings, self._silo, self._emit, self._computed = settings, silo, emit, computed
+        self._launch = launch or launch_here
+        self._process: subprocess.Popen[bytes] | None = None
+        self._run_id, self._since = "", time.monotonic()
+        self._manifest, self._named = "", set[str]()
+        self._busy = False
+
+    @property
+    def pid(self) -> int | None:
+        """Return the process, where there is one."""
+        return None if self._process is None or self._process.poll() is not None else self._process.pid
+
+    def describe(self) -> Description:
+        self.begin("", CancelToken())
+        return self._about
+
+    def announce(self) -> None:
+        text = f"a worker has started: it {', it '.join(self._walls.sentences())}"
+        self._emit(event("worker", text, facts={"walls": self._walls.holding, **self._walls._asdict()}))
+
+    def begin(self, run_id: str, stop: CancelToken) -> Walls:
+        """Be ready for a task of a run; raises StateError (E-RUN-55) where no worker starts, or what it refuses."""
+        if self.pid is None or self._run_id not in ("", run_id):
+            self.end()
+            with self._cancelled_by(stop):
+                self._start()
+        self._run_id = run_id
+        return self._walls
+
+    def preflight(self, request: pb.Preflight, service: ServiceSide) -> Readiness:
+        self._name_objects(request.manifest_digest)
+        with self._cancelled_by(service.stop):
+            self._ask(preflight=request.SerializeToString().hex())
+            return self._until("readiness", lambda facts: Readiness(*facts), service)
+
+    def train(self, offer: pb.Offer, service: ServiceSide) -> PendingEntry:
+        self._name_objects(
+            offer.manifest_digest, offer.base_digest, offer.secagg_keys_digest, offer.secagg_census_digest
+        )
+        with self._cancelled_by(service.stop):
+            self._ask(offer=offer.SerializeToString().hex())
+            entry = self._until("staged", partial(self._entry, offer), service, over=False)
+        entered: Future[None] = Future()
+
+        def wait() -> None:
+            if not entered.done():
+                try:
+                    self._until("entered", bool, service)
+                    entered.set_result(None)
+                except Exception as error:
+                    entered.set_exception(error)
+            entered.result()
+
+        return PendingEntry(entry, wait)
+
+    def rest(self, state_of: Callable[[str], str]) -> None:
+        if self.pid is None:
+            return
+        state = state_of(self._run_id)
+        patience = math.inf if state == "running" else IDLE_S if state in ("", "asked", "finished") else 0.0
+        if time.monotonic() - self._since >= patience:
+            self.end()
+
+    def end(self) -> None:
+        if self._process is None:
+            return
+        with suppress(OSError, ValueError):
+            self._line.outgoing.close()  # it ends with its pipe
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(ABORT_S)
+        self._kill()
+        self._process.wait()
+        self._line.incoming.close()
+        self._process = None
+
+    # ---- the process -----------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        home, scratch = self._settings.home, self._settings.home.scratch
+        rmtree(scratch, ignore_errors=True)
+        private_folder(scratch)
+        self._process = process = self._launch()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._line = Line(process.stdout, process.stdin)
+        try:
+            self._ask(
+                settings=self._settings.as_json(),
+                service=os.getpid(),
+                scratch=str(scratch),
+                writable=sorted({str(home.path), str(home.ledger.parent), str(home.ledger_key.parent)}),
+                log_level=logging.getLogger().getEffectiveLevel(),
+            )
+            self._about, self._walls = self._until("ready", _description, None)
+        except WorkerEndedError as error:
+            self.end()
+            raise StateError("E-RUN-55", f"expected a worker that starts, found that {error}") from error
+        except BaseException:
+            self.end()
+            raise
+        self._since = time.monotonic()
+        if self._run_id:
+            self.announce()
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    @contextmanager
+    def _cancelled_by(self, stop: CancelToken) -> Iterator[None]:
+        """End what the worker does when that is given up: whatever became of it then, it is no failure."""
+        killing = threading.Timer(ABORT_S, self._kill)
+        killing.daemon = True
+
+        def give_up() -> None:
+            with suppress(OSError, ValueError):
+                self._line.send(cancel=stop.reason)
+            with suppress(RuntimeError):  # it was given up before
+                killing.start()
+
+        try:
+            with stop.on_cancel(give_up):
+                yield
+        except (WorkerEndedError, StateError):
+            stop.raise_if_cancelled()
+            raise
+        finally:
+            killing.cancel()
+            self._since = time.monotonic()
+            if self._busy and sys.exc_info()[0] is not None:
+                self._kill()  # it works on what nobody waits for any more
+
+    # ---- what is said ----------------------------------------------------------------------------------------------
+
+    def _name_objects(self, manifest: str, *others: str) -> None:
+        """Note which objects a task names: the worker gets no others, since whom it asks for them reads their names."""
+        self._manifest, self._named = manifest, {manifest, *others}
+
+    def _ask(self, **message: object) -> None:
+        self._busy = True
+        with suppress(OSError, ValueError):  # it has ended, which is noticed where its answer is read
+            self._line.send(**message)
+
+    def _until(self, last: str, read: Callable[[Any], T], service: ServiceSide | None, over: bool = True) -> T:
+        """Do what the worker asks until it says `last`, and return what that reads as. over: then it is done.
+
+        Raises what the worker failed with, and WorkerEndedError where it ended, or says what nobody understands.
+        """
+        while True:
+            message = self._line.read()
+            try:
+                if message is None:
+                    raise ValueError("it ended, or said nothing that can be read")
+                if last in message:
+                    said, self._busy = read(message[last]), not over
+                    return said
+                if "failed" not in message:
+                    self._do(message, service)
+                    continue
+                failure = error_of_json(message["failed"])
+            except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+                self._kill()
+                assert self._process is not None
+                status = self._process.wait()
+                raise WorkerEndedError(f"its process ended with status {status}: {error}") from error
+            self._busy = False
+            raise failure
+
+    def _entry(self, offer: pb.Offer, facts: Sequence[Any]) -> OutboxEntry:
+        digest, size, state, mirrored, attested = facts
+        key = TaskKey.of(offer)
+        return OutboxEntry(
+            key,
+            offer.manifest_digest,
+            offer.base_digest,
+            contribution_id(key.run_id, key.round, key.kind, self._silo, offer.base_digest),
+            str(digest),
+            int(size),
+            state,
+            mirrored=mirrored,
+            attested=Attestation(*attested),
+            coordinator=offer.incarnation,
+        )
+
+    def _do(self, message: Mapping[str, Any], service: ServiceSide | None) -> None:
+        ((what, facts),) = message.items()
+        if what == "log":
+            logging.getLogger(facts[0]).log(facts[1], "%s", facts[2])
+        elif what == "computed":
+            self._computed(TaskKind(facts[0]), facts[1])
+        elif service is None:
+            raise ValueError(f"expected that it starts, found {what!r}")
+        elif what == "fetch":
+            self._fetch(service, *facts)
+        elif what == "event":
+            service.emit(SiloEvent(*facts))
+        elif what == "progress":
+            service.progress(*facts)
+        elif what == "accept":
+            service.accept()
+        elif what == "tell" and isinstance(told := error_of_json(facts), FederationError):
+            service.tell(told)
+        elif what == "begin":
+            service.training_begins(facts)
+        else:
+            raise ValueError(f"expected a message of a worker, found {what!r}")
+
+    def _fetch(self, service: ServiceSide, digest: str, size: int, most: int) -> None:
+        try:
+            if digest not in self._named:
+                raise ProtocolError("E-WIRE-06", f"expected an object that the task names, found {digest[:16]!r}")
+            path = service.fetch(digest, size, most)
+            if digest == self._manifest:
+                self._named.update(_DIGEST.findall(path.read_text(encoding="utf-8", errors="replace")))
+        except Exception as error:
+            if not isinstance(error, FederationError):
+                log.exception("an object could not be fetched")
+            self._line.send(failed=error_as_json(error))
+        else:
+            self._line.send(fetched=str(path))
+
+
+def _description(facts: Mapping[str, Any]) -> tuple[Description, Walls]:
+    data = pb.DataOffer.FromString(bytes.fromhex(facts["data"]))
+    return Description(data, facts["device"], facts["cache"]), Walls(*facts["walls"])

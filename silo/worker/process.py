@@ -1,0 +1,135 @@
+"""Inside the worker: lines of the service become tasks, and what a task asks of the service becomes lines."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from fl_core.errors import FederationError
+from protos.consilium.v1 import federation_pb2 as pb
+from protos.wire.size_limits import MANIFEST_BYTES
+from silo.admission.controls import HospitalControls
+from silo.cancellation import CancelToken
+from silo.events import SiloEvent
+from silo.identity.identity import SiloIdentity
+from silo.settings import SiloSettings
+from silo.storage.store import SiloStore
+from silo.worker.cage import Walls
+from silo.worker.exchange import Line, error_as_json, error_of_json
+from silo.worker.tasks import TaskWork
+
+PROGRESS_S = 0.1
+"""Seconds between two lines of progress."""
+log = logging.getLogger(__name__)
+
+
+def serve(setup: Mapping[str, Any], walls: Walls, incoming: IO[bytes], outgoing: IO[bytes]) -> None:
+    """Do tasks until the service ends or closes its pipe; then this process ends at once, whatever it does."""
+    line = Line(incoming, outgoing)
+    logging.basicConfig(level=setup["log_level"], handlers=[_LogLines(line)], force=True)
+    try:
+        settings = SiloSettings.of_json(setup["settings"])
+        store = SiloStore(settings.home.database)
+        controls = HospitalControls(settings.home, store, SiloIdentity(settings.home.path).ca_fingerprint())
+        work = TaskWork.of(settings, store, controls, lambda kind, s: line.send(computed=[kind.value, s]))
+        about = work.describe()
+    except Exception as error:
+        line.send(failed=_logged(error))
+        return
+    line.send(ready={"walls": walls, "data": _hex(about.data), "device": about.device, "cache": about.cache})
+    service = _PipedService(line)
+    threading.Thread(target=service.listen, name="service", daemon=True).start()
+    while True:
+        message = service.tasks.get()
+        try:
+            if "preflight" in message:
+                request = pb.Preflight.FromString(bytes.fromhex(message["preflight"]))
+                line.send(readiness=work.preflight(request, service))
+                continue
+            offer = pb.Offer.FromString(bytes.fromhex(message["offer"]))
+            pending = work.train(offer, service)
+            entry = pending.entry
+            line.send(staged=[entry.object_digest, entry.size, entry.state_digest, entry.mirrored, entry.attested])
+            pending.finish()
+            line.send(entered=True)
+        except Exception as error:
+            line.send(failed=_logged(error))
+
+
+@dataclass(slots=True)
+class _PipedService:
+    """The service at the other end of the pipes, for one task after the other."""
+
+    line: Line
+    stop: CancelToken = field(default_factory=CancelToken)
+    tasks: queue.SimpleQueue[Mapping[str, Any]] = field(default_factory=queue.SimpleQueue)
+    _answers: queue.SimpleQueue[Mapping[str, Any]] = field(default_factory=queue.SimpleQueue)
+    _told: float = 0.0
+
+    def listen(self) -> None:
+        """Read what the service says; ends the process with it."""
+        while (message := self.line.read()) is not None:
+            if "cancel" in message:
+                self.stop.cancel(message["cancel"])
+            elif "preflight" in message or "offer" in message:
+                self.stop = CancelToken()
+                self.tasks.put(message)
+            else:
+                self._answers.put(message)
+        os._exit(0)
+
+    def fetch(self, digest: str, size: int = 0, most: int = MANIFEST_BYTES) -> Path:
+        self.line.send(fetch=[digest, size, most])
+        answer = self._answers.get()
+        if "failed" in answer:
+            raise error_of_json(answer["failed"])
+        return Path(answer["fetched"])
+
+    def progress(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done >= total or now - self._told >= PROGRESS_S:
+            self._told = now
+            self.line.send(progress=[done, total])
+
+    def accept(self) -> None:
+        self.line.send(accept=True)
+
+    def tell(self, error: FederationError) -> None:
+        self.line.send(tell=error_as_json(error))
+
+    def training_begins(self, private: bool) -> None:
+        self.line.send(begin=private)
+
+    def emit(self, event: SiloEvent) -> None:
+        self.line.send(event=[event.event, event.text, dict(event.facts)])
+
+
+class _LogLines(logging.Handler):
+    """Hands records of the log to the service, which writes them as its own."""
+
+    def __init__(self, line: Line) -> None:
+        super().__init__()
+        self._line = line
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._line.send(log=[record.name, record.levelno, self.format(record)])
+
+
+def _logged(error: Exception) -> dict[str, str]:
+    """Write an error for the service; one that nobody foresaw is logged here, where it can be traced."""
+    written = error_as_json(error)
+    if not isinstance(error, FederationError) and written["kind"] == "StateError":
+        log.exception("the task failed")
+    return written
+
+
+def _hex(message: pb.DataOffer) -> str:
+    return message.SerializeToString().hex()

@@ -1,0 +1,329 @@
+"""A worker in a process of its own: the same bytes as in the service, and what becomes of a task when either ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fl_core.errors import StateError
+from fl_core.rounds.manifest import RunManifest
+from fl_core.types.records import TrainConfig
+from protos.consilium.v1 import federation_pb2 as pb
+from service_core.storage import digests
+from silo.service import workers
+from silo.service.workers import ProcessWorker
+from tests.support import until
+from tests.support.fake_coordinator import Hospital, manifest
+from tests.support.privacy import budgeted, private
+
+pytestmark = pytest.mark.integration
+
+Serving = Callable[..., Hospital]
+LONG = replace(manifest(), train=TrainConfig(epochs=10_000, batch_size=8))
+"""A task that nobody waits for."""
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Serving]:
+    """Start hospitals whose worker is a process."""
+    started: list[Hospital] = []
+
+    def serve(run: RunManifest | None = None, folder: Path | None = None, **settings: object) -> Hospital:
+        hospital = Hospital(folder or tmp_path / f"home{len(started)}", run, run_round=None, **settings)
+        started.append(hospital)
+        hospital.start()
+        return hospital
+
+    yield serve
+    for hospital in started:
+        hospital.end()
+
+
+def worker_of(hospital: Hospital) -> ProcessWorker:
+    worker = hospital.service._runner.worker
+    assert isinstance(worker, ProcessWorker)
+    return worker
+
+
+def pid_of(hospital: Hospital) -> int:
+    pid = worker_of(hospital).pid
+    assert pid is not None
+    return pid
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def programmed(monkeypatch: pytest.MonkeyPatch, before: str) -> None:
+    """Have workers started that run Python before they begin, outside of the cage."""
+    code = f"{textwrap.dedent(before)}\nfrom silo.worker.__main__ import main\nmain()"
+    words = [sys.executable, "-P", "-c", code]
+
+    def launch() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+
+    monkeypatch.setattr(workers, "launch_here", launch)
+
+
+def uploaded(hospital: Hospital) -> list[str]:
+    return [digests.digest(bytes(data)) for data in hospital.transfer.uploads.values()]
+
+
+# ---- the same as before ----------------------------------------------------------------------------------------------
+
+
+def test_two_rounds_and_an_evaluation_in_a_worker_have_the_bytes_that_they_have_in_the_service(
+    tmp_path: Path, serving: Serving
+) -> None:
+    made = []
+    for run_round in ({}, {"run_round": None}):
+        hospital = Hospital(tmp_path / f"compared{len(made)}", **run_round)
+        try:
+            hospital.start()
+            hospital.train()
+            hospital.settle()
+            hospital.offer(1)
+            hospital.sent(2)
+            hospital.close(1)
+            hospital.offer(2, kind=pb.EVALUATE)
+            hospital.sent(3)
+            events = [event for event in hospital.events() if event != "worker"]
+            made.append((uploaded(hospital), events))
+        finally:
+            hospital.end()
+    assert made[0] == made[1]
+    assert len(set(made[0][0])) == 3
+
+
+def test_a_private_round_is_reserved_read_and_committed_in_the_worker(tmp_path: Path, serving: Serving) -> None:
+    ledger = budgeted(tmp_path / "home")
+    hospital = serving(private(), tmp_path / "home")
+    hospital.train()
+    assert {state for c in ledger.collections() for _, state, _ in ledger.entries(c)} == {"SPENT"}
+    assert pid_of(hospital) != os.getpid()
+
+
+def test_what_refuses_a_run_in_the_worker_is_told_and_recorded_as_in_the_service(serving: Serving) -> None:
+    hospital = serving(replace(manifest(), software="0.0.1"))
+    hospital.offer()
+    assert hospital.refused().code == "E-WIRE-01"
+
+
+# ---- kills -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_service_lives_on_when_its_worker_is_killed_and_the_second_kill_gives_the_run_up(serving: Serving) -> None:
+    hospital = serving(LONG)
+    hospital.offer()
+    for times in (1, 2):
+        until(lambda times=times: hospital.events().count("training") == times, seconds=120)
+        os.killpg(pid_of(hospital), signal.SIGKILL)
+        until(lambda times=times: hospital.events().count("killed") == times, seconds=60)
+    assert hospital.refused().code == "E-RUN-46"
+    assert hospital.service.lives()
+    said = [a.code for a in hospital.answers() if a.accepted and a.code]
+    assert said == ["E-RUN-46"]  # with the second try, which went on
+
+
+def test_a_worker_ends_with_its_service(tmp_path: Path) -> None:
+    code = f"""
+    import sys, time
+    from pathlib import Path
+    from tests.support.fake_coordinator import Hospital
+    hospital = Hospital(Path({str(tmp_path / "home")!r}), run_round=None)
+    hospital.start()
+    print(hospital.service._runner.worker.pid, flush=True)
+    time.sleep(600)
+    """
+    words = [sys.executable, "-c", textwrap.dedent(code)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]) as service:
+        assert service.stdout is not None
+        pid = int(service.stdout.readline())
+        service.kill()
+    until(lambda: gone(pid), seconds=20)
+
+
+def test_a_worker_that_cannot_start_is_an_error_with_its_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programmed(monkeypatch, "import os; os._exit(7)")
+    with pytest.raises(StateError, match=r"E-RUN-55.*status 7"):
+        Hospital(tmp_path / "home", run_round=None).start()
+
+
+# ---- giving up -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("library", ["CDLL", "PyDLL"], ids=["in a call", "in a call that lets no thread run"])
+def test_an_aborted_step_ends_within_two_seconds_with_its_process(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, library: str
+) -> None:
+    programmed(
+        monkeypatch,
+        f"""
+        import ctypes
+        import silo.worker.__main__
+        from silo.training.trainer import Trainer
+        Trainer._attempt = lambda *_, **__: ctypes.{library}(None).sleep(600)
+        """,
+    )
+    hospital = serving()
+    hospital.offer()
+    until(lambda: "training" in hospital.events(), seconds=60)
+    pid = pid_of(hospital)
+    began = time.monotonic()
+    hospital.control.last.send(run_ended=pb.RunEnded(run_id=hospital.run_id, state="aborted"))
+    until(lambda: gone(pid), seconds=20)
+    assert time.monotonic() - began < 2.0
+    until(lambda: "ended" in hospital.events())
+    assert hospital.service.store.count_kills() == []
+
+
+def test_a_step_that_can_be_given_up_leaves_the_worker_for_the_next_round(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "ABORT_S", 60.0)
+    hospital = serving(LONG)
+    hospital.offer()
+    until(lambda: "training" in hospital.events(), seconds=60)
+    pid = pid_of(hospital)
+    hospital.close(included=False)
+    until(lambda: "stopped" in hospital.events(), seconds=60)
+    hospital.offer(1)
+    until(lambda: hospital.events().count("training") == 2, seconds=60)
+    assert pid_of(hospital) == pid
+
+
+# ---- how long it stays -----------------------------------------------------------------------------------------------
+
+
+def test_a_worker_stays_while_its_run_is_under_way_and_ends_some_time_after_it(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "IDLE_S", 0.0)
+    hospital = serving()
+    hospital.train()
+    hospital.settle()
+    pid = pid_of(hospital)
+    hospital.offer(1)
+    hospital.sent(2)
+    assert pid_of(hospital) == pid
+    hospital.control.last.send(run_ended=pb.RunEnded(run_id=hospital.run_id, state="finished"))
+    until(lambda: gone(pid), seconds=20)
+
+
+def test_a_finished_run_leaves_its_worker_for_a_minute_and_an_aborted_one_does_not(tmp_path: Path) -> None:
+    made = []
+    for state in ("running", "finished", "", "asked", "aborted", "failed"):
+        worker = ProcessWorker.__new__(ProcessWorker)
+        worker._process, worker._run_id, worker._since = subprocess.Popen(["sleep", "60"]), "run-1", time.monotonic()
+        worker.end = lambda state=state: made.append(state)  # type: ignore[method-assign]
+        worker.rest(lambda run, state=state: state)
+        worker._process.kill()
+        worker._process.wait()
+    assert made == ["aborted", "failed"]
+
+
+def test_each_run_has_a_worker_of_its_own(serving: Serving) -> None:
+    hospital = serving()
+    hospital.train()
+    hospital.settle()
+    pid = pid_of(hospital)
+    hospital.run_id = "run-2"
+    hospital.offer()
+    hospital.sent(2)
+    assert pid_of(hospital) != pid
+    assert gone(pid)
+
+
+# ---- what is asked of it, and what it asks ---------------------------------------------------------------------------
+
+
+def test_a_worker_gets_no_object_that_its_task_does_not_name(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A digest that is asked for is read by the coordinator: records could be spelled in it."""
+    programmed(
+        monkeypatch,
+        """
+        import silo.worker.__main__
+        from silo.worker.process import _PipedService
+        fetch = _PipedService.fetch
+        _PipedService.fetch = lambda self, digest, *more: fetch(self, "ab" * 32, *more)
+        """,
+    )
+    hospital = serving()
+    hospital.offer()
+    assert hospital.refused().code == "E-WIRE-06"
+    assert hospital.transfer.calls == []
+
+
+@pytest.mark.parametrize("said", ["{", "[]", "{}", '{"what": 1}', '{"fetch": 1, "accept": 2}', '{"staged": []}'])
+def test_a_worker_that_says_what_nobody_understands_is_ended_and_the_service_goes_on(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    programmed(
+        monkeypatch,
+        f"""
+        import silo.worker.__main__
+        from silo.worker.tasks import TaskWork
+        def train(self, offer, service):
+            service.line.outgoing.write({said!r}.encode() + bytes([10]))
+            service.line.outgoing.flush()
+            return service.fetch("")
+        TaskWork.train = train
+        """,
+    )
+    hospital = serving()
+    hospital.offer()
+    assert hospital.refused().code == "E-RUN-46"
+    assert hospital.service.lives()
+
+
+# ---- the policy ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("missing", "code"), [("", ""), ("_filter_calls", ""), ("_filter_calls,_leave_network", "E-POLICY-21")]
+)
+def test_a_policy_may_require_that_the_worker_reaches_no_network(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: str, code: str
+) -> None:
+    (tmp_path / "home").mkdir(mode=0o700)
+    (tmp_path / "home" / "policy.toml").write_text('[worker]\nisolation = "required"\n')
+    programmed(
+        monkeypatch,
+        f"""
+        import silo.worker.__main__
+        from silo.worker import cage
+        def refuse():
+            raise OSError("not here")
+        for name in {missing!r}.split(","):
+            setattr(cage, name, refuse)
+        """,
+    )
+    hospital = serving(folder=tmp_path / "home")
+    hospital.offer()
+    if code:
+        assert hospital.refused().code == code
+        assert "training" not in hospital.events()
+    else:
+        hospital.sent()
+
+
+def test_the_worker_knows_no_network_library() -> None:
+    code = "import silo.worker.process, sys; print('grpc' in sys.modules, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
