@@ -10,80 +10,53 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from importlib import import_module
+from typing import TYPE_CHECKING
 
 from fl_core import kinds
 from fl_core.converter import Option, read_options
 from fl_core.extensions import registry
-from fl_core.methods.disjoint.analytic import Analytic
-from fl_core.methods.disjoint.creff import CReFF
-from fl_core.methods.disjoint.fedcd import FedCD
-from fl_core.methods.disjoint.fedgela import FedGELA
-from fl_core.methods.disjoint.fedgen import FedGen
-from fl_core.methods.disjoint.fedlc import FedLC
-from fl_core.methods.disjoint.fedmr import FedMR
-from fl_core.methods.disjoint.fednh import FedNH
-from fl_core.methods.disjoint.fedproc import FedProc
-from fl_core.methods.disjoint.fedproto import FedProto
-from fl_core.methods.disjoint.fedrs import FedRS
-from fl_core.methods.disjoint.fedvls import FedVLS
-from fl_core.methods.drift.feddc import FedDC
-from fl_core.methods.drift.feddyn import FedDyn
-from fl_core.methods.drift.fednova import FedNova
-from fl_core.methods.drift.fedprox import FedProx
-from fl_core.methods.drift.moon import Moon
-from fl_core.methods.drift.scaffold import Scaffold
-from fl_core.methods.fedavg import FedAvg, Traits
-from fl_core.methods.personal.ditto import Ditto
-from fl_core.methods.personal.fedbabu import FedBABU
-from fl_core.methods.personal.fedloge import FedLoGe
-from fl_core.methods.personal.fedper import FedPer
-from fl_core.methods.personal.fedphp import FedPHP
-from fl_core.methods.personal.fedrep import FedRep
-from fl_core.methods.personal.fedrod import FedROD
-from fl_core.methods.personal.local_only import LocalOnly
-from fl_core.methods.personal.map_ import Map
+from fl_core.on_demand import OnDemand
 
-METHODS: Mapping[str, type[FedAvg]] = {
-    "fedavg": FedAvg,
-    "fedprox": FedProx,
-    "scaffold": Scaffold,
-    "fednova": FedNova,
-    "feddyn": FedDyn,
-    "feddc": FedDC,
-    "moon": Moon,
-    "fedproc": FedProc,
-    "fedlc": FedLC,
-    "fedrs": FedRS,
-    "fedphp": FedPHP,
-    "map": Map,
-    "local": LocalOnly,
-    "fedper": FedPer,
-    "fedrep": FedRep,
-    "fedbabu": FedBABU,
-    "ditto": Ditto,
-    "fedgen": FedGen,
-    "fedrod": FedROD,
-    "creff": CReFF,
-    "fedproto": FedProto,
-    "fedmr": FedMR,
-    "fedgela": FedGELA,
-    "fednh": FedNH,
-    "fedcd": FedCD,
-    "fedvls": FedVLS,
-    "fedloge": FedLoGe,
-    "analytic": Analytic,
-}
+if TYPE_CHECKING:
+    from fl_core.methods.fedavg import FedAvg, Traits
+
+METHODS: OnDemand[type[FedAvg]] = OnDemand(
+    {
+        "fedavg": "fl_core.methods.fedavg:FedAvg",
+        "fedprox": "fl_core.methods.drift.fedprox:FedProx",
+        "scaffold": "fl_core.methods.drift.scaffold:Scaffold",
+        "fednova": "fl_core.methods.drift.fednova:FedNova",
+        "feddyn": "fl_core.methods.drift.feddyn:FedDyn",
+        "feddc": "fl_core.methods.drift.feddc:FedDC",
+        "moon": "fl_core.methods.drift.moon:Moon",
+        "fedproc": "fl_core.methods.disjoint.fedproc:FedProc",
+        "fedlc": "fl_core.methods.disjoint.fedlc:FedLC",
+        "fedrs": "fl_core.methods.disjoint.fedrs:FedRS",
+        "fedphp": "fl_core.methods.personal.fedphp:FedPHP",
+        "map": "fl_core.methods.personal.map_:Map",
+        "local": "fl_core.methods.personal.local_only:LocalOnly",
+        "fedper": "fl_core.methods.personal.fedper:FedPer",
+        "fedrep": "fl_core.methods.personal.fedrep:FedRep",
+        "fedbabu": "fl_core.methods.personal.fedbabu:FedBABU",
+        "ditto": "fl_core.methods.personal.ditto:Ditto",
+        "fedgen": "fl_core.methods.disjoint.fedgen:FedGen",
+        "fedrod": "fl_core.methods.personal.fedrod:FedROD",
+        "creff": "fl_core.methods.disjoint.creff:CReFF",
+        "fedproto": "fl_core.methods.disjoint.fedproto:FedProto",
+        "fedmr": "fl_core.methods.disjoint.fedmr:FedMR",
+        "fedgela": "fl_core.methods.disjoint.fedgela:FedGELA",
+        "fednh": "fl_core.methods.disjoint.fednh:FedNH",
+        "fedcd": "fl_core.methods.disjoint.fedcd:FedCD",
+        "fedvls": "fl_core.methods.disjoint.fedvls:FedVLS",
+        "fedloge": "fl_core.methods.personal.fedloge:FedLoGe",
+        "analytic": "fl_core.methods.disjoint.analytic:Analytic",
+    }
+)
 
 
-def programs() -> dict[str, type[Traits]]:
+def programs() -> Mapping[str, type[Traits]]:
     """Return what a run can name: methods, and the programs of kinds of run that have one of their own."""
-    classes: dict[str, type[Traits]] = dict(METHODS)
-    for kind in kinds.kinds():
-        module, _, name = kind.program.partition(":")
-        if name:
-            classes[kind.name] = getattr(import_module(module), name)
-    return classes
+    return OnDemand({**METHODS.places, **{kind.name: kind.program for kind in kinds.kinds() if kind.program}})
 
 
 _WRITTEN: Mapping[str, Mapping[str, object]] = {"fedmr": {"mu1": 0.01, "mu2": 0.001, "eps": 1e-8}}

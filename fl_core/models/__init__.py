@@ -20,27 +20,8 @@ from fl_core import rng
 from fl_core.converter import Option, read_options, shown, stated
 from fl_core.errors import ConfigError
 from fl_core.extensions import registry
-from fl_core.models.efficientnet import EfficientNetB0
-from fl_core.models.efficientnet_lite import EfficientNetLite0
-from fl_core.models.random_features import RandomFeatures
-from fl_core.models.resnet import ResNet18, ResNet20, ResNet50, ResNet56, WideResNet2810
-from fl_core.models.small import (
-    CharLstm,
-    Conv2Cifar,
-    DigitsCnn,
-    DigitsLinear,
-    DigitsMlp,
-    LeNet,
-    MlpNet,
-    SimpleCnn,
-    SpiralMlp,
-    TableMlp,
-    TfCnn,
-    Vgg8,
-    Vgg11,
-    Vgg16,
-)
 from fl_core.models.split_model import SplitModel
+from fl_core.on_demand import OnDemand
 from fl_core.training import memory
 from fl_core.types.records import Schema
 
@@ -70,30 +51,32 @@ class ModelOptions(Protocol):
         ...
 
 
-MODELS: Mapping[str, type[ModelOptions]] = {
-    "digits_cnn": DigitsCnn,
-    "digits_mlp": DigitsMlp,
-    "digits_linear": DigitsLinear,
-    "simple_cnn": SimpleCnn,
-    "conv2_cifar": Conv2Cifar,
-    "tfcnn": TfCnn,
-    "lenet": LeNet,
-    "mlp_net": MlpNet,
-    "table_mlp": TableMlp,
-    "vgg8": Vgg8,
-    "vgg11": Vgg11,
-    "vgg16": Vgg16,
-    "resnet18": ResNet18,
-    "resnet50": ResNet50,
-    "resnet20": ResNet20,
-    "resnet56": ResNet56,
-    "wrn28_10": WideResNet2810,
-    "efficientnet_b0": EfficientNetB0,
-    "efficientnet_lite0": EfficientNetLite0,
-    "char_lstm": CharLstm,
-    "spiral_mlp": SpiralMlp,
-    "random_features": RandomFeatures,
-}
+MODELS: Mapping[str, type[ModelOptions]] = OnDemand(
+    {
+        "digits_cnn": "fl_core.models.small:DigitsCnn",
+        "digits_mlp": "fl_core.models.small:DigitsMlp",
+        "digits_linear": "fl_core.models.small:DigitsLinear",
+        "simple_cnn": "fl_core.models.small:SimpleCnn",
+        "conv2_cifar": "fl_core.models.small:Conv2Cifar",
+        "tfcnn": "fl_core.models.small:TfCnn",
+        "lenet": "fl_core.models.small:LeNet",
+        "mlp_net": "fl_core.models.small:MlpNet",
+        "table_mlp": "fl_core.models.small:TableMlp",
+        "vgg8": "fl_core.models.small:Vgg8",
+        "vgg11": "fl_core.models.small:Vgg11",
+        "vgg16": "fl_core.models.small:Vgg16",
+        "resnet18": "fl_core.models.resnet:ResNet18",
+        "resnet50": "fl_core.models.resnet:ResNet50",
+        "resnet20": "fl_core.models.resnet:ResNet20",
+        "resnet56": "fl_core.models.resnet:ResNet56",
+        "wrn28_10": "fl_core.models.resnet:WideResNet2810",
+        "efficientnet_b0": "fl_core.models.efficientnet:EfficientNetB0",
+        "efficientnet_lite0": "fl_core.models.efficientnet_lite:EfficientNetLite0",
+        "char_lstm": "fl_core.models.small:CharLstm",
+        "spiral_mlp": "fl_core.models.small:SpiralMlp",
+        "random_features": "fl_core.models.random_features:RandomFeatures",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,40 +6,43 @@ contain any character. Equal states give equal bytes, hence equal digests.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from fl_core.errors import ProtocolError
 from fl_core.types.values import Bundle, Part, State, StoredTensors, Tensors
 from service_core.storage.digests import Hasher, write_all
 
+if TYPE_CHECKING:  # a service without a run reads files and computes nothing
+    import torch
+    from torch import Tensor
+
 TensorPath = Sequence[str]
-_Content = tuple[dict[str, Tensor], dict[str, str]]
+_Content = tuple[dict[str, "Tensor"], dict[str, str]]
 """Numbered tensors and the metadata that names them."""
 _DTYPES = {
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "I32": torch.int32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    "I64": ("int64", 8),
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "I32": ("int32", 4),
+    "BF16": ("bfloat16", 2),
+    "F16": ("float16", 2),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
 }
-"""In the order in which safetensors writes them."""
-_KINDS = {dtype: (place, kind) for place, (kind, dtype) in enumerate(_DTYPES.items())}
+"""Torch's name of each and its bytes, in the order in which safetensors writes them."""
+_KINDS = {f"torch.{dtype}": (place, kind) for place, (kind, (dtype, _)) in enumerate(_DTYPES.items())}
 _PIECE = 1 << 20
 """Bytes that are written and hashed at a time, while they are in the processor's cache."""
 _MAX_HEADER_BYTES = 16 << 20
@@ -110,7 +113,7 @@ def _write(content: _Content, file: Path) -> tuple[str, int]:
 def _pieces(content: _Content) -> Iterator[memoryview]:
     """Give the bytes of a file that safetensors would write, in pieces that stay in the processor's cache."""
     tensors, metadata = content
-    order = sorted(tensors, key=lambda name: (_KINDS[tensors[name].dtype][0], name))
+    order = sorted(tensors, key=lambda name: (_KINDS[str(tensors[name].dtype)][0], name))
     yield memoryview(_header(tensors, metadata, order))
     for name in order:
         data = _bytes_of(tensors[name])
@@ -123,7 +126,7 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], order: S
     for name in order:
         value, begin = tensors[name], end
         end += value.nbytes
-        kind = _KINDS[value.dtype][1]
+        kind = _KINDS[str(value.dtype)][1]
         entries[name] = {"dtype": kind, "shape": list(value.shape), "data_offsets": [begin, end]}
     text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -132,13 +135,15 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], order: S
 
 def _bytes_of(value: Tensor) -> memoryview:
     """View the bytes of a contiguous tensor."""
+    import torch
+
     return value.reshape(-1).view(torch.uint8).numpy().data
 
 
 class TensorFile:
     """An open file of tensors: what it holds is known, and read when asked for.
 
-    paths: of each tensor, by its place   shapes, dtypes: at the same places
+    paths: of each tensor, by its place   shapes, kinds: at the same places, kinds as in the file
     Raises ProtocolError (E-WIRE-06) when the file is not ours: safetensors refuses offsets that are outside the file,
     overlap, leave gaps or do not fit their tensors; the rest is checked here.
     """
@@ -151,7 +156,7 @@ class TensorFile:
                 if length > _MAX_HEADER_BYTES:  # to read one takes many times its length in memory
                     raise ValueError(f"a header of {length} bytes, more than {_MAX_HEADER_BYTES}")
                 # Not mapped: whoever cut a mapped file would end this process.
-                tensors: Any = safe_open(file, "pt", backend="pread")
+                tensors: Any = safe_open(file, "np", backend="pread")  # for its header alone
                 self._file = os.dup(opened.fileno())
             finalize(self, os.close, self._file)
             header = json.loads((tensors.metadata() or {})["consilium"])
@@ -163,27 +168,36 @@ class TensorFile:
             self.shapes = [tuple(entry.get_shape()) for entry in slices]
             if any(map(_is_absurd, self.shapes)):
                 raise ValueError(f"a shape of more than {_MAX_DIMENSIONS} dimensions or {_MAX_NUMBERS} numbers")
-            if unknown := {entry.get_dtype() for entry in slices} - set(_DTYPES):
+            self.kinds = [str(entry.get_dtype()) for entry in slices]
+            if unknown := set(self.kinds) - set(_DTYPES):
                 raise ValueError(f"numbers of the kinds {sorted(unknown)}, none of {[*_DTYPES]}")
-            self.dtypes = [_DTYPES[entry.get_dtype()] for entry in slices]
             self._begins, begin = dict[int, int](), 8 + length
             for place in map(int, tensors.offset_keys()):  # one behind the other: safetensors refuses gaps
                 self._begins[place] = begin
-                begin += math.prod(self.shapes[place]) * self.dtypes[place].itemsize
+                begin += math.prod(self.shapes[place]) * _DTYPES[self.kinds[place]][1]
         except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ProtocolError("E-WIRE-06", f"expected tensors of Consilium in {file.name}, found: {error}") from error
 
+    def dtype(self, place: int) -> torch.dtype:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, _DTYPES[self.kinds[place]][0])
+        return dtype
+
     def read(self, place: int) -> Tensor:
         """Read a tensor; raises ProtocolError (E-WIRE-06) when that fails, for instance because the file was cut."""
-        shape = self.shapes[place]
-        tensor = torch.empty(shape, dtype=self.dtypes[place])
+        import torch
+
+        tensor = torch.empty(self.shapes[place], dtype=self.dtype(place))
         self._read_into(_bytes_of(tensor), place, 0)
         return tensor
 
     def blocks(self, place: int, size: int) -> Iterator[Tensor]:
         """Read a tensor's numbers, `size` at a time, all into the same memory; raises as `read`."""
+        import torch
+
         left, at = math.prod(self.shapes[place]), 0
-        room = torch.empty(min(left, size), dtype=self.dtypes[place])
+        room = torch.empty(min(left, size), dtype=self.dtype(place))
         memory = _bytes_of(room)
         while left:
             if left < len(room):
@@ -192,6 +206,19 @@ class TensorFile:
             yield room
             at += len(memory)
             left -= len(room)
+
+    def digest(self, group: str) -> str:
+        """Return `tensor_maps.digest` of a group of a State, a piece in memory at a time; raises as `read`."""
+        hasher, room = hashlib.sha256(), memoryview(bytearray(_PIECE))
+        for path, place in sorted((path, place) for place, path in enumerate(self.paths) if path[0] == group):
+            shape, (dtype, width) = self.shapes[place], _DTYPES[self.kinds[place]]
+            hasher.update(f"{path[-1]}|torch.{dtype}|{shape}|".encode())
+            size = math.prod(shape) * width
+            for at in range(0, size, _PIECE):
+                piece = room[: min(_PIECE, size - at)]
+                self._read_into(piece, place, at)
+                hasher.update(piece)
+        return hasher.hexdigest()
 
     def _read_into(self, room: memoryview, place: int, at: int) -> None:
         """Fill memory with the bytes of a tensor that begin at `at`."""
@@ -290,7 +317,7 @@ class BundleFile(Mapping[str, Part]):
             name: Part(BundleTensors(file, total), file.read(weights[name])) for name, total in totals.items()
         }
         self._dtypes = {
-            name: {file.dtypes[place] for place in (weights[name], *total.values())} for name, total in totals.items()
+            name: {file.dtype(place) for place in (weights[name], *total.values())} for name, total in totals.items()
         }
 
     def __getitem__(self, name: str) -> Part:

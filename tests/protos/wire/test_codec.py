@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save
 
 from fl_core.errors import ProtocolError
+from fl_core.types import tensor_maps
 from fl_core.types.values import Part, StoredTensors
 from protos.wire import codec
 from service_core.storage import digests
@@ -194,3 +195,17 @@ def test_a_file_of_safetensors_that_is_not_ours_is_refused(tmp_path: Path) -> No
     (tmp_path / "file").write_bytes(save({"w": torch.zeros(3)}))
     with pytest.raises(ProtocolError, match="E-WIRE-06"):
         codec.read_state(tmp_path / "file")
+
+
+def test_a_digest_from_the_file_is_that_of_the_tensors(tmp_path: Path) -> None:
+    values = {
+        "b": torch.arange(12).reshape(3, 4),
+        "a.weight": torch.randn(700, 1000, dtype=torch.float64),
+        "a": torch.tensor(1.5),
+        "none": torch.zeros(0, 3, dtype=torch.float16),
+        "mask": torch.tensor([True, False]),
+    }
+    codec.write_state({"w": values, "other": {"x": torch.ones(2)}, "empty": {}}, tmp_path / "state")
+    file = codec.TensorFile(tmp_path / "state")
+    assert file.digest("w") == tensor_maps.digest(values)
+    assert file.digest("empty") == tensor_maps.digest({})
