@@ -397,9 +397,11 @@ class Trial:
                 if (status := self._status(name)) is not None:
                     self._again(name, status)
             if patience() or self.wrong:
-                self.wrong.append(
-                    f"the run has not ended: {[self._log(name)[-300:] for name in (COORDINATOR, *self.plan.data)]}"
-                )
+                for process in self._running.values():
+                    os.kill(process, signal.SIGUSR1)  # say where
+                time.sleep(1)
+                logs = {name: self._log(name)[-6000:] for name in (COORDINATOR, *self.plan.data)}
+                self.wrong += ["the run has not ended", *(f"{name}: {log}" for name, log in logs.items())]
                 return
             time.sleep(0.005)
 

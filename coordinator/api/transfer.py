@@ -151,20 +151,20 @@ class TransferService(rpc.TransferServicer):
         if c.received is not None:
             return self._receipt(c)
         async with self._uploads.writing(c.id) as upload:
-            receipt, fresh = await self._workers.run(self._commit, c.id, silo, upload)
-        if fresh:
-            self._uploads.forget(c.id)
-            self._dispatcher.delivered(c)
-        return receipt
+            return await self._workers.run(self._commit, c.id, silo, upload)
 
-    def _commit(self, contribution_id: str, silo: str, upload: OpenUpload) -> tuple[pb.Receipt, bool]:
+    def _commit(self, contribution_id: str, silo: str, upload: OpenUpload) -> pb.Receipt:
         c = self._contribution_of(contribution_id, silo)
         if c.received is not None:  # another Commit was faster
-            return self._receipt(c), False
+            return self._receipt(c)
         try:
-            return self._take(c, upload), True
+            receipt = self._take(c, upload)
         except FileNotFoundError as error:  # its round ended meanwhile, and its bytes were deleted
             raise _forgotten(c) from error
+        # Here and not after the await: a caller that has left is no reason to let the run wait for what is here.
+        self._uploads.forget(c.id)
+        self._dispatcher.delivered(c)
+        return receipt
 
     def _take(self, c: Contribution, upload: OpenUpload) -> pb.Receipt:
         if not self._store.contributions.is_open(c.id):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -188,3 +189,29 @@ def test_the_reserve_of_the_disk_stays_free(world: World, offer: pb.Offer, monke
             stub.Open(request)
     assert code(error) == (grpc.StatusCode.UNAVAILABLE, "E-RUN-38")
     assert stub.Open(request).have == 0
+
+
+def test_a_run_takes_an_update_whose_silo_has_left_while_it_was_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(tmp_path / "home", NAMES) as world:
+        run, offer = open_round(world)
+        request, stub = open_request("north", offer, DATA), world.transfer("north")
+        stub.Open(request)
+        stub.Put(cut(DATA, request.contribution_id))
+        begun, gone, keep = threading.Event(), threading.Event(), world.server.store.contributions.commit
+
+        def slow(*arguments: object) -> None:
+            begun.set()
+            assert gone.wait(60)
+            keep(*arguments)
+
+        monkeypatch.setattr(world.server.store.contributions, "commit", slow)
+        call = stub.Commit.future(pb.CommitRequest(contribution_id=request.contribution_id))
+        assert begun.wait(60)
+        call.cancel()
+        loop = world.server._loop._loop
+        until(lambda: any(task.cancelling() for task in asyncio.all_tasks(loop)), "the service to notice")
+        gone.set()
+        tasks = world.server.dispatcher.tasks_of(run.id)
+        until(lambda: "north" not in tasks.open_silos(), "the run to have it")
