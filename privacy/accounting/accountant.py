@@ -9,20 +9,19 @@ unit.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fl_core.errors import ConfigError
+from privacy.postponed_import import postpone
 
 ORDERS: tuple[float, ...] = (
     *(1 + x / 10 for x in range(1, 100)),
@@ -67,24 +66,14 @@ def aggregated(history: Iterable[Mechanism]) -> list[Mechanism]:
 # Imported on demand: Opacus takes seconds to load, and most processes of a federation never compute epsilon.
 
 
-@lru_cache(maxsize=1)
 def _analysis() -> Any:  # noqa: ANN401
-    """Return Opacus' analysis of RDP, loaded from its file: it needs only numpy, but its package imports torch.
+    """Return Opacus' analysis of RDP, which needs only numpy and scipy's special functions.
 
     A hospital's page and commands that add up spending take 50 MB this way, instead of 700 and some seconds.
     """
-    if (loaded := sys.modules.get("opacus.accountants.analysis.rdp")) is not None:
-        return loaded
-    package = importlib.util.find_spec("opacus")
-    if package is None or package.origin is None:
-        raise ModuleNotFoundError("expected the package opacus, found none: make setup", name="opacus")
-    file = Path(package.origin).parent / "accountants" / "analysis" / "rdp.py"
-    spec = importlib.util.spec_from_file_location("opacus_rdp_analysis", file)
-    assert spec is not None
-    assert spec.loader is not None
-    analysis = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(analysis)
-    return analysis
+    postpone("opacus")
+    postpone("opacus.accountants")
+    return importlib.import_module("opacus.accountants.analysis.rdp")
 
 
 def rdp(history: Iterable[Mechanism], orders: Sequence[float] = ORDERS) -> NDArray[np.float64]:

@@ -20,13 +20,16 @@ from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
-from opacus.grad_sample import GradSampleModule
-from opacus.grad_sample.conv import compute_conv_grad_sample as opacus_conv
-from opacus.grad_sample.utils import register_grad_sampler
-from opacus.utils.tensor_utils import unfold2d
 from torch import Tensor, nn
 
 from privacy.mechanisms.noise import grid
+from privacy.postponed_import import postpone
+
+postpone("opacus")  # before any of its modules is imported
+from opacus.grad_sample import GradSampleModule  # noqa: E402
+from opacus.grad_sample.conv import compute_conv_grad_sample as opacus_conv  # noqa: E402
+from opacus.grad_sample.utils import register_grad_sampler  # noqa: E402
+from opacus.utils.tensor_utils import unfold2d  # noqa: E402
 
 log = logging.getLogger(__name__)
 # The first layer's input needs no gradient; Opacus' hook would warn about it at every step.
@@ -246,9 +249,11 @@ Sampler = Callable[[nn.Module, list[Tensor], Tensor], dict[nn.Parameter, Tensor]
 def conv_grad_sample(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[Tensor, Tensor]:
     """Return per-example gradients of a convolution, exact, at a cost linear in the groups.
 
-    activations: [x (n, i, *space)]; backprops (n, o, *space'). Only Conv2d with groups is ours; Opacus does the rest.
+    activations: [x (n, i, *space)]; backprops (n, o, *space'). Conv2d is ours; Opacus does the others.
     """
-    if not isinstance(layer, nn.Conv2d) or layer.groups == 1 or len(activations[0]) == 0:
+    if not isinstance(layer, nn.Conv2d):
+        from torch.distributed import fsdp  # noqa: F401  # half a second; Opacus' sampler looks into it unimported
+
         result: dict[Tensor, Tensor] = opacus_conv(layer, activations, backprops)
         return result
     n, groups = len(backprops), layer.groups

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.fsdp  # Opacus' sampler looks into it
 from opacus.grad_sample.conv import compute_conv_grad_sample as opacus_conv
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -91,6 +92,28 @@ def test_t_18_grouped_sampler_equals_opacus(channels: int, groups: int, bias: bo
     assert set(ours) == set(theirs)
     for p, value in theirs.items():
         assert torch.allclose(ours[p], value, rtol=0, atol=1e-12)
+        assert groups > 1 or torch.equal(ours[p], value)
+
+
+@pytest.mark.parametrize("padding", ["same", "valid", 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_t_18_the_sampler_of_ordinary_convolutions_has_the_bits_of_opacus(padding, dtype: torch.dtype) -> None:
+    layer = nn.Conv2d(3, 16, (3, 5), padding=padding, dilation=(1, 2)).to(dtype)
+    x = torch.randn(4, 3, 17, 19, dtype=dtype)
+    dy = torch.randn_like(layer(x))
+    ours, theirs = conv_grad_sample(layer, [x], dy), opacus_conv(layer, [x], dy)
+    assert all(torch.equal(ours[p], value) for p, value in theirs.items())
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv3d])
+def test_t_18_opacus_samples_the_other_convolutions(kind: type[nn.Conv1d] | type[nn.Conv3d]) -> None:
+    layer = kind(2, 3, 3).double()
+    x = torch.randn(4, 2, *[6] * (layer.weight.dim() - 2), dtype=torch.float64)
+    dy = torch.randn_like(layer(x))
+    whole = torch.autograd.grad((layer(x) * dy).sum(), list(layer.parameters()))
+    samples = conv_grad_sample(layer, [x], dy)
+    for p, grad in zip(layer.parameters(), whole, strict=True):
+        assert torch.allclose(samples[p].sum(0), grad, rtol=0, atol=1e-12)
 
 
 def norm_of(grads: Gradients) -> float:
