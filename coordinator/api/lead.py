@@ -13,16 +13,16 @@ from coordinator.api import messages
 from coordinator.api.authorization import Authorizer, Context
 from coordinator.api.event_loop import Workers, wait_for, waker
 from coordinator.api.open_streams import PutStream
-from coordinator.runs import start_point
+from coordinator.runs import lineage
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.lineage import RunLineage
+from coordinator.runs.run_facts import RunFacts
 from coordinator.runs.scheduler import RunScheduler
 from coordinator.runs.withdrawal import AffectedRun, Withdrawals
 from coordinator.storage.records import Contribution, StoredRun
 from coordinator.storage.store import CoordinatorStore
 from coordinator.storage.weights import WeightsUploads
 from fl_core.errors import ConfigError, ProtocolError
-from fl_core.methods.disjoint.analytic import Analytic
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
@@ -114,7 +114,7 @@ class LeadService(rpc.LeadServicer):
         Raises ConfigError: E-RUN-10 on an unknown run, E-RUN-05 if no silo is left; StateError (E-RUN-11).
         """
         parent, line = self._store.runs.get(request.start_from), RunLineage(self._store.runs)
-        start_point.require_over(parent)
+        lineage.require_over(parent)
         line.require_open(parent)
         adds, named = _asked(request.spec_json)
         never = line.not_asked(parent, adds)
@@ -143,7 +143,7 @@ class LeadService(rpc.LeadServicer):
 
     def Show(self, request: pb.RunQuery, context: Context) -> pb.RunDetail:  # noqa: ARG002, N802
         run = self._runs.with_model_digest(self._store.runs.find(request.run_id))
-        noise, exchanges = messages.stored_result_noise(run.manifest), messages.stored_exchanges(run.manifest)
+        facts = RunFacts.of(run)
         came: dict[int, list[Contribution]] = defaultdict(list)
         for update in self._store.contributions.arrivals(run.id):
             came[update.round].append(update)
@@ -151,12 +151,13 @@ class LeadService(rpc.LeadServicer):
             info=self._with_arrivals(self._info(run)),
             manifest_json=run.manifest,
             rounds=[
-                messages.round_info(row, noise, came[row.round], exchanges) for row in self._store.runs.rounds(run.id)
+                messages.round_info(row, facts.noise, came[row.round], facts.exchanges)
+                for row in self._store.runs.rounds(run.id)
             ],
             spec_json=run.spec,
             declarations=messages.declarations(run.id, self._store),
             software=self._store.runs.software(run.id),
-            aggregator=messages.stored_aggregator(run.manifest),
+            aggregator=facts.aggregator,
             withdrawals=self._signed(self._withdrawals.of(run)),
         )
 
@@ -262,7 +263,7 @@ def _asked(spec_json: str) -> tuple[bool, bool]:
     """Tell whether a configuration adds to exact sums, and names its silos; an invalid one is refused later."""
     try:
         spec = json.loads(spec_json)
-        return spec["method"]["name"] == Analytic.name and spec["rounds"] != 0, bool(spec.get("silos"))
+        return spec["method"]["name"] == lineage.SUMS and spec["rounds"] != 0, bool(spec.get("silos"))
     except (ValueError, KeyError, TypeError, AttributeError):
         return False, True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
 from typing import Any
 
 from google.protobuf.message import Message
@@ -11,17 +10,13 @@ from google.protobuf.message import Message
 from coordinator.lead import accuracy
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.open_round import Waiting
+from coordinator.runs.run_facts import RunFacts
 from coordinator.storage.records import Contribution, EventRow, RoundRow, Silo, StoredRun
 from coordinator.storage.store import CoordinatorStore
-from fl_core.errors import FederationError
-from fl_core.methods import build_written
-from fl_core.rounds.manifest import RunManifest
 from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.records import RoundRecord
-from privacy import profiles
 from privacy.accounting import uncertainty
-from privacy.accounting.uncertainty import NO_NOISE, UNKNOWN, RunNoise
-from privacy.compiled_run import CompiledRun
+from privacy.accounting.uncertainty import NO_NOISE, RunNoise
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TO_WIRE
 
@@ -32,34 +27,6 @@ _MAX_S = 1e12
 def _shared_fields(record: object, message: type[Message]) -> dict[str, Any]:
     """Return the values of a record's fields that exist in a message under the same name."""
     return {name: getattr(record, name) for name in message.DESCRIPTOR.fields_by_name if hasattr(record, name)}
-
-
-@lru_cache(maxsize=1024)
-def stored_result_noise(manifest: str) -> RunNoise:
-    """Return which results of a run are noisy; all of them if its manifest (JSON) cannot be read."""
-    try:
-        return profiles.result_noise(RunManifest.from_json(manifest))
-    except (FederationError, ValueError):  # of another version: its runs are listed anyway
-        return UNKNOWN
-
-
-@lru_cache(maxsize=64)
-def stored_exchanges(manifest: str) -> int:
-    """Return after how many rounds a closed form is solved; 0 for other methods and unreadable manifests."""
-    try:
-        method = RunManifest.from_json(manifest).method
-        return build_written(method.name, method.options).exchanges
-    except (FederationError, ValueError):
-        return 0
-
-
-@lru_cache(maxsize=64)
-def stored_aggregator(manifest: str) -> str:
-    """Return the aggregator of a run under its privacy; empty if its manifest (JSON) cannot be read."""
-    try:
-        return CompiledRun(RunManifest.from_json(manifest)).aggregator.name
-    except (FederationError, ValueError):
-        return ""
 
 
 def run_info(run: StoredRun, store: CoordinatorStore, waiting: Waiting | None = None) -> pb.RunInfo:
@@ -75,7 +42,7 @@ def run_infos(
     runs.
     """
     ids = [run.id for run in runs]
-    noises = {run.id: stored_result_noise(run.manifest) for run in runs}
+    noises = {run.id: RunFacts.of(run).noise for run in runs}
     excluded, newest = store.steering.excluded(ids), store.runs.newest_records(ids)
     noisy = store.runs.evaluations([id for id in ids if noises[id].evaluation is not None])
     messages = []
@@ -136,7 +103,7 @@ def declarations(run_id: str, store: CoordinatorStore) -> list[pb.Declaration]:
 def round_info(
     row: RoundRow, noise: RunNoise = NO_NOISE, came: Iterable[Contribution] = (), exchanges: int = 0
 ) -> pb.RoundInfo:
-    """Convert a closed round. came: the received updates   exchanges: as `stored_exchanges`."""
+    """Convert a closed round. came: the received updates   exchanges: as in `RunFacts`."""
     record = row.record
     own: dict[str, Any] = {
         "clinical": record.clinical and accuracy.clinical_message(record.clinical),
@@ -186,9 +153,8 @@ def event(row: EventRow, store: CoordinatorStore) -> pb.Event:
     """Convert an event; the close of a round includes its result, and milestones the run's current state."""
     message = pb.Event(at_unix=row.at, **_shared_fields(row, pb.Event))
     if row.kind == "closed" and (closed := store.runs.round(row.run_id, row.round)) is not None:
-        manifest = store.runs.get(row.run_id).manifest
-        exchanges = stored_exchanges(manifest)
-        message.closed.CopyFrom(round_info(closed, stored_result_noise(manifest), exchanges=exchanges))
+        facts = RunFacts.of(store.runs.get(row.run_id))
+        message.closed.CopyFrom(round_info(closed, facts.noise, exchanges=facts.exchanges))
     if row.kind in ("submitted", "closed", "ended"):
         message.info.CopyFrom(run_info(store.runs.get(row.run_id), store))
     return message

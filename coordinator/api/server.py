@@ -33,6 +33,7 @@ from coordinator.pki.authority import Authority
 from coordinator.pki.leads import Leads
 from coordinator.pki.membership import Membership
 from coordinator.pki.server_certificate import ServerCertificate, server_credentials
+from coordinator.runs import run_facts
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.scheduler import PARALLEL_RUNS, RunScheduler
 from coordinator.runs.services import Services
@@ -125,6 +126,7 @@ class CoordinatorServer:
             services = Services(self.store, self.objects, self.dispatcher, signer, record, roster)
             self.runs = RunScheduler(services, self.uploads, self.settings.parallel_runs)
             Leads(self.home, self.store).adopt()
+            run_facts.complete(self.store.runs)
             self._readiness = Readiness(self.store.database.path, self.runs.lives, self.settings.pulse_s)
             self.metrics_at = self._serve_metrics()
             port = self._loop.run(self._serve(consortium))
@@ -229,7 +231,7 @@ class CoordinatorServer:
             self._members,
             self._leads,
             limits,
-            self.runs.checks,
+            self.runs.check,
         )
         rpc.add_TransferServicer_to_server(transfer, server)
         lead = LeadService(

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeAlias
@@ -21,7 +21,6 @@ from coordinator.api.limits import Limits
 from coordinator.api.open_streams import PutStream
 from coordinator.pki.server_certificate import ServerCertificate
 from coordinator.runs.dispatcher import Dispatcher
-from coordinator.runs.update_checks import UpdateChecks
 from coordinator.storage.records import Contribution
 from coordinator.storage.store import CoordinatorStore
 from coordinator.storage.uploads import OpenUpload, UploadRegistry
@@ -58,8 +57,9 @@ class TransferService(rpc.TransferServicer):
         workers: Workers,
         leads: Workers,
         limits: Limits,
-        checks: UpdateChecks,
+        check: Callable[[Contribution, Path], None],
     ) -> None:
+        """Set up; check: as `UpdateChecks.check`."""
         self._authorizer = authorizer
         self._store = store
         self._objects = objects
@@ -74,7 +74,7 @@ class TransferService(rpc.TransferServicer):
         self._lead_turns = DownloadTurns(limits.downloads, limits.downloads_each)
         self._largest: dict[str, int] = {}
         self._largest_lock = threading.Lock()
-        self._checks = checks
+        self._check_update = check
 
     async def Open(self, request: pb.OpenRequest, context: Context) -> pb.OpenReply:  # noqa: N802
         """Accept the announcement of an update and return how many bytes are here."""
@@ -189,7 +189,7 @@ class TransferService(rpc.TransferServicer):
     def _check(self, c: Contribution, file: Path) -> None:
         """Refuse an invalid update and delete its bytes; raises as `UpdateChecks.check`."""
         try:
-            self._checks.check(c, file)
+            self._check_update(c, file)
         except ProtocolError as error:
             self._uploads.discard(c.silo, c.id)
             # The silo chooses names in the file, of any length; the reason goes to every lead.

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import shlex
 import shutil
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -30,6 +30,10 @@ from service_core.operations.exit_status import HANGUP, READY, STOPPING, Shutdow
 from service_core.pki.identity import check_name, format_fingerprint
 from service_core.storage import private_files, unfinished
 from service_core.storage.unfinished import UnfinishedMarker
+
+if TYPE_CHECKING:
+    from fl_core.rounds.manifest import RunManifest
+    from protos.consilium.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.2
@@ -156,18 +160,18 @@ def serve(
 
     metrics_at = None if metrics is None else LoopbackAddress.parse(metrics)
     from coordinator.api.server import CoordinatorServer, Settings
-    from coordinator.config.manifest_builder import build_manifest
-    from fl_core.extensions import loading
 
     checks.host_and_port(bind)
     Authority.open(home).unlock()
     logs.set_up(logs.chosen_format(log_format) or logs.LogFormat.TEXT, home)
-    for package in loading.load_distributions(extension):
-        log.info("runs may use the %s %s", package.kind, package)
+    if extension:
+        from fl_core.extensions import loading  # with torch: an idle service does without
+
+        for package in loading.load_distributions(extension):
+            log.info("runs may use the %s %s", package.kind, package)
     with ShutdownSignals(service=True) as signals:
-        server = CoordinatorServer(home, bind, build_manifest, Settings(metrics=metrics_at))
+        server = CoordinatorServer(home, bind, _build_manifest, Settings(metrics=metrics_at))
         port = server.start()
-        gc.freeze()  # otherwise each full collection scans all of torch's objects and blocks answers for 0.3 s
         notify(READY)
         log.info("serving on %s:%d; stop with Ctrl-C", bind.rsplit(":", 1)[0], port)
         while not signals.received:
@@ -177,3 +181,9 @@ def serve(
         notify(STOPPING)
         log.info("stopping: runs continue when the service is started again")
         server.stop()
+
+
+def _build_manifest(spec_json: str, silos: Sequence[pb.SiloInfo]) -> RunManifest:
+    from coordinator.config.manifest_builder import build_manifest  # with torch
+
+    return build_manifest(spec_json, silos)

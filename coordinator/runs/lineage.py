@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from coordinator.runs.run_facts import RunFacts
 from coordinator.storage.records import StoredRun
 from coordinator.storage.runs import WITHDRAWN, RunStore
 from fl_core.errors import ConfigError, StateError
-from fl_core.methods import build_method
-from fl_core.methods.disjoint.analytic import Analytic
 from fl_core.rounds.manifest import RunManifest
 
+SUMS = "analytic"
+"""The method whose runs keep sums; named here, since its class needs torch."""
 _NAMED = 5
 
 
@@ -85,7 +86,7 @@ class RunLineage:
         Raises StateError (E-RUN-11) on a parent that no run may continue; ConfigError: E-RUN-05 on a member, E-CFG-08
         on options and E-CFG-23 on data that do not fit the parent's sums.
         """
-        adding, out = manifest.kind.trains and manifest.method.name == Analytic.name, _digests(manifest.method.options)
+        adding, out = manifest.kind.trains and manifest.method.name == SUMS, _digests(manifest.method.options)
         if out:
             self._require_taken_out(parent, manifest, out)
             return
@@ -130,6 +131,26 @@ class RunLineage:
             )
 
 
+def require_over(parent: StoredRun) -> None:
+    """Raise StateError (E-RUN-11) unless a run is over, paused or failed, closed a round and still has its model."""
+    if not parent.state.ended:
+        raise StateError(
+            "E-RUN-11",
+            f"expected {parent.id} to be paused, failed or over, found it {parent.state.value}: abort it first, which "
+            "keeps what was trained",
+        )
+    if parent.closed and parent.state_object is None:
+        raise StateError(
+            "E-RUN-11",
+            f"expected the model of {parent.id} to be here, found it deleted: a hospital's sums were taken out of it; "
+            f"go on from the run that took them out (coordinator logs {parent.id})",
+        )
+    if not parent.closed:
+        raise StateError(
+            "E-RUN-11", f"expected a run with a closed round, found none in {parent.id}: start from fresh weights"
+        )
+
+
 def method_of(run: StoredRun) -> tuple[str, Mapping[str, Any]]:
     """Return the name and the options of a run's method."""
     return _read(run.manifest)[:2]
@@ -149,7 +170,7 @@ def _read(manifest: str) -> tuple[str, Mapping[str, Any], str]:
 def adds(run: StoredRun) -> bool:
     """Tell whether a run keeps sums that other runs can add to."""
     name, options = method_of(run)
-    return name == Analytic.name and options.get("covariance", "moments") == "moments"
+    return name == SUMS and options.get("covariance", "moments") == "moments"
 
 
 def removes_sums(run: StoredRun) -> bool:
@@ -169,7 +190,7 @@ def is_complete(run: StoredRun) -> bool:
 
 def exchanges(run: StoredRun) -> int:
     """Return after how many rounds a run's method ends; 0 if every round improves the model."""
-    return build_method(*method_of(run)).exchanges
+    return RunFacts.of(run).exchanges
 
 
 def _require_same_sums(parent: StoredRun, now: RunManifest) -> None:

@@ -1,36 +1,35 @@
-"""All runs: submitted, queued, steered, ended, resumed. Each running one is an `ActiveRun`."""
+"""All runs: submitted, queued, steered, ended, resumed. Each running one is an `ActiveRun`.
+
+Nothing here computes: `RunScheduler.engine` does, and loads torch when it is first asked for.
+"""
 
 from __future__ import annotations
 
 import logging
-import re
-import secrets
 import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from coordinator.runs import lineage, start_point
-from coordinator.runs.lineage import RunLineage
+from coordinator.runs import lineage
 from coordinator.runs.open_round import Waiting
-from coordinator.runs.run import ActiveRun, StoredObject
 from coordinator.runs.services import Services
 from coordinator.runs.tasks import RunInterrupted
-from coordinator.runs.update_checks import UpdateChecks
-from coordinator.storage.records import RunState, StoredRun
+from coordinator.storage.records import Contribution, RunState, StoredRun
 from coordinator.storage.runs import require_state
 from coordinator.storage.uploads import UploadRegistry
 from fl_core import validate
 from fl_core.errors import ConfigError, FederationError, StateError, UnavailableError
-from fl_core.methods.personal.local_only import LocalOnly
-from fl_core.rounds import capabilities
-from fl_core.rounds.manifest import OtherModel, RunManifest
-from fl_core.types import tensor_maps
-from fl_core.types.values import State
-from privacy.compiled_run import CompiledRun
-from protos.wire.codec import read_state
+from fl_core.rounds.manifest import RunManifest
+from protos.wire.codec import TensorFile
 from service_core.console import pluralize
+
+if TYPE_CHECKING:
+    from coordinator.runs.engine import RunEngine
+    from coordinator.runs.run import ActiveRun
 
 log = logging.getLogger(__name__)
 PARALLEL_RUNS = 4
@@ -51,12 +50,27 @@ class RunScheduler:
     def __init__(self, services: Services, uploads: UploadRegistry, parallel: int = PARALLEL_RUNS) -> None:
         self.services, self.uploads, self.parallel = services, uploads, parallel
         self.store, self.objects, self.dispatcher = services.store, services.objects, services.dispatcher
-        self.checks = UpdateChecks(services.store, services.model_lock)
+        self._engine: RunEngine | None = None
+        self._loading = threading.Lock()
         self._lock = threading.RLock()
         self._queue = deque[str]()
         self._active: dict[str, ActiveRun] = {}
         self._stopping = False
         self._cleanup = ThreadPoolExecutor(1, thread_name_prefix="cleanup")
+
+    @property
+    def engine(self) -> RunEngine:
+        """What computes; loaded once, by whoever is first."""
+        with self._loading:
+            if self._engine is None:
+                from coordinator.runs.engine import RunEngine  # with torch
+
+                self._engine = RunEngine(self.services)
+            return self._engine
+
+    def check(self, contribution: Contribution, file: Path) -> None:
+        """Check an update; raises as `UpdateChecks.check`."""
+        self.engine.checks.check(contribution, file)
 
     def submit(self, manifest: RunManifest, spec: str, request_id: str, start_from: str = "") -> StoredRun:
         """Accept a run and queue it; a repeated submission with one request id is one run.
@@ -67,69 +81,10 @@ class RunScheduler:
         E-RUN-10: no such run to start from), RefusedError (E-PRIV-01: an unknown privacy profile), as
         `RunLineage.require_fits` and as `resolve`.
         """
-        enrolled = self.store.members.member_names()
-        for member in manifest.members:
-            if member.name not in enrolled:
-                raise ConfigError("E-RUN-05", f"expected members of the consortium, found {member.name!r}: invite it")
-        never = self.store.members.validation_only() if manifest.kind.trains else set()
-        if refused := sorted(never & {member.name for member in manifest.members}):
-            raise ConfigError(
-                "E-RUN-05",
-                f"expected hospitals that train, found {', '.join(refused)}, which only evaluate: leave "
-                "them out of silos=[...], and measure the model there with coordinator evaluate",
-            )
-        offers = {silo.name: silo.data for silo in self.store.members.silos()}
-        sizes = {m.name: (offers[m.name].train_examples, offers[m.name].test_examples) for m in manifest.members}
-        sizes = dict(CompiledRun.of(manifest).updates.known_sizes(sizes))
-        beside = self._compared_run(manifest) if manifest.evaluation.beside else None
-        parent = self.store.runs.get(start_from) if start_from else None
-        RunLineage(self.store.runs).require_fits(parent, manifest)
-        state: State | None = None
-        weights = None if manifest.start is None else manifest.start.weights
-        if start_from or weights is not None:
-            with self.services.model_lock:
-                manifest, state = start_point.resolve(parent, manifest, self.objects)
-        manifest.kind.check_start(manifest)
-        with self.objects.lock:
-            other = None
-            if beside is not None:
-                kept, sent = beside
-                other = StoredObject.stored(sent, self.objects)
-                named = OtherModel(kept.method, kept.model, kept.seed, *other)
-                CompiledRun.of(manifest).for_comparison(named)
-                manifest = replace(manifest, evaluation=replace(manifest.evaluation, other=named))
-            text = manifest.to_json().encode()
-            filled = None if weights is None else StoredObject(weights.object, weights.size)
-            if filled is not None:
-                self.objects.path(filled.digest)  # newer uploads may have replaced it
-            digest = self.objects.put(text)
-            start = None if state is None else StoredObject.stored(state, self.objects)
-            new = _new_run(manifest, digest, spec, request_id)
-            run = self.store.runs.add(new, len(text), sizes, start, filled, other)
+        run = self.engine.accept(manifest, spec, request_id, start_from)
         self.dispatcher.changes.notify()
         self._enqueue(run)
         return run
-
-    def _compared_run(self, manifest: RunManifest) -> tuple[RunManifest, State] | None:
-        """Return the run named in `own` and its last broadcast; None if hospitals keep its models.
-
-        Raises ConfigError: E-RUN-10 on an unknown run, E-CFG-23 on one without such models; as
-        `start_point.last_broadcast`.
-        """
-        run = self.store.runs.get(manifest.evaluation.beside)
-        other = RunManifest.from_json(run.manifest)
-        method = CompiledRun.of(other).method
-        if other.schema != manifest.schema or not (method.has_global_model or other.method.name == LocalOnly.name):
-            raise ConfigError(
-                "E-CFG-23",
-                "expected beside the model one of the same classes and examples, which a run keeps or each hospital of "
-                f"a run of method={LocalOnly.name}, found {run.id} of method {run.method}: measure each in an "
-                "evaluation of its own",
-            )
-        if other.method.name == LocalOnly.name:
-            return None
-        with self.services.model_lock:
-            return other, start_point.last_broadcast(run, self.objects)
 
     def abort(self, query: str, reason: str = "aborted by the lead") -> StoredRun:
         """End a run for good, in any state; raises StateError (E-RUN-11) if it has ended already."""
@@ -150,13 +105,9 @@ class RunScheduler:
         ConfigError (E-CFG-02) on a quorum that the run cannot have.
         """
         run = self.store.runs.find(query)
-        manifest = RunManifest.from_json(run.manifest)
         if quorum:
             validate.between("E-CFG-02", "", 1, len(run.members), quorum=quorum)
-            compiled = CompiledRun.of(manifest)
-            compiled.updates.require_quorum(quorum)
-            required = capabilities.required_capabilities(manifest.train, len(run.members), manifest.cohort, quorum)
-            capabilities.check_supported(compiled.method, required)
+            self.engine.require_quorum(RunManifest.from_json(run.manifest), quorum)
         run = self.store.runs.resume(run.id, quorum)
         self.dispatcher.changes.notify()
         self._enqueue(run)
@@ -174,7 +125,7 @@ class RunScheduler:
                 "E-RUN-05", f"expected one of {', '.join(run.members)}, found {silo[:60]!r}: correct the name"
             )
         remaining = set(run.members) - {*self.store.steering.of(run.id).excluded, silo}
-        least = max(1, CompiledRun(RunManifest.from_json(run.manifest)).updates.sums_of)
+        least = max(1, self.engine.smallest_sum(RunManifest.from_json(run.manifest)))
         if len(remaining) < least and not readmit:
             raise ConfigError(
                 "E-CFG-02",
@@ -217,7 +168,7 @@ class RunScheduler:
         if run.model_digest or not run.closed or run.state_object is None:
             return run
         try:
-            model = tensor_maps.digest(read_state(self.objects.verified(run.state_object))["w"])
+            model = TensorFile(self.objects.verified(run.state_object)).digest("w")
         except (StateError, FileNotFoundError):  # rounds were closed in the meantime: there is a newer one
             newer = self.store.runs.get(run.id)
             if newer.state_object == run.state_object:
@@ -259,6 +210,7 @@ class RunScheduler:
         return not self._stopping and not waiting and all(run.thread.is_alive() for run in active)
 
     def _enqueue(self, run: StoredRun) -> None:
+        _ = self.engine  # loaded before the lock is taken, for which health checks wait
         with self._lock:
             if run.state.ended or run.id in self._active or run.id in self._queue:
                 return
@@ -269,7 +221,7 @@ class RunScheduler:
         with self._lock:
             while self._queue and len(self._active) < self.parallel and not self._stopping:
                 run_id = self._queue.popleft()
-                run = ActiveRun(run_id, self.services, self.checks, self.schedule_cleanup)
+                run = self.engine.active_run(run_id, self.schedule_cleanup)
                 run.thread = threading.Thread(target=self._execute, args=(run,), name=f"run-{run_id}", daemon=True)
                 self._active[run_id] = run
                 run.thread.start()
@@ -328,19 +280,3 @@ class RunScheduler:
         for silo, contribution in self.uploads.all():
             if not self.store.contributions.is_open(contribution):
                 self.uploads.discard(silo, contribution)
-
-
-def _new_run(manifest: RunManifest, digest: str, spec: str, request_id: str) -> StoredRun:
-    slug = re.sub(r"[^a-z0-9]+", "-", manifest.name.lower()).strip("-")[:40] or "run"
-    return StoredRun(
-        id=f"{slug}-{secrets.token_hex(2)}",
-        name=manifest.name,
-        request_id=request_id,
-        spec=spec,
-        manifest=manifest.to_json(),
-        manifest_digest=digest,
-        method=manifest.method.name,
-        data=manifest.data,
-        rounds=manifest.rounds,
-        members=tuple(m.name for m in manifest.members),
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from coordinator.runs.lineage import require_over
 from coordinator.storage.records import StoredRun
 from fl_core.aggregation import adaptive_guards
 from fl_core.errors import ConfigError, ProtocolError, StateError
@@ -14,26 +15,6 @@ from fl_core.types.values import State, Tensors
 from privacy.compiled_run import CompiledRun
 from protos.wire import codec
 from service_core.storage.object_store import ObjectStore
-
-
-def require_over(parent: StoredRun) -> None:
-    """Raise StateError (E-RUN-11) unless a run is over, paused or failed, closed a round and still has its model."""
-    if not parent.state.ended:
-        raise StateError(
-            "E-RUN-11",
-            f"expected {parent.id} to be paused, failed or over, found it {parent.state.value}: abort it first, which "
-            "keeps what was trained",
-        )
-    if parent.closed and parent.state_object is None:
-        raise StateError(
-            "E-RUN-11",
-            f"expected the model of {parent.id} to be here, found it deleted: a hospital's sums were taken out of it; "
-            f"go on from the run that took them out (coordinator logs {parent.id})",
-        )
-    if not parent.closed:
-        raise StateError(
-            "E-RUN-11", f"expected a run with a closed round, found none in {parent.id}: start from fresh weights"
-        )
 
 
 def resolve(parent: StoredRun | None, manifest: RunManifest, objects: ObjectStore) -> tuple[RunManifest, State]:

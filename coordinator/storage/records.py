@@ -171,7 +171,7 @@ class InvitationRow:
 class StoredRun:
     """A run. accuracy is -1 before the first evaluation; state_object: digest of the newest server state.
 
-    coverage: `ClassCoverage.facts`, from before round 1 on.
+    coverage: `ClassCoverage.facts`, from before round 1 on   facts: `RunFacts.to_dict`; None: of an earlier version.
     """
 
     id: str
@@ -196,6 +196,7 @@ class StoredRun:
     created: float = 0.0
     ended: float = 0.0
     coverage: Mapping[str, Any] | None = None
+    facts: Mapping[str, Any] | None = None
 
     @property
     def kind(self) -> RunKind:

@@ -317,6 +317,10 @@ class RunStore:
         with self._db.write() as db:
             db.execute(update(runs).where(*newest).values(model_digest=model_digest))
 
+    def note_facts(self, run_id: str, facts: Mapping[str, object]) -> None:
+        with self._db.write() as db:
+            _change_run(db, run_id, facts=facts)
+
     def keep_coverage(self, run_id: str, coverage: ClassCoverage, question: str = "") -> None:
         """Store the classes that a run trains, with an event. question: to the lead; it pauses the run at once.
 

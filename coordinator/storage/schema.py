@@ -123,6 +123,7 @@ runs = sa.Table(
     sa.Column("created", sa.Float, nullable=False),
     sa.Column("ended", sa.Float, nullable=False),
     sa.Column("coverage", sa.JSON(none_as_null=True)),  # as `ClassCoverage.facts`, from before round 1 on
+    sa.Column("facts", sa.JSON(none_as_null=True)),  # as `RunFacts.to_dict`; null: an earlier version accepted it
     sa.Index("runs_newest_first", sa.desc("created"), "id"),
 )
 
@@ -324,9 +325,12 @@ def _validation_only_members(db: sqlite3.Connection) -> None:
         db.execute(f"ALTER TABLE {table} ADD COLUMN validation_only INTEGER NOT NULL DEFAULT 0")
 
 
-def _classes_of_runs(db: sqlite3.Connection) -> None:
-    if db.execute("SELECT name FROM sqlite_master WHERE name = 'runs'").fetchone():  # otherwise refused later
-        db.execute("ALTER TABLE runs ADD COLUMN coverage JSON")
+def _of_runs(column: str) -> Step:
+    def step(db: sqlite3.Connection) -> None:
+        if db.execute("SELECT name FROM sqlite_master WHERE name = 'runs'").fetchone():  # otherwise refused later
+            db.execute(f"ALTER TABLE runs ADD COLUMN {column} JSON")
+
+    return step
 
 
 # Only a ledger's newest sealed figures (1 kB, readable by its hospital only) are ever returned.
@@ -358,6 +362,7 @@ MIGRATIONS: tuple[Step, ...] = (
     sql("CREATE INDEX runs_newest_first ON runs (created DESC, id);"),
     # A receipt (2 kB with its certificate) is signed again on request: the rows have all its fields.
     sql("ALTER TABLE contributions DROP COLUMN receipt;"),
-    _classes_of_runs,
+    _of_runs("coverage"),
     sql(_ATTESTATIONS_WITH_UPDATES),
+    _of_runs("facts"),
 )

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.api.messages import event, round_info, run_info, stored_result_noise
+from coordinator.api.messages import event, round_info, run_info
+from coordinator.runs.run_facts import RunFacts
 from coordinator.storage.records import RunState, StoredRun
 from coordinator.storage.store import CoordinatorStore
 from fl_core.rounds.manifest import RunManifest
@@ -150,7 +151,8 @@ class Case:
 
     @property
     def detail(self) -> pb.RunDetail:
-        run, noise = self.store.runs.get("r1"), stored_result_noise(self.manifest.to_json())
+        run = self.store.runs.get("r1")
+        noise = RunFacts.of(run).noise
         closed = [round_info(row, noise) for row in self.store.runs.rounds("r1")]
         return pb.RunDetail(info=run_info(run, self.store), manifest_json=run.manifest, rounds=closed)
 

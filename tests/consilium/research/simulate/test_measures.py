@@ -11,8 +11,8 @@ import torch
 from consilium import simulate as python_simulate
 from consilium.research.commands import simulate
 from consilium.research.simulate import results, runner
-from coordinator.api.messages import stored_aggregator
 from coordinator.config.hydra_config import compose_simulation
+from coordinator.runs import run_facts
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.records import RoundRecord
@@ -127,5 +127,5 @@ def test_a_simulation_under_silo_level_privacy_says_that_it_adds_whatever_rule_w
     said = runner.run(compose_simulation([*words, "aggregator=norm_clipped"]))
     assert said.manifest.aggregator.name == "norm_clipped"
     assert said.summary()["aggregator"] == "mean"
-    assert stored_aggregator(said.manifest.to_json()) == "mean"
-    assert stored_aggregator("{}") == ""
+    assert run_facts.computed(said.manifest.to_json()).aggregator == "mean"
+    assert run_facts.computed("{}").aggregator == ""
