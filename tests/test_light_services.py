@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from contextlib import closing
@@ -18,9 +19,11 @@ from coordinator.storage.schema import runs
 from coordinator.storage.store import OBJECTS, CoordinatorStore
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import write_state
+from service_core.pki.identity import Address
 from service_core.storage.object_store import ObjectStore
+from silo.storage.home import Home
 from tests.support import until
-from tests.support.coordinator import HELLO, Line, copied
+from tests.support.coordinator import HELLO, Line, copied, online, running
 from tests.support.federations import manifest
 from tests.support.privacy import hospital_level, private
 from tests.support.recorded_runs import record_run
@@ -46,8 +49,8 @@ def test_what_only_names_things_loads_no_torch(code: str) -> None:
     assert loaded_by(code) & {"torch", "torchvision", "scipy"} == set()
 
 
-@pytest.mark.parametrize("module", ["coordinator.api.server", "coordinator.cli.consortium"])
-def test_the_service_of_a_consortium_loads_nothing_that_computes(module: str) -> None:
+@pytest.mark.parametrize("module", ["coordinator.api.server", "coordinator.cli.consortium", "silo.cli.foreground"])
+def test_a_service_imports_nothing_that_computes(module: str) -> None:
     assert loaded_by(f"import {module}") & {"torch", "torchvision", "scipy", "PIL", "pydicom", "hydra"} == set()
 
 
@@ -100,3 +103,20 @@ def test_a_coordinator_loads_torch_when_a_run_goes_on_and_not_to_show_those_of_t
         finally:
             process.terminate()
             process.wait(60)
+
+
+def test_a_hospitals_service_loads_no_torch_while_its_worker_has(tmp_path: Path) -> None:
+    with running(tmp_path / "home", ["north"]) as world:
+        home = Home(Path(shutil.copytree(world.homes["north"], tmp_path / "north")))
+        home.write_addresses([Address("127.0.0.1", world.port)])
+        words = [sys.executable, "-m", "silo.cli.main", "serve", "--data", "digits/hospital0", "--device", "cpu"]
+        words += ["--home", str(home.path)]
+        with (tmp_path / "log").open("wb") as log, subprocess.Popen(words, stdout=log, stderr=log) as process:
+            try:
+                until(lambda: online(world, "north")() or process.poll() is not None, "the hospital", seconds=120)
+                assert process.poll() is None, (tmp_path / "log").read_text()
+                assert "libtorch" not in maps(process)
+                assert "site-packages/scipy" not in maps(process)
+            finally:
+                process.terminate()
+                process.wait(60)
