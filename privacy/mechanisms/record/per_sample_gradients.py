@@ -242,6 +242,12 @@ def _zero(p: Tensor) -> Tensor:
 #
 # Bu, Mao and Xu, "Scalable and Efficient Training of Large Convolutional Neural Networks with Differential Privacy",
 # NeurIPS 2022, who choose the cheaper of the two layer by layer, as `prefers_ghost_norms` does.
+#
+# These products are float64. A computed sum of K products is off by up to gamma_K = K u / (1 - K u) times the sum of
+# their sizes (Higham, "Accuracy and Stability of Numerical Algorithms", section 3.1), here gamma_K sum_n f_n a_n with
+# a_n = sum_t |x_t| |dy_t|, which for a hostile model has no limit in terms of a gradient's norm. In float64 the term
+# that `ghost_norms` adds limits f_n a_n. In float32 (u = 2^-24) `grid.FLOATS` would leave blocks of K = 8388 / (units
+# a_n / |g_n|) products, which takes as long as float64 from 64 units on (benchmarks/steps).
 
 Sampler = Callable[[nn.Module, list[Tensor], Tensor], dict[nn.Parameter, Tensor]]
 
@@ -293,14 +299,16 @@ def ghost_norms(layer: nn.Module, x: Tensor, backprops: Tensor) -> Tensor:
     for a model that is not adversarial.
     """
     inputs, grads = _places(layer, x, backprops)
-    norms = grads.new_zeros(len(grads))
+    norms, places = grads.new_zeros(len(grads)), grads.shape[1]
     if layer.weight.requires_grad:
-        norms += ((inputs.mT @ inputs) * (grads.mT @ grads)).sum((1, 2)).clamp(min=0.0)
-        apart = (inputs.square().sum(1).sqrt() * grads.square().sum(1).sqrt()).sum(1)  # sum_t |x_t| |dy_t|
-        terms = len(grads) * grads.shape[2] + grads.shape[2] ** 2 + inputs.shape[1] + grads.shape[1]
+        of_inputs, of_grads = inputs @ inputs.mT, grads @ grads.mT
+        norms += (of_inputs * of_grads).sum((1, 2)).clamp(min=0.0)
+        squares = of_inputs.diagonal(dim1=1, dim2=2) * of_grads.diagonal(dim1=1, dim2=2)
+        apart = squares.sqrt().sum(1)  # sum_t |x_t| |dy_t|
+        terms = len(grads) * places + places**2 + inputs.shape[2] + grads.shape[2]
         norms += 4 * terms * _ROUNDOFF * apart.square()
     if layer.bias is not None and layer.bias.requires_grad:
-        norms += (grads.sum(2).abs() + grads.shape[2] * _ROUNDOFF * grads.abs().sum(2)).square().sum(1)
+        norms += (grads.sum(1).abs() + places * _ROUNDOFF * grads.abs().sum(1)).square().sum(1)
     return norms
 
 
@@ -313,21 +321,36 @@ def weighted_gradient(layer: nn.Module, x: Tensor, backprops: Tensor, factor: Te
     if (weight := params.get("weight")) is not None:
         if bool((factor == 0).any()):
             inputs = torch.where(factor.view(-1, 1, 1) > 0, inputs, torch.zeros_like(inputs))
-        wide = inputs.transpose(0, 1).flatten(1), grads.transpose(0, 1).flatten(1)  # (p, n T), (o, n T)
-        gradients[weight] = (wide[1] @ wide[0].T).view(weight.shape)
+        whole = grads.flatten(0, 1).T @ inputs.flatten(0, 1)
+        if isinstance(layer, nn.Conv2d):
+            whole = whole.view(layer.out_channels, *layer.kernel_size, layer.in_channels).movedim(3, 1)
+        gradients[weight] = whole
     if (bias := params.get("bias")) is not None:
-        gradients[bias] = grads.sum((0, 2))
+        gradients[bias] = grads.sum((0, 1))
     return gradients
 
 
 def _places(layer: nn.Module, x: Tensor, backprops: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a layer's inputs (n, p, T) and output gradients (n, o, T) per place, in float64."""
-    if isinstance(layer, nn.Conv2d):
-        patches = _patches(layer, x.to(backprops.dtype))
-        return patches.double(), backprops.reshape(len(backprops), layer.out_channels, -1).double()
+    """Return a layer's inputs (n, T, p) and output gradients (n, T, o) per place, in float64.
+
+    Of a convolution p is (kernel, i) with channels last: what one row of the kernel sees lies together, so that patches
+    are copied a row at a time, at once in the precision and the order of the products.
+    """
     n = len(backprops)
-    inputs, grads = x.reshape(n, -1, x.shape[-1]).mT, backprops.reshape(n, -1, backprops.shape[-1]).mT
-    return inputs.double(), grads.double()
+    if not isinstance(layer, nn.Conv2d):
+        return x.reshape(n, -1, x.shape[-1]).double(), backprops.reshape(n, -1, backprops.shape[-1]).double()
+    assert not isinstance(layer.padding, str)  # `prefers_ghost_norms` ensures it
+    (up, left), (down, right), (wide, high) = layer.padding, layer.stride, layer.dilation
+    rows, columns = backprops.shape[2:]
+    padded = x.new_zeros(n, x.shape[2] + 2 * up, x.shape[3] + 2 * left, x.shape[1], dtype=torch.float64)
+    padded[:, up : up + x.shape[2], left : left + x.shape[3]] = x.permute(0, 2, 3, 1)
+    of_image, of_row, of_column, _ = padded.stride()
+    patches = padded.as_strided(
+        (n, rows, columns, *layer.kernel_size, x.shape[1]),
+        (of_image, down * of_row, right * of_column, wide * of_row, high * of_column, 1),
+    )
+    grads = backprops.flatten(2).mT.to(torch.float64, memory_format=torch.contiguous_format)
+    return patches.reshape(n, rows * columns, -1), grads
 
 
 def _patches(layer: nn.Conv2d, x: Tensor) -> Tensor:

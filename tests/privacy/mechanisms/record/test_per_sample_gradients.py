@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.fsdp  # Opacus' sampler looks into it
 from opacus.grad_sample.conv import compute_conv_grad_sample as opacus_conv
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, unfold
 
 from fl_core.errors import ConfigError
 from fl_core.models import build_model
@@ -219,6 +224,85 @@ def test_norms_by_gram_matrices_are_exact_where_terms_cancel(places: int) -> Non
     found = per_sample_gradients.ghost_norms(layer, x, dy)
     assert bool((found >= true * (1 - 1e-12)).all())  # longer by a bound on its error, never shorter
     assert torch.allclose(found, true, rtol=1e-4 if places > 1 else 1e-6, atol=0)
+
+
+FEW_PLACES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "one place": (lambda: nn.Linear(7, 5), (7,)),
+    "a sequence": (lambda: nn.Linear(7, 5, bias=False), (4, 7)),
+    "one pixel": (lambda: nn.Conv2d(7, 5, 1, bias=False), (7, 2, 3)),
+    "a kernel": (lambda: nn.Conv2d(4, 5, (2, 3), stride=(2, 1), padding=(1, 2), dilation=(2, 1)), (4, 5, 3)),
+}
+HOSTILE: dict[str, Callable[[Tensor], Tensor]] = {
+    "ordinary": lambda v: v,
+    "huge": lambda v: 3e38 * v.sign(),
+    "denormal": lambda v: 1e-44 * v.sign(),
+    "wide": lambda v: v * 10.0 ** (30 * v.sign()),
+    "cancelling": lambda v: v,
+    "nan": lambda v: torch.where(v == v.max(), math.nan, v),
+    "infinite": lambda v: torch.where(v == v.max(), -math.inf, v),
+}
+
+
+def made_hostile(kind: str, layer: nn.Module, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Make the inputs of a layer and the slopes of its outputs; the first of six examples is ordinary."""
+    g = torch.Generator().manual_seed(5)
+    x = torch.randn(6, *shape, generator=g)
+    dy = torch.randn(layer(x).shape, generator=g)
+    if kind == "cancelling" and len(shape) > 1:  # all places see the same, and their slopes add up to nearly nothing
+        axis = (2, 3) if len(shape) == 3 else 1
+        x = 1e19 * x.mean(axis, keepdim=True).expand_as(x)
+        dy = 1e15 * (dy - dy.mean(axis, keepdim=True))
+    rest = HOSTILE[kind]
+    return torch.cat((x[:1], rest(x[1:]))), torch.cat((dy[:1], rest(dy[1:])))
+
+
+SCALE = 149
+"""Every float32 is a whole multiple of 2^-149."""
+
+
+def whole(values: Tensor) -> np.ndarray:
+    numbers = [int(Fraction(v) * 2**SCALE) for v in values.double().flatten().tolist()]
+    return np.array(numbers, dtype=object).reshape(values.shape)
+
+
+def exact_gradients(layer: nn.Module, x: Tensor, dy: Tensor) -> list[np.ndarray]:
+    """Compute each example's gradient in whole multiples of 2^-298, without any rounding."""
+    rows = list[np.ndarray]()
+    for one, slope in zip(x, dy, strict=True):
+        if isinstance(layer, nn.Conv2d):
+            patches = unfold(one.unsqueeze(0), layer.kernel_size, layer.dilation, layer.padding, layer.stride)[0]
+            inputs, slopes = whole(patches), whole(slope.flatten(1))
+        else:
+            inputs, slopes = whole(one.reshape(-1, x.shape[-1]).T), whole(slope.reshape(-1, dy.shape[-1]).T)
+        parts = [(slopes @ inputs.T).ravel()]
+        if layer.bias is not None:
+            parts.append(slopes.sum(1) * 2**SCALE)
+        rows.append(np.concatenate(parts))
+    return rows
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("places", FEW_PLACES)
+def test_a_hostile_layer_of_few_places_adds_no_more_than_the_clip_of_each_example(places: str, kind: str) -> None:
+    """Exactly: whole numbers of any size tell the true norms and sums that the computed ones are held against."""
+    build, shape = FEW_PLACES[places]
+    layer, clip = build(), 0.5
+    x, dy = made_hostile(kind, layer, shape)
+    factor = grid.factors(per_sample_gradients.ghost_norms(layer, x, dy), clip)
+    finite = [bool(torch.isfinite(x[n]).all() and torch.isfinite(dy[n]).all()) for n in range(len(x))]
+    assert [f > 0 for f in factor.tolist()] == finite
+    assert any(finite)
+    kept = [n for n, is_finite in enumerate(finite) if is_finite]
+    total: Any = 0
+    for n, gradient in zip(kept, exact_gradients(layer, x[kept], dy[kept]), strict=True):
+        weight = Fraction(float(factor[n]))
+        assert weight**2 * int((gradient**2).sum()) <= Fraction(clip) ** 2 * 2 ** (4 * SCALE)
+        total = total + gradient * weight
+    computed = per_sample_gradients.weighted_gradient(layer, x, dy, factor)
+    flat = torch.cat([computed[p].flatten() for p in layer.parameters()]).tolist()
+    off = [float(Fraction(value) - exact / 2 ** (2 * SCALE)) for value, exact in zip(flat, total, strict=True)]
+    assert math.hypot(*off) <= grid.FLOATS * clip / 2
+    assert kind != "ordinary" or math.hypot(*off) < 1e-14
 
 
 @pytest.mark.parametrize("width", [3, 4096, 3_000_001])
