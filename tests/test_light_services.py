@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import re
 import subprocess
 import sys
 from contextlib import closing
@@ -19,13 +19,12 @@ from coordinator.storage.schema import runs
 from coordinator.storage.store import OBJECTS, CoordinatorStore
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import write_state
-from service_core.pki.identity import Address
 from service_core.storage.object_store import ObjectStore
-from silo.storage.home import Home
 from tests.support import until
-from tests.support.coordinator import HELLO, Line, copied, online, running
+from tests.support.coordinator import HELLO, Line, copied
 from tests.support.federations import manifest
 from tests.support.privacy import hospital_level, private
+from tests.support.processes import ENV, World
 from tests.support.recorded_runs import record_run
 
 pytestmark = pytest.mark.integration
@@ -43,6 +42,11 @@ def loaded_by(code: str) -> set[str]:
     [
         "from fl_core.methods import METHODS, programs; assert 'fedavg' in METHODS and 'survey' in list(programs())",
         "import protos.wire.codec",
+        "import consilium.pages.lead.site, consilium.pages.lead.command",
+        "import consilium.pages.hospital.site, consilium.pages.hospital.command",
+        "from coordinator.cli.main import program; program()",
+        "import coordinator.cli.runs, coordinator.cli.operations, coordinator.lead.watcher",
+        "import silo.cli.ledger, silo.cli.status, silo.cli.operations",
     ],
 )
 def test_what_only_names_things_loads_no_torch(code: str) -> None:
@@ -95,6 +99,8 @@ def test_a_coordinator_loads_torch_when_a_run_goes_on_and_not_to_show_those_of_t
             assert [shown[id].aggregator for id in ("finished", "hospital", "later")] == ["norm_clipped", "mean", ""]
             assert shown["summed"].rounds[0].untrained
             assert any(event.HasField("closed") and event.closed.HasField("noise") for event in followed)
+            preview = lead.Withdraw(pb.WithdrawRequest(silo="north", preview=True), timeout=60)
+            assert {one.run_id for one in preview.withdrawals} >= {"summed", "finished"}
             assert "libtorch" not in maps(process)
             assert "site-packages/scipy" not in maps(process)
             lead.Resume(pb.ResumeRequest(run_id="failed"), timeout=120)
@@ -105,18 +111,24 @@ def test_a_coordinator_loads_torch_when_a_run_goes_on_and_not_to_show_those_of_t
             process.wait(60)
 
 
-def test_a_hospitals_service_loads_no_torch_while_its_worker_has(tmp_path: Path) -> None:
-    with running(tmp_path / "home", ["north"]) as world:
-        home = Home(Path(shutil.copytree(world.homes["north"], tmp_path / "north")))
-        home.write_addresses([Address("127.0.0.1", world.port)])
-        words = [sys.executable, "-m", "silo.cli.main", "serve", "--data", "digits/hospital0", "--device", "cpu"]
-        words += ["--home", str(home.path)]
-        with (tmp_path / "log").open("wb") as log, subprocess.Popen(words, stdout=log, stderr=log) as process:
-            try:
-                until(lambda: online(world, "north")() or process.poll() is not None, "the hospital", seconds=120)
-                assert process.poll() is None, (tmp_path / "log").read_text()
-                assert "libtorch" not in maps(process)
-                assert "site-packages/scipy" not in maps(process)
-            finally:
-                process.terminate()
-                process.wait(60)
+class ColdWorld(World):
+    """A federation whose processes import what they need themselves."""
+
+    def start(self, name: str, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+        program = [sys.executable, "-m", f"{words[0]}.cli.main", *words[1:]]
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = self.running[name] = subprocess.Popen(program, stdout=log, stderr=log, env=ENV | (env or {}))
+        return process
+
+
+def test_hospitals_services_load_no_torch_in_a_whole_masked_run(tmp_path: Path) -> None:
+    """They transfer, confirm and open; their workers compute."""
+    world = ColdWorld(tmp_path)
+    try:
+        names = world.federation([f"digits/p4c3/{k}" for k in range(3)], "--device", "cpu")
+        run = world.submit("data=digits", "federation=p4c3", "rounds=1", "train.epochs=1", "secagg=on")
+        assert world.wait(run)["round"][0]["examples"]
+        assert [name for name in names if re.search("libtorch|site-packages/scipy", maps(world.running[name]))] == []
+        assert "libtorch" in maps(world.running["coordinator"])
+    finally:
+        world.stop()

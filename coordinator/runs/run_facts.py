@@ -72,14 +72,14 @@ def complete(runs: RunStore) -> None:
     """Store the facts of runs that have none, computed by a process that ends: torch would stay in this one."""
     if not (missing := [run for run in runs.all() if run.facts is None]):
         return
-    manifests, program = json.dumps([run.manifest for run in missing]), [sys.executable, "-m", __name__]
-    ended = subprocess.run(program, input=manifests, stdout=subprocess.PIPE, text=True, check=False)  # noqa: S603
-    if ended.returncode:
-        log.warning("the facts of %d earlier runs cannot be computed; they are when they are shown", len(missing))
-        return
-    for run, facts in zip(missing, json.loads(ended.stdout), strict=True):
-        if facts != RunFacts().to_dict():  # else with an extension, or in a later version
-            runs.note_facts(run.id, facts)
+    manifests, program = json.dumps([run.manifest for run in missing]), [sys.executable, "-P", "-m", __name__]
+    try:
+        ended = subprocess.run(program, input=manifests, stdout=subprocess.PIPE, text=True, check=True)  # noqa: S603
+        for run, facts in zip(missing, json.loads(ended.stdout), strict=True):
+            if facts != RunFacts().to_dict():  # else with an extension, or in a later version
+                runs.note_facts(run.id, facts)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        log.warning("facts of %d earlier runs are computed when they are shown: %s", len(missing), error)
 
 
 if __name__ == "__main__":

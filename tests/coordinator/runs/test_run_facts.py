@@ -12,7 +12,6 @@ from coordinator.runs import lineage, run_facts
 from coordinator.runs.run_facts import RunFacts
 from coordinator.storage.store import CoordinatorStore
 from fl_core.methods.disjoint.analytic import Analytic
-from fl_core.rounds.manifest import RunManifest
 from privacy.accounting.uncertainty import UNKNOWN
 from tests.support.coordinator import running
 from tests.support.federations import NAMES, manifest
@@ -50,14 +49,24 @@ def test_a_run_is_stored_with_its_facts(tmp_path: Path) -> None:
 def test_runs_of_earlier_versions_get_the_facts_that_can_be_computed(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     with closing(CoordinatorStore(tmp_path)) as store:
-        of_program: RunManifest = manifest("analytic")
-        agreed = {"plain": None, "private": private(), "sums": of_program}
+        agreed = {"plain": None, "private": private(), "sums": manifest("analytic")}
         for name, one in agreed.items():
             record_run(store, name, [0.2, 0.6], agreed=one)
         run_facts.complete(store.runs)
         for name in agreed:
             run = store.runs.get(name)
             assert run.facts == run_facts.computed(run.manifest).to_dict()
+
+
+def test_a_service_starts_where_no_process_can_compute_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    with closing(CoordinatorStore(tmp_path)) as store:
+        run = record_run(store, "plain", [0.2, 0.6])
+        for program in ("/nowhere/python", "/bin/false", "/bin/true"):
+            monkeypatch.setattr("sys.executable", program)
+            run_facts.complete(store.runs)
+        assert store.runs.get(run.id).facts is None
+        assert RunFacts.of(run).aggregator == "norm_clipped"
 
 
 def test_a_manifest_that_nobody_can_read_withholds_numbers() -> None:
