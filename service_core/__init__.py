@@ -5,6 +5,7 @@ tls/        TLS 1.3, proxies, and why a connection fails
 storage/    bytes on disk: digests, private files, objects, SQLite
 audit_log/  who called what: hash-chained lines, heads signed for the other side, the commands that read them
 operations/ checks of a machine, health, logs, exit statuses
+workers/    processes that a service starts to compute: lines over their pipes, calls in both directions
 
 `console` prints for both command lines; `version` has the protocol number.
 """

@@ -140,11 +140,11 @@ def _measure_start(
             peak = 0.0
             for leg in legs:
                 runs.append(federation.run(leg, WARM_UP))
-                peak = peak if masked else federation.peak_mib()
+                peak = peak if masked else federation.peak_mib
                 if masks:
                     masked.append(federation.run(leg, WARM_UP, masks=True))
                 streams.append(_streams(bare, first, leg))
-            return _Start(first, runs, streams, peak, masked, federation.peak_mib())
+            return _Start(first, runs, streams, peak, masked, federation.peak_mib)
         finally:
             federation.close()
             started.stop()

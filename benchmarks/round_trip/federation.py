@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from uuid import uuid4
 
 from benchmarks.round_trip.models import Workload
-from benchmarks.round_trip.processes import Processes, cpu_seconds, peak_mib
+from benchmarks.round_trip.processes import Processes, cpu_seconds, family, peak_mib
 from coordinator.config.hydra_config import compose_spec
 from coordinator.lead.client import LeadClient
 from coordinator.pki.authority import Authority
@@ -56,6 +57,8 @@ class Federation:
     def __init__(self, started: Processes, folder: Path, silos: int, workload: Workload, delay_ms: float) -> None:
         self._started = started
         self._workload = workload
+        self.peak_mib = 0.0
+        """Peaks of resident memory, of the coordinator's service and of the worker of its run, together."""
         self.home = folder / "coordinator"
         self.silos = [folder / f"hospital{k}" for k in range(silos)]
         port = free_port()
@@ -117,11 +120,11 @@ class Federation:
 
     def _used(self) -> _Used:
         silos = sum(cpu_seconds(p.pid) for p in self._serving)
-        return _Used(time.time(), cpu_seconds(self._coordinator.pid), silos)
-
-    def peak_mib(self) -> float:
-        """Return the coordinator's peak of resident memory so far."""
-        return peak_mib(self._coordinator.pid)
+        coordinator = family(self._coordinator.pid)
+        with suppress(FileNotFoundError, UnavailableError):  # the worker of the run ends with it
+            self.peak_mib = max(self.peak_mib, sum(map(peak_mib, coordinator)))
+            return _Used(time.time(), sum(map(cpu_seconds, coordinator)), silos)
+        return _Used(time.time(), math.nan, silos)
 
     def close(self) -> None:
         """Close the lead's connection."""

@@ -112,6 +112,12 @@ def processes(log: Path) -> Iterator[Processes]:
             signal.signal(signal.SIGTERM, before)
 
 
+def family(pid: int) -> list[int]:
+    """Return a process and those that it has started and that still run."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [pid, *(int(child) for task in tasks for child in task.read_text().split())]
+
+
 def cpu_seconds(pid: int) -> float:
     """Return the processor time that a process has used, its own and the system's for it."""
     words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

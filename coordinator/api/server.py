@@ -8,6 +8,7 @@ import os
 import resource
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,7 @@ from coordinator.runs import run_facts
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.scheduler import PARALLEL_RUNS, RunScheduler
 from coordinator.runs.services import Services
+from coordinator.runs.workers import ProcessWorker, RunWorkers, Start
 from coordinator.storage.store import OBJECTS, WEIGHTS, CoordinatorStore, lock_home
 from coordinator.storage.uploads import QUOTA_BYTES, UploadRegistry
 from coordinator.storage.weights import WeightsUploads
@@ -74,6 +76,8 @@ class Settings:
         quota: bytes of unfinished uploads per silo
         limits: per certificate
         metrics: where they are served, if anywhere
+        start_worker: starts what computes for a run
+        extensions: installed distributions whose methods and models runs may use
     """
 
     pulse_s: float = 5.0
@@ -83,6 +87,8 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     software: str = field(default_factory=software)
     metrics: LoopbackAddress | None = None
+    start_worker: Start = ProcessWorker
+    extensions: Sequence[str] = ()
 
 
 class CoordinatorServer:
@@ -124,7 +130,8 @@ class CoordinatorServer:
             signer, record = ServerCertificate(self.home).current, self._trail.recorder.record
             roster = Membership(self.home, self.store).roster
             services = Services(self.store, self.objects, self.dispatcher, signer, record, roster)
-            self.runs = RunScheduler(services, self.uploads, self.settings.parallel_runs)
+            workers = RunWorkers(self.store, self.objects, self.settings.start_worker, self.settings.extensions)
+            self.runs = RunScheduler(services, self.uploads, workers, self.settings.parallel_runs)
             Leads(self.home, self.store).adopt()
             run_facts.complete(self.store.runs)
             self._readiness = Readiness(self.store.database.path, self.runs.lives, self.settings.pulse_s)
@@ -231,7 +238,7 @@ class CoordinatorServer:
             self._members,
             self._leads,
             limits,
-            self.runs.check,
+            self.runs.workers.check,
         )
         rpc.add_TransferServicer_to_server(transfer, server)
         lead = LeadService(

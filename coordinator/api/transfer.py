@@ -187,7 +187,7 @@ class TransferService(rpc.TransferServicer):
         return receipt
 
     def _check(self, c: Contribution, file: Path) -> None:
-        """Refuse an invalid update and delete its bytes; raises as `UpdateChecks.check`."""
+        """Refuse an invalid update and delete its bytes; raises as `RunWorkers.check`."""
         try:
             self._check_update(c, file)
         except ProtocolError as error:

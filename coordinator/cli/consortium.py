@@ -170,7 +170,9 @@ def serve(
         for package in loading.load_distributions(extension):
             log.info("runs may use the %s %s", package.kind, package)
     with ShutdownSignals(service=True) as signals:
-        server = CoordinatorServer(home, bind, _build_manifest, Settings(metrics=metrics_at))
+        server = CoordinatorServer(
+            home, bind, _build_manifest, Settings(metrics=metrics_at, extensions=extension or ())
+        )
         port = server.start()
         notify(READY)
         log.info("serving on %s:%d; stop with Ctrl-C", bind.rsplit(":", 1)[0], port)

@@ -16,7 +16,7 @@ from coordinator.runs import run_facts, start_point
 from coordinator.runs.lineage import RunLineage
 from coordinator.runs.run import ActiveRun, StoredObject
 from coordinator.runs.services import Services
-from coordinator.runs.update_checks import UpdateChecks
+from coordinator.runs.workers import RunWorkers
 from coordinator.storage.records import StoredRun
 from fl_core.errors import ConfigError
 from fl_core.methods.personal.local_only import LocalOnly
@@ -33,10 +33,9 @@ class RunEngine:
 
     def __init__(self, services: Services) -> None:
         self.services, self.store, self.objects = services, services.store, services.objects
-        self.checks = UpdateChecks(services.store, services.model_lock)
 
-    def active_run(self, run_id: str, delete_unused: Callable[[str], None]) -> ActiveRun:
-        return ActiveRun(run_id, self.services, self.checks, delete_unused)
+    def active_run(self, run_id: str, workers: RunWorkers, delete_unused: Callable[[str], None]) -> ActiveRun:
+        return ActiveRun(run_id, self.services, workers, delete_unused)
 
     def accept(self, manifest: RunManifest, spec: str, request_id: str, start_from: str) -> StoredRun:
         """Store a waiting run with what it starts from; arguments and errors as `RunScheduler.submit`."""

@@ -11,9 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from google.protobuf.message import DecodeError
-from torch import Tensor
 
 from coordinator.pki.membership import roster_member
 from coordinator.runs.dispatcher import census_closed
@@ -23,24 +21,18 @@ from coordinator.runs.services import Services
 from coordinator.runs.tasks import FromMember, RunInterrupted, RunTasks, stated, unless_over
 from coordinator.storage.records import Contribution, RunState, Steering, StoredRun
 from coordinator.storage.store import CoordinatorStore
-from fl_core.aggregation.contributor_floor import HOSPITALS
-from fl_core.aggregation.flat_blocks import BLOCKS, CHECK_WORDS, CLASSES
-from fl_core.aggregation.masked_sum import unsigned
 from fl_core.errors import FederationError, RefusedError, StateError, UnavailableError
-from fl_core.rounds.engine import Observer, RoundLoop
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.enums import TaskKind
-from fl_core.types.secagg import MASKS
-from fl_core.types.values import Part, State
-from privacy.compiled_run import CompiledRun
-from privacy.secagg.coordinator_side import OpenedSum, SealedRound, UploadSum
+from fl_core.types.secagg import BLOCKS, MASKS
+from privacy.compiled_run import CompiledRun, secagg_run
+from privacy.secagg.coordinator_side import OpenedSeeds, SealedRound, UploadSum
 from privacy.secagg.keys import KeyVerifier, MemberKeys, VerifiedKeys, pinned_signature, verify_keys
 from privacy.secagg.messages import Bytes, Confirmation, RevealedShares, Seal
 from privacy.secagg.terms import Round, SecaggError, SecaggRun
-from privacy.secagg_run import secagg_run
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.wire.codec import BundleFile
+from protos.wire.codec import read_bytes
 from protos.wire.tasks import FROM_WIRE, TO_WIRE, TaskKey
 from service_core.audit_log.lines import REFUSED
 from service_core.audit_log.lines import LogEntry as AuditEntry
@@ -75,6 +67,7 @@ class MaskedRounds:
     _secagg: SecaggRun = field(init=False)
     _keys: VerifiedKeys = field(init=False)
     _open: OpenRound = field(init=False)
+    _opened: SetOpening | None = None
 
     def __post_init__(self) -> None:
         self._secagg = secagg_run(self.run.id, self.compiled.manifest)
@@ -159,22 +152,20 @@ class MaskedRounds:
         """Whether the census decides which rows of classes are left out: then the run needs it to begin."""
         return self.compiled.updates.floor is not None
 
-    def begin(self, loop: RoundLoop, observer: Observer, server: State) -> tuple[State, ClassCoverage | None]:
-        """Hold the census before round 0; return the state that rounds need of it, and the class coverage.
+    def begin(self, census: Callable[[], Sequence[float]]) -> tuple[Sequence[float] | None, ClassCoverage | None]:
+        """Hold the census before round 0; return its counts if rounds need them, and the class coverage.
 
-        Raises UnavailableError if the run needs it and not all hospitals answer.
+        census: has it computed. Raises UnavailableError if the run needs it and not all hospitals answer.
         """
         if not self.compiled.counts_classes or self.run.closed:
-            return server, None
-        counted = self._census(loop, observer)
+            return None, None
+        counted = self._census(census)
         if counted is None:
-            return server, self.compiled.coverage((), why="not all hospitals were counted")
-        if self._floor:
-            server = {**server, HOSPITALS: {HOSPITALS: counted}}
-        return server, self.compiled.coverage(counted.int().tolist())
+            return None, self.compiled.coverage((), why="not all hospitals were counted")
+        return counted if self._floor else None, self.compiled.coverage([int(n) for n in counted])
 
-    def _census(self, loop: RoundLoop, observer: Observer) -> Tensor | None:
-        """Return how many hospitals each class has (C,): from an earlier census, or from a new one.
+    def _census(self, census: Callable[[], Sequence[float]]) -> Sequence[float] | None:
+        """Return how many hospitals each class has: from an earlier census, or from a new one.
 
         None if the run does not need it, and not all hospitals answer, or a round has begun already.
         """
@@ -182,12 +173,12 @@ class MaskedRounds:
         digest = store.secagg.census(run.id)
         if digest is not None:
             proof = pb.SecaggCensus.FromString(self.services.objects.verified(digest).read_bytes())
-            return torch.tensor(proof.hospitals, dtype=torch.float64)
+            return list(proof.hospitals)
         begun = store.runs.round(run.id, 0)
         if not self._floor and (run.coverage is not None or (begun and begun.record.kind.trains)):
             return None
         try:
-            counted = loop.census(observer)[HOSPITALS]
+            counted = census()
         except UnavailableError:
             if self._floor or self.fixed_set(0, TaskKey.census(run.id).kind) is not None:
                 raise
@@ -197,16 +188,17 @@ class MaskedRounds:
             self.services.dispatcher.send(name, census_closed(run.id))
         return counted
 
-    def _keep_census(self, opened: SetOpening, sums: Mapping[str, Tensor], updates: Mapping[str, Contribution]) -> None:
+    def keep_census(self, hospitals: Sequence[int]) -> None:
         """Store the proof of the number of hospitals per class, which every silo checks."""
-        state, objects = opened.state, self.services.objects
+        opened, objects = self._opened, self.services.objects
+        assert opened is not None
         assert opened.opened is not None
         proof = pb.SecaggCensus(
             seal=opened.seal,
-            confirmations=[pb.Confirmed(index=u, signature=signature) for u, signature in state.confirmations],
-            uploads=[objects.path(updates[self.run.members[u]].object_digest).read_bytes() for u in state.inside],
-            seeds=[pb.OpenedSeed(block=b, member=u, seed=s) for (b, u), s in opened.opened.own_seeds.items()],
-            hospitals=[int(n) for n in sums[CLASSES][CHECK_WORDS:]],
+            confirmations=[pb.Confirmed(index=u, signature=signature) for u, signature in opened.state.confirmations],
+            uploads=[objects.path(update.object_digest).read_bytes() for update in opened.seal.updates],
+            seeds=[pb.OpenedSeed(block=b, member=u, seed=s) for (b, u), s in opened.opened.by_member.items()],
+            hospitals=hospitals,
         )
         raw, text = proof.SerializeToString(deterministic=True), "all hospitals are counted, class by class"
         with objects.lock:
@@ -222,32 +214,21 @@ class MaskedRounds:
         """Record the open round."""
         self._open = now
 
-    def needed(self, loop: RoundLoop, kind: TaskKind, cohort: int) -> int:
+    def needed(self, kind: TaskKind, cohort: int, needed: int) -> int:
         """Return how many updates of a cohort close a round; a census that the run needs takes all."""
-        return cohort if kind.census and self._floor else loop.needed(cohort)
+        return cohort if kind.census and self._floor else needed
 
     def fixed_set(self, round: int, kind: TaskKind) -> Mapping[str, str] | None:
         """Return the digests of the only acceptable updates; None while the set is not fixed."""
         return self.services.store.secagg.updates(self.run.id, round, kind)
 
-    def classes_in(self, update: Mapping[str, Part]) -> frozenset[str] | None:
-        """Return the classes that an update trains; masks hide them."""
-        del update
-        return None
+    def unmask(self, number: int, kind: TaskKind, members: Collection[str], blocks: Collection[str]) -> OpenedSeeds:
+        """Fix the set of a round if needed, and have its members open the seeds of the masks in its sum.
 
-    def unmask(
-        self,
-        number: int,
-        kind: TaskKind,
-        sums: Mapping[str, Tensor],
-        members: Collection[str],
-        blocks: Collection[str],
-    ) -> None:
-        """Fix the set of a round if needed, ask its members, and take the masks off (`MaskedSum.unmask`).
-
+        members: whose updates were added   blocks: those to open
         Raises UnavailableError (E-RUN-45) if too few confirm or answer, or an update of the set is missing; SecaggError
-        (E-RUN-48) if masks do not cancel or a dealer's shares are wrong, E-RUN-51 on too small a set; RunInterrupted if
-        the run was aborted or the service stops.
+        (E-RUN-48) if a dealer's shares are wrong, E-RUN-51 on too small a set; RunInterrupted if the run was aborted or
+        the service stops.
         """
         run, store, names = self._secagg, self.services.store, self.run.members
         row = store.runs.round(run.run_id, number)
@@ -255,25 +236,21 @@ class MaskedRounds:
         cohort, base = [names.index(name) for name in row.cohort], bytes.fromhex(row.base_digest)
         round = run.round(self._keys.digest, kind.value, number, base, cohort)
         updates = {u.silo: u for u in store.contributions.arrivals(run.run_id, number)}
-        kept = {names.index(name): self._envelope(updates[name]) for name in members}
-        total = UploadSum.of(round, [unsigned(sums[block]) for block in BLOCKS], kept)
+        total = UploadSum.elsewhere(round, {names.index(name): self._envelope(updates[name]) for name in members})
         message = self._fix(total, kind, members)
         state = SealedRound(total, _seal_of(message, kind), self._keys.sign)
         if {BLOCKS[block] for block, _, _ in round.opened(state.inside)} != set(blocks):
             raise ValueError(f"expected to open what the members answer for, found {sorted(blocks)}")
         deadline_s = self.compiled.manifest.deadline_s
-        opening = SetOpening(self.services, self.tasks, round, kind, state, message, deadline_s)
-        self._open.set_fixed(opening.waiting)
-        with self.tasks.asking(opening):
-            opening.open()
-        if kind.census:
-            self._keep_census(opening, sums, updates)
+        self._opened = SetOpening(self.services, self.tasks, round, kind, state, message, deadline_s)
+        self._open.set_fixed(self._opened.waiting)
+        with self.tasks.asking(self._opened):
+            return self._opened.open()
 
     def _envelope(self, update: Contribution) -> tuple[bytes, Bytes, Bytes, Bytes]:
         """Read an upload's fields besides its words: its digest, salt, commitments and packages."""
-        part = BundleFile(self.services.objects.path(update.object_digest))[MASKS].total
-        salt, commitments, packages = (part[name].numpy() for name in ("salt", "commitments", "packages"))
-        return bytes.fromhex(update.object_digest), salt, commitments, packages
+        parts = read_bytes(self.services.objects.path(update.object_digest), MASKS)
+        return bytes.fromhex(update.object_digest), parts["salt"], parts["commitments"], parts["packages"]
 
     def _fix(self, total: UploadSum, kind: TaskKind, members: Collection[str]) -> pb.SecaggSeal:
         """Return the stored set; if there is none, store the set of the added updates."""
@@ -330,7 +307,7 @@ def _seal_of(message: pb.SecaggSeal, kind: TaskKind) -> Seal:
 class SetOpening:
     """Asks the members of a fixed set to open its sum (`coordinator.runs.tasks.FixedSet`). Thread-safe.
 
-    deadline_s: from the first question until the run pauses. Only the run's thread waits while masks are taken off.
+    deadline_s: from the first question until the run pauses. Only the thread that opens waits for seeds.
 
     Guarantees: no message of a member can speak for another one or end the round's wait.
     """
@@ -343,7 +320,7 @@ class SetOpening:
     seal: pb.SecaggSeal
     deadline_s: float
     clock: Callable[[], float] = time.monotonic
-    opened: OpenedSum | None = None
+    opened: OpenedSeeds | None = None
     _opens: bool = False
     _joins: bool = False
     _stopped: bool = False
@@ -351,7 +328,7 @@ class SetOpening:
     _answers: int = 0
     _refused: dict[str, str] = field(default_factory=dict)
     _late: dict[tuple[str, type], FromMember] = field(default_factory=dict)
-    """Messages that arrived while masks were being taken off, which takes seconds: the newest of each kind per silo."""
+    """Messages that arrived while seeds were reconstructed: the newest of each kind per silo."""
     _noted: set[tuple[str, str]] = field(default_factory=set)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -446,8 +423,8 @@ class SetOpening:
 
     # ---- asked by the run's thread -------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Ask until the masks are off; raises as `MaskedRounds.unmask`."""
+    def open(self) -> OpenedSeeds:
+        """Ask until the seeds are there; raises as `MaskedRounds.unmask`."""
         names = [self.round.run.members[u] for u in self.round.cohort]
         self.tasks.notify()
         self.tasks.ask_members(self, names)
@@ -456,26 +433,25 @@ class SetOpening:
             self._opens, self._answers = True, self.round.t
         self.tasks.notify()
         self.tasks.ask_members(self, names)
-        wrong: Sequence[tuple[int, int]] | None = None
-        while wrong is None:
+        while self.opened is None:
             self._wait(lambda: self.round.n - len(self.state.unanswered) >= self._answers)
-            wrong = self._join()
-            if wrong is None:
+            self.opened = self._join()
+            if self.opened is None:
                 self.tasks.ask_members(self, names)
-        for answerer, dealer in wrong:
+        for answerer, dealer in self.opened.wrong:
             mine, whose = self.round.run.members[answerer], self.round.run.members[dealer]
             text = f"its share of a seed of {whose} is invalid: one of the two sent wrong data"
             self._note(mine, SecaggError("E-RUN-48", text), f"E-RUN-48: {text}; the sum is still exact")
+        return self.opened
 
-    def _join(self) -> Sequence[tuple[int, int]] | None:
-        """Take the masks off with the received answers; None if one is wrong, and one more answer can show which."""
+    def _join(self) -> OpenedSeeds | None:
+        """Reconstruct the seeds from the received answers; None if one is wrong, and one more can show which."""
         with self._changed:
             answers, self._joins = self.round.n - len(self.state.unanswered), True
         try:
-            self.opened = self.state.finish()
-            return self.opened.wrong
+            return self.state.join()
         except SecaggError as error:
-            if self.state.taken or error.blamed is not None or answers == self.round.n:
+            if error.blamed is not None or answers == self.round.n:
                 raise
             self._answers = answers + 1
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.runs.open_round import OpenRound
@@ -10,12 +10,9 @@ from coordinator.runs.preflight import ask_preflight
 from coordinator.runs.services import Services
 from coordinator.runs.tasks import RunTasks
 from coordinator.storage.records import Steering, StoredRun
-from fl_core.rounds.engine import Observer, RoundLoop
-from fl_core.rounds.manifest import RunManifest
 from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.enums import TaskKind
 from fl_core.types.secagg import read_alone
-from fl_core.types.values import Part, State
 from privacy.compiled_run import CompiledRun
 
 
@@ -57,10 +54,10 @@ class PlainRounds:
         silent = len(trains) < len(run.members) - len(steering.excluded)
         return compiled.coverage(counted if trains else (), partial=silent)
 
-    def begin(self, loop: RoundLoop, observer: Observer, server: State) -> tuple[State, ClassCoverage | None]:
+    def begin(self, census: Callable[[], Sequence[float]]) -> tuple[None, ClassCoverage | None]:
         """Prepare round 0 once the model exists: nothing to do."""
-        del loop, observer
-        return server, None
+        del census
+        return None, None
 
     def base(self, kind: TaskKind) -> str:
         """Return the base of a round without a model."""
@@ -70,36 +67,12 @@ class PlainRounds:
     def opened(self, now: OpenRound) -> None:
         """Record the open round."""
 
-    def needed(self, loop: RoundLoop, kind: TaskKind, cohort: int) -> int:
-        """Return how many updates of a cohort close a round."""
-        del kind
-        return loop.needed(cohort)
+    def needed(self, kind: TaskKind, cohort: int, needed: int) -> int:
+        """Return how many updates of a cohort close a round. needed: where nothing else does."""
+        del kind, cohort
+        return needed
 
     def fixed_set(self, round: int, kind: TaskKind) -> Mapping[str, str] | None:
         """Return the digests of the only acceptable updates; None: all valid ones."""
         del round, kind
         return None
-
-    unmask = None
-    """Takes the masks off a round's sum."""
-
-    def classes_in(self, update: Mapping[str, Part]) -> frozenset[str] | None:
-        """Return the classes that an update trains; None if unknown."""
-        return classes_in(update, self.compiled.manifest)
-
-
-def classes_in(update: Mapping[str, Part], manifest: RunManifest) -> frozenset[str] | None:
-    """Return the classes that an update trains, with noisy counts taken as they are; None if it counts none.
-
-    Uses the weights per class in the run's layout; other shapes are refused elsewhere.
-    """
-    names, classes = manifest.schema.classes, set[str]()
-    for part, spec in manifest.layout.items():
-        if spec.weight_shape != (len(names),) or part not in update:
-            continue
-        weight = update[part].weight
-        if tuple(weight.shape) != spec.weight_shape:
-            continue
-        counts = weight if weight.is_floating_point() else manifest.grid.decode(f"{part}.weight", weight)
-        classes.update(name for name, count in zip(names, counts.tolist(), strict=True) if count >= 0.5)
-    return frozenset(classes) or None

@@ -5,30 +5,30 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from coordinator.runs import lineage
+from coordinator.runs.exchange import Rounds, Written
 from coordinator.runs.masked_rounds import MaskedRounds
 from coordinator.runs.open_round import OpenRound, Waiting, excluded_error
 from coordinator.runs.plain_rounds import PlainRounds
 from coordinator.runs.services import Services
 from coordinator.runs.tasks import PendingTask, RoundTask, RunInterrupted, unless_over
-from coordinator.runs.update_checks import UpdateChecks, checked, declared_sizes
+from coordinator.runs.workers import RunWorker, RunWorkers
 from fl_core.aggregation.options import NormClipped
 from fl_core.aggregation.round_sum import MIN_UPDATES_FOR_MEDIAN
-from fl_core.aggregation.update_check import MeasuredUpdate
 from fl_core.errors import UnavailableError
-from fl_core.rounds.engine import Observer, RoundLoop
 from fl_core.rounds.manifest import RunManifest
-from fl_core.types import tensor_maps
 from fl_core.types.class_coverage import LEFT_OUT, ClassCoverage, counted_holders, listed
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
-from fl_core.types.values import Bundle, RoundContext, State
+from fl_core.types.values import RoundContext, State
 from privacy.compiled_run import CompiledRun
-from protos.wire.codec import BundleFile, read_state, write_state
+from privacy.secagg.coordinator_side import OpenedSeeds
+from protos.wire.codec import write_state
 from service_core.storage.object_store import ObjectStore
 
 log = logging.getLogger(__name__)
@@ -46,12 +46,19 @@ class StoredObject(NamedTuple):
         """Store a state as an object; it is on the disk on return."""
         return cls(*objects.put_file(lambda file: write_state(state, file)))
 
+    @classmethod
+    def taken(cls, written: Written, objects: ObjectStore) -> StoredObject:
+        """Take over a file that a worker wrote; it is on the disk on return."""
+        objects.commit(Path(written.path), written.digest, written.digest)
+        return cls(written.digest, written.size)
 
-class ActiveRun(Observer):
+
+class ActiveRun:
     """A running run: it is prepared, its rounds are opened and closed one after the other, and it ends.
 
-    `rounds` has the differences of plain and masked rounds. Other threads than that of `execute` call `waiting` and
-    `interrupt`. After an interruption it does nothing more; a resumed run is a new object.
+    A worker computes, and asks it meanwhile (`coordinator.runs.exchange.RunService`). `rounds` has the differences of
+    plain and masked rounds. Other threads than that of `execute` call `waiting` and `interrupt`. After an interruption
+    it does nothing more; a resumed run is a new object.
 
     Guarantees: it begins after the last closed round; whenever the process ends, the final model is the same to the
     bit; a closed round is on disk before its close is announced; an update that was taken before a crash is not asked
@@ -59,16 +66,15 @@ class ActiveRun(Observer):
     """
 
     def __init__(
-        self, run_id: str, services: Services, checks: UpdateChecks, delete_unused: Callable[[str], None]
+        self, run_id: str, services: Services, workers: RunWorkers, delete_unused: Callable[[str], None]
     ) -> None:
         """Prepare the execution. delete_unused: called with the run's id when it needs fewer of its objects."""
         self.id = run_id
-        self.services, self.checks, self._delete_unused = services, checks, delete_unused
+        self.services, self.workers, self._delete_unused = services, workers, delete_unused
         self.tasks = services.dispatcher.add_run(run_id)
         self.thread = threading.current_thread()
         self.round: OpenRound | None = None
-        self._lock = threading.Lock()
-        self._stored: tuple[State, StoredObject] | None = None
+        self._state: StoredObject | None = None
         self._broadcast: StoredObject | None = None
         self._due = 0.0
 
@@ -88,8 +94,7 @@ class ActiveRun(Observer):
         if run.state.ended:
             return
         manifest = RunManifest.from_json(run.manifest)
-        with services.model_lock:
-            self.compiled = CompiledRun.of(manifest)
+        self.compiled = CompiledRun.of(manifest)
         self.row, self.steering, self.manifest = run, store.steering.of(run.id), manifest
         self.tasks.note_software(services.dispatcher.software_of(run.members))
         rounds = MaskedRounds if self.compiled.masked else PlainRounds
@@ -99,17 +104,23 @@ class ActiveRun(Observer):
             coverage = self._declared()
         self._keep_coverage(coverage)
         self._warn_of_few()
-        server = self._begin()
         self.replaces = run.parent if lineage.removes_sums(run) else ""
-        self.loop = self._round_loop()
+        with self.workers.of(self.id) as worker:
+            worker.service = self
+            self._compute(worker)
+
+    def _compute(self, worker: RunWorker) -> None:
+        """Have the rounds that are left computed."""
+        run, runs = self.row, self.services.store.runs
+        state = self._begin(worker)
         over = threading.Event()
         watch = threading.Thread(target=self._watch, args=(over,), name=f"watch-{run.id}", daemon=True)
         watch.start()
         try:
-            server, coverage = self.rounds.begin(self.loop, self, server)
+            counted, coverage = self.rounds.begin(worker.census)
             self._keep_coverage(coverage)
-            medians = [row.record.medians for row in store.runs.rounds(run.id)]
-            self.loop.run(server, self, start=run.closed, closed=medians)
+            medians = [row.record.medians for row in runs.rounds(run.id)]
+            worker.run(Rounds(str(state), run.closed, self.steering.quorum, medians, counted))
         finally:
             self.round = None
             over.set()
@@ -164,27 +175,20 @@ class ActiveRun(Observer):
         text = f"fewer than {MIN_UPDATES_FOR_MEDIAN} silos: {may}, and one refused update pauses the run"
         self.tasks.event("warning", text=text)
 
-    def _begin(self) -> State:
-        """Return the server state to continue from: the stored one, or that of round 0, which is stored first."""
+    def _begin(self, worker: RunWorker) -> Path:
+        """Return the file of the server state to continue from: the stored one, or that of round 0, stored first."""
         objects, store = self.services.objects, self.services.store
-        if self.row.state_object is None:
-            with self.services.model_lock:
-                state = self.compiled.initial_state()
-            with objects.lock:
-                stored = StoredObject.stored(state, objects)
-                unless_over(lambda: store.runs.begin(self.id, *stored))
-        else:
-            file = objects.verified(self.row.state_object)
-            state, stored = read_state(file), StoredObject(self.row.state_object, file.stat().st_size)
+        digest = self.row.state_object
+        written = worker.initial() if digest is None else None
+        with objects.lock:
+            if written is not None:
+                stored = StoredObject.taken(written, objects)
+            else:
+                assert digest is not None
+                stored = StoredObject(digest, objects.verified(digest).stat().st_size)
             unless_over(lambda: store.runs.begin(self.id, *stored))
-        self._stored = state, stored
-        return state
-
-    def _round_loop(self) -> RoundLoop:
-        ports = [HospitalPort(member.name, self) for member in self.manifest.members]
-        sizes = declared_sizes(self.services.store, self.id)
-        loop = self.compiled.round_loop(ports, parallel=len(ports), sizes=sizes, unmask=self.rounds.unmask)
-        return replace(loop, schedule=replace(loop.schedule, quorum=self.steering.quorum or loop.schedule.quorum))
+        self._state = stored
+        return objects.path(stored.digest)
 
     def _watch(self, over: threading.Event) -> None:
         while not over.wait(_LOOK_S):
@@ -196,11 +200,11 @@ class ActiveRun(Observer):
 
     # ---- the rounds ------------------------------------------------------------------------------------------------
 
-    def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
+    def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str], needed: int) -> None:
         """Store a round as open unless it is; a round with a fixed set waits only for the set's updates."""
         store, number = self.services.store, context.round
         unless_over(lambda: store.runs.open_round(self.id, number, kind, names, self.rounds.base(kind)))
-        row, needed = store.runs.round(self.id, number), self.rounds.needed(self.loop, kind, len(names))
+        row, needed = store.runs.round(self.id, number), self.rounds.needed(kind, len(names), needed)
         assert row is not None
         if (fixed := self.rounds.fixed_set(number, kind)) is not None:
             row, needed = replace(row, cohort=tuple(fixed)), len(fixed)
@@ -208,31 +212,65 @@ class ActiveRun(Observer):
         self.round = OpenRound(row, needed, self.manifest, self.services, self.tasks)
         self.rounds.opened(self.round)
 
-    def broadcast(self, msg: State, round: int) -> StoredObject:
-        """Return a round's broadcast as an object; the first caller stores it for the whole cohort.
-
-        Guarantees: a broadcast with the same tensors as the state stored just before reuses that object.
-        """
+    def broadcast(self, round: int, written: Written | None) -> None:
+        """Store a round's broadcast as an object, which is the state stored before where nothing was written."""
         objects = self.services.objects
-        with self._lock:
-            if self._broadcast is None:
-                with objects.lock:
-                    stored = self._already_stored(msg) or StoredObject.stored(msg, objects)
-                    self.services.store.runs.set_base(self.id, round, stored.digest, stored.size)
-                self._broadcast = stored
-                self._delete_unused(self.id)  # while silos download
-            return self._broadcast
+        with objects.lock:
+            self._broadcast = self._state if written is None else StoredObject.taken(written, objects)
+            assert self._broadcast is not None
+            self.services.store.runs.set_base(self.id, round, *self._broadcast)
+        self._delete_unused(self.id)  # while silos download
 
-    def _already_stored(self, msg: State) -> StoredObject | None:
-        if self._stored is None or set(msg) != set(self._stored[0]):
+    def ask(self, silo: str, context: RoundContext, kind: TaskKind) -> tuple[str, Path]:
+        """Ask a silo for its update; return the update's id and its file.
+
+        In a round with a fixed set only its updates are taken, and a lost one is asked for again.
+        Raises FederationError if the silo refuses, is revoked, excluded or given up: the round continues without it.
+        Raises RunInterrupted if the run was aborted or the service stops: the round ends unclosed.
+        """
+        task, store = self._task(silo, context, kind), self.services.store
+        fixed = self.rounds.fixed_set(context.round, kind)
+        if fixed is not None and silo not in fixed:
+            raise UnavailableError("E-RUN-13", "no update: the aggregation set was fixed without it")
+        # Pending before we look, so that a later delivery settles it; offered only after, so that no silo makes again,
+        # and pays for, what is here.
+        with self.tasks.pending_task(task) as pending:
+            digest = self._received_digest(task)
+            if digest is None:
+                if fixed is None and silo in store.steering.of(self.id).excluded:
+                    raise excluded_error()
+                self.tasks.offer(pending)
+                digest = self._outcome(task, pending)
+        return task.contribution_id, self.services.objects.verified(digest)
+
+    def _outcome(self, task: RoundTask, pending: PendingTask) -> str:
+        """Wait for an update; an update committed after its silo was given up has a receipt, and is taken."""
+        try:
+            return pending.wait()
+        except UnavailableError as error:
+            digest = self._received_digest(task) if error.code == "E-RUN-13" else None
+            if digest is None:
+                raise
+            return digest
+
+    def _received_digest(self, task: RoundTask) -> str | None:
+        """Return the digest of an update received before; one that the disk has lost is asked for again."""
+        services = self.services
+        contribution = services.store.contributions.contribution(task.contribution_id)
+        if contribution is None or contribution.received is None:
             return None
-        state, stored = self._stored
-        return stored if all(msg[group] is state[group] for group in msg) else None
+        with services.objects.lock:
+            if services.objects.holds(contribution.object_digest):
+                return contribution.object_digest
+            services.store.contributions.reopen(contribution)
+        log.warning("the update of %s is damaged or missing: requested again", task.silo)
+        return None
 
-    def task(self, silo: str, msg: State, context: RoundContext, kind: TaskKind) -> RoundTask:
+    def _task(self, silo: str, context: RoundContext, kind: TaskKind) -> RoundTask:
         """Return a silo's task in the open round."""
         store, base = self.services.store, self.rounds.base(kind)
-        sent = StoredObject(base, 0) if base else self.broadcast(msg, context.round)
+        sent = StoredObject(base, 0) if base else self._broadcast
+        assert sent is not None
         return RoundTask(
             self.id,
             context.round,
@@ -249,97 +287,46 @@ class ActiveRun(Observer):
             masks=self.rounds.masks,
         )
 
-    def arrived(self, name: str) -> None:
-        """Count an update towards the quorum."""
+    def arrived(self, silo: str, classes: Collection[str] | None) -> None:
+        """Count an update towards the quorum. classes: that it trains; None if it does not say."""
         if self.round is not None:
-            self.round.accepted(name)
+            if classes is not None:
+                self.round.record_classes(silo, frozenset(classes))
+            self.round.accepted(silo)
 
-    def refused(self, name: str, why: str) -> None:  # noqa: ARG002
+    def refused(self, silo: str, why: str) -> None:  # noqa: ARG002 - the round's record has it
         """Record that a silo will send nothing in this round."""
         if self.round is not None:
-            self.round.refused(name)
+            self.round.refused(silo)
 
-    def closed(self, record: RoundRecord, server: State) -> None:
-        """Store a round's result and the state after it; then announce the close to the silos."""
-        store, objects, train = self.services.store, self.services.objects, record.kind.trains
+    def unmask(self, round: int, kind: TaskKind, members: Collection[str], blocks: Collection[str]) -> OpenedSeeds:
+        """Have the members open the sum of a round; raises as `MaskedRounds.unmask`."""
+        assert isinstance(self.rounds, MaskedRounds)
+        return self.rounds.unmask(round, kind, members, blocks)
+
+    def counted(self, hospitals: Sequence[int]) -> None:
+        """Keep the proof of the census whose sum was just opened. hospitals: of each class."""
+        assert isinstance(self.rounds, MaskedRounds)
+        self.rounds.keep_census(hospitals)
+
+    def closed(self, record: RoundRecord, written: Written | None, model: str) -> None:
+        """Store a round's result and the state after it; then announce the close to the silos.
+
+        model: the model's digest after the last round; between rounds it is computed when it is asked for
+        (`RunScheduler.with_model_digest`).
+        """
+        store, objects = self.services.store, self.services.objects
         assert self.round is not None
         self.round.close()
         self.round = None
-        # Between rounds it is computed when it is asked for: `RunScheduler.with_model_digest`.
-        model = "" if train else tensor_maps.digest(server["w"])
         with objects.lock:
-            stored = StoredObject.stored(server, objects) if train else None
+            stored = None if written is None else StoredObject.taken(written, objects)
             unless_over(lambda: store.runs.close_round(self.id, record, stored, model, self.replaces))
-        if stored is not None:
-            self._stored = server, stored
+        self._state = stored or self._state
         row = store.runs.round(self.id, record.round)
         assert row is not None
         self.services.dispatcher.announce_close(row)
-        if not train:
+        if not record.kind.trains:
             self.services.dispatcher.announce_end(store.runs.get(self.id))
             if self.replaces:
                 self._delete_unused(self.replaces)
-
-
-@dataclass(frozen=True, slots=True)
-class HospitalPort:
-    """A silo over the network; see `fl_core.types.interfaces.SiloPort`.
-
-    Guarantees: the bundle is the silo's, bit for bit.
-    """
-
-    name: str
-    run: ActiveRun
-
-    def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
-        """Ask the silo for its update and return it; it is read when it is added.
-
-        In a round with a fixed set only its updates are taken, and a lost one is asked for again.
-        Raises FederationError if the silo refuses, is revoked, excluded or given up: the round continues without it.
-        Raises RunInterrupted if the run was aborted or the service stops: the round ends unclosed.
-        """
-        run, store = self.run, self.run.services.store
-        task = run.task(self.name, msg, context, kind)
-        fixed = run.rounds.fixed_set(context.round, kind)
-        if fixed is not None and self.name not in fixed:
-            raise UnavailableError("E-RUN-13", "no update: the aggregation set was fixed without it")
-        # Pending before we look, so that a later delivery settles it; offered only after, so that no silo makes again,
-        # and pays for, what is here.
-        with run.tasks.pending_task(task) as pending:
-            digest = self._received_digest(task)
-            if digest is None:
-                if fixed is None and self.name in store.steering.of(run.id).excluded:
-                    raise excluded_error()
-                run.tasks.offer(pending)
-                digest = self._outcome(task, pending)
-        update = checked(BundleFile(run.services.objects.verified(digest)), run.compiled.dtypes)
-        if run.round is not None and (classes := run.rounds.classes_in(update)) is not None:
-            run.round.record_classes(self.name, classes)
-        measured = run.checks.measured(task.contribution_id)
-        return update if measured is None else MeasuredUpdate(update, measured)
-
-    def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
-        """Do nothing: the stored close is announced to every silo."""
-
-    def _outcome(self, task: RoundTask, pending: PendingTask) -> str:
-        """Wait for an update; an update committed after its silo was given up has a receipt, and is taken."""
-        try:
-            return pending.wait()
-        except UnavailableError as error:
-            digest = self._received_digest(task) if error.code == "E-RUN-13" else None
-            if digest is None:
-                raise
-            return digest
-
-    def _received_digest(self, task: RoundTask) -> str | None:
-        """Return the digest of an update received before; one that the disk has lost is asked for again."""
-        services = self.run.services
-        contribution = services.store.contributions.contribution(task.contribution_id)
-        if contribution is None or contribution.received is None:
-            return None
-        with services.objects.lock:
-            if services.objects.holds(contribution.object_digest):
-                return contribution.object_digest
-            services.store.contributions.reopen(contribution)
-        log.warning("the update of %s is damaged or missing: requested again", self.name)
-        return None

@@ -11,14 +11,14 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coordinator.runs import lineage
 from coordinator.runs.open_round import Waiting
 from coordinator.runs.services import Services
 from coordinator.runs.tasks import RunInterrupted
-from coordinator.storage.records import Contribution, RunState, StoredRun
+from coordinator.runs.workers import RunWorkers
+from coordinator.storage.records import RunState, StoredRun
 from coordinator.storage.runs import require_state
 from coordinator.storage.uploads import UploadRegistry
 from fl_core import validate
@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 PARALLEL_RUNS = 4
 _NOT_NOTED_S = 1.0
 """Delay before a run is retried whose end could not be stored."""
-_FOR_THE_LEAD = frozenset({"E-RUN-03", "E-RUN-36", "E-RUN-37", "E-RUN-45", "E-RUN-48"})
-"""Errors that pause a run: hospitals are missing or do not open a sum, and the lead decides."""
+_FOR_THE_LEAD = frozenset({"E-RUN-03", "E-RUN-36", "E-RUN-37", "E-RUN-45", "E-RUN-48", "E-RUN-56"})
+"""Errors that pause a run: hospitals are missing or do not open a sum, or its worker ended; the lead decides."""
 _MAX_HOURS = 24.0 * 365
 
 
@@ -47,8 +47,10 @@ class RunScheduler:
     bit of the final model.
     """
 
-    def __init__(self, services: Services, uploads: UploadRegistry, parallel: int = PARALLEL_RUNS) -> None:
-        self.services, self.uploads, self.parallel = services, uploads, parallel
+    def __init__(
+        self, services: Services, uploads: UploadRegistry, workers: RunWorkers, parallel: int = PARALLEL_RUNS
+    ) -> None:
+        self.services, self.uploads, self.workers, self.parallel = services, uploads, workers, parallel
         self.store, self.objects, self.dispatcher = services.store, services.objects, services.dispatcher
         self._engine: RunEngine | None = None
         self._loading = threading.Lock()
@@ -67,10 +69,6 @@ class RunScheduler:
 
                 self._engine = RunEngine(self.services)
             return self._engine
-
-    def check(self, contribution: Contribution, file: Path) -> None:
-        """Check an update; raises as `UpdateChecks.check`."""
-        self.engine.checks.check(contribution, file)
 
     def submit(self, manifest: RunManifest, spec: str, request_id: str, start_from: str = "") -> StoredRun:
         """Accept a run and queue it; a repeated submission with one request id is one run.
@@ -221,7 +219,7 @@ class RunScheduler:
         with self._lock:
             while self._queue and len(self._active) < self.parallel and not self._stopping:
                 run_id = self._queue.popleft()
-                run = self.engine.active_run(run_id, self.schedule_cleanup)
+                run = self.engine.active_run(run_id, self.workers, self.schedule_cleanup)
                 run.thread = threading.Thread(target=self._execute, args=(run,), name=f"run-{run_id}", daemon=True)
                 self._active[run_id] = run
                 run.thread.start()

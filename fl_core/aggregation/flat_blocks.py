@@ -19,10 +19,9 @@ from torch import Tensor
 
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.training.evaluation import CLINICAL_PART, METRICS
+from fl_core.types.secagg import BLOCKS, CLASSES, MODEL
 from fl_core.types.values import Bundle, Layout, Part, PartRule, PartSpec
 
-MODEL, CLASSES = "model", "classes"
-BLOCKS = (MODEL, CLASSES)
 CHECK_WORDS = 4
 WORDS = "words"
 """The only tensor of a block, if an update is a bundle of two blocks."""

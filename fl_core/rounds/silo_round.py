@@ -14,7 +14,7 @@ from fl_core.aggregation import adaptive_guards
 from fl_core.aggregation.contributor_floor import census, census_layout
 from fl_core.aggregation.fixed_point import check_layout
 from fl_core.aggregation.fixed_point_guard import FixedPoint
-from fl_core.aggregation.flat_blocks import CLASSES, FlatLayout
+from fl_core.aggregation.flat_blocks import FlatLayout
 from fl_core.aggregation.round_sum import require_direction
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck
 from fl_core.errors import ProtocolError
@@ -38,6 +38,7 @@ from fl_core.training.evaluation import (
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Guard, LocalData, Method
+from fl_core.types.secagg import CLASSES
 from fl_core.types.values import Bundle, Layout, Part, RoundContext, State, Tensors
 
 log = logging.getLogger(__name__)

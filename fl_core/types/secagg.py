@@ -20,6 +20,9 @@ MIN_MASKED, MAX_MASKED = 3, 240
 """Members of a masked run: two could read each other off the sum; the packages of more than 240 exceed a message."""
 MAX_ROUNDS = 10_000
 """Rounds of a masked run: a coordinator that names the last round first makes a hospital step its keys this often."""
+MODEL, CLASSES = "model", "classes"
+BLOCKS = (MODEL, CLASSES)
+"""The blocks of a masked update (`fl_core.aggregation.flat_blocks`)."""
 MASKS = "masks"
 """The part of a masked update besides its blocks: the data with which others help to take the masks off a sum."""
 SECRET, SHARE, TAG = 32, 33, 16

@@ -56,13 +56,12 @@ class UploadSum:
         self.envelopes: dict[int, _Envelope] = {}
 
     @classmethod
-    def of(cls, round: Round, sums: Sequence[Words], kept: Mapping[int, tuple[bytes, Bytes, Bytes, Bytes]]) -> Self:
-        """Take blocks that were summed elsewhere, check words first; masks are taken off them in place.
+    def elsewhere(cls, round: Round, kept: Mapping[int, tuple[bytes, Bytes, Bytes, Bytes]]) -> Self:
+        """Stand for sums that another process keeps: masks are taken off them there (`OpenedSeeds.unmask`).
 
         kept: of each member whose upload is in the sums: its digest, salt, commitments and packages.
         """
-        total = cls(round, *(len(words) - CHECK_WORDS for words in sums))
-        total._sums = list(sums)
+        total = cls(round, 0, 0)
         total.envelopes = {member: _Envelope(*parts) for member, parts in kept.items()}
         return total
 
@@ -105,9 +104,7 @@ class UploadSum:
 class OpenedSum:
     """Unmasked sums over a set, in words of the ring, without check words; classes: None if they stay masked.
 
-    wrong: (member, dealer): the member's share of a secret of the dealer did not fit; either of them may be wrong,
-    unless more answers are false than are named for that secret.
-    own_seeds: only of a census, (block, member) -> seed, for its proof.
+    wrong: as `OpenedSeeds`   own_seeds: only of a census, (block, member) -> seed, for its proof.
     """
 
     inside: tuple[int, ...]
@@ -115,6 +112,42 @@ class OpenedSum:
     classes: Words | None
     wrong: tuple[tuple[int, int], ...]
     own_seeds: Mapping[tuple[int, int], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedSeeds:
+    """The seeds of the masks that are in the sum of a set.
+
+    task: in words   context: of its round   inside: the members of the set
+    wrong: (member, dealer): the member's share of a secret of the dealer did not fit; either of them may be wrong,
+    unless more answers are false than are named for that secret.
+    """
+
+    task: str
+    context: bytes
+    inside: tuple[int, ...]
+    seeds: Mapping[Slot, bytes]
+    wrong: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def blocks(self) -> set[int]:
+        """The blocks that are opened."""
+        return {block for block, _, _ in self.seeds}
+
+    @property
+    def by_member(self) -> Mapping[tuple[int, int], bytes]:
+        """The seeds of a census, which has one of each block and member: (block, member) -> seed."""
+        return {(block, member): seed for (block, member, _), seed in self.seeds.items()}
+
+    def unmask(self, sums: Sequence[Words]) -> None:
+        """Take the masks off the sums of both blocks, check words first, in place and once.
+
+        Raises SecaggError (E-RUN-48) if the check words show that masks did not cancel: discard the sums then.
+        """
+        for (block, dealer, other), seed in self.seeds.items():
+            add_mask(sums[block], seed, self.context, block, subtract=not subtracted(dealer, other))
+        for block in self.blocks:
+            check_words(sums[block], len(self.inside), self.task)
 
 
 class SealedRound:
@@ -185,40 +218,31 @@ class SealedRound:
     def unanswered(self) -> tuple[int, ...]:
         return tuple(u for u in self.round.cohort if u not in self._answers)
 
-    @property
-    def taken(self) -> bool:
-        """Whether unmasking was tried; further answers change nothing."""
-        return not self._sums
-
-    def finish(self) -> OpenedSum:
-        """Open the sum over the set; also with wrong answers, if t correct ones are among them.
+    def join(self) -> OpenedSeeds:
+        """Reconstruct the seeds; also with wrong answers, if t correct ones are among them.
 
         Of up to 14 answers, any number may be wrong that leaves t correct ones; of 20 three, of 50 two, of more one:
         2,000 choices of t answers are tried.
         Raises UnavailableError (E-RUN-45) with fewer than t answers; SecaggError (E-RUN-48) if no t answers give a
-        committed seed (it blames the dealer once every choice was tried), or if the check words show that masks did not
-        cancel: then the sum is discarded.
-        Guarantees: no mask is taken off until every seed is reconstructed and compared with its commitment.
+        committed seed (it blames the dealer once every choice was tried).
+        Guarantees: every seed is compared with its commitment before one is returned.
         """
         if len(self._answers) < self.round.t:
             raise self._too_few("answer", self.unanswered)
         joiner = _Joiner(self.round, self._envelopes, self._answers)
         seeds = {slot: joiner.join(slot) for slot in self._slots}
+        return OpenedSeeds(self.round.title, self.round.context, self.inside, seeds, tuple(joiner.wrong))
+
+    def finish(self) -> OpenedSum:
+        """Open the sum over the set, once; raises as `join` and as `OpenedSeeds.unmask`."""
+        opened = self.join()
         if not self._sums:
             raise SecaggError("E-RUN-48", "expected a masked sum, found it taken: add the round's updates again")
         sums, self._sums = self._sums, []
-        unmask(sums, self.round, seeds)
-        opened = {block for block, _, _ in seeds}
-        for block in opened:
-            check_words(sums[block], len(self.inside), self.round)
-        census = self.round.kind == "census"
-        return OpenedSum(
-            self.inside,
-            sums[MODEL][CHECK_WORDS:],
-            sums[CLASSES][CHECK_WORDS:] if CLASSES in opened else None,
-            tuple(joiner.wrong),
-            {(b, u): seed for (b, u, _), seed in seeds.items()} if census else {},
-        )
+        opened.unmask(sums)
+        classes = sums[CLASSES][CHECK_WORDS:] if CLASSES in opened.blocks else None
+        own_seeds = opened.by_member if self.round.kind == "census" else {}
+        return OpenedSum(opened.inside, sums[MODEL][CHECK_WORDS:], classes, opened.wrong, own_seeds)
 
     def _too_few(self, what: str, silent: Sequence[int]) -> UnavailableError:
         names = [self.round.run.members[u] for u in silent]
@@ -228,12 +252,6 @@ class SealedRound:
             f"expected {self.round.t} of {self.round.n} hospitals to {what} the set of round {self.round.number}, "
             f"found {answers}; missing: {', '.join(names)}: start them; the same set is requested again",
         )
-
-
-def unmask(sums: Sequence[Words], round: Round, seeds: Mapping[Slot, bytes]) -> None:
-    """Subtract the masks of opened seeds from both blocks, in place."""
-    for (block, dealer, other), seed in seeds.items():
-        add_mask(sums[block], seed, round.context, block, subtract=not subtracted(dealer, other))
 
 
 class _Joiner:

@@ -6,7 +6,7 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from privacy.secagg.messages import CHECK_WORDS, Words
-from privacy.secagg.terms import Round, SecaggError, kdf
+from privacy.secagg.terms import SecaggError, kdf
 
 _CHUNK = 256 * 1024
 _ZEROS = bytes(_CHUNK)
@@ -36,14 +36,14 @@ def subtracted(member: int, other: int) -> bool:
     return member > other
 
 
-def check_words(block: Words, silos: int, round: Round) -> None:
+def check_words(block: Words, silos: int, task: str) -> None:
     """Raise SecaggError (E-RUN-48) unless each check word of an opened sum is the number of uploads in it.
 
-    A sum whose masks did not cancel passes with probability 2^-128 in ring32.
+    task: in words. A sum whose masks did not cancel passes with probability 2^-128 in ring32.
     """
     if (words := block[:CHECK_WORDS].tolist()) != [silos] * CHECK_WORDS:
         raise SecaggError(
             "E-RUN-48",
-            f"{round.kind} of round {round.number}: expected check words of {silos} in the opened sum, found {words}: "
+            f"{task}: expected check words of {silos} in the opened sum, found {words}: "
             "a hospital masked for another model or with other keys, or sent something else; the sum is discarded",
         )

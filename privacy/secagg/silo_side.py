@@ -266,7 +266,7 @@ def verify_census(
             raise SecaggError("E-RUN-48", f"expected the seed that {run.members[u]} is bound to, found another", u)
         np.add(total, upload.classes, out=total)
         add_mask(total, seed, round.context, CLASSES, subtract=True)
-    check_words(total, round.n, round)
+    check_words(total, round.n, round.title)
     if (total > round.n).any():
         raise SecaggError(
             "E-RUN-48", f"expected at most {round.n} hospitals of a class, found more: a silo sent false counts"

@@ -130,6 +130,10 @@ class Round:
         return len(self.cohort)
 
     @property
+    def title(self) -> str:
+        return f"{self.kind} of round {self.number}"
+
+    @property
     def t(self) -> int:
         return self.run.thresholds(self.n).t
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from fl_core.errors import ProtocolError
@@ -192,6 +194,15 @@ class TensorFile:
         self._read_into(_bytes_of(tensor), place, 0)
         return tensor
 
+    def arrays(self, part: str) -> dict[str, NDArray[np.uint8]]:
+        """Read the tensors of bytes of a part of a bundle; raises as `read`."""
+        read = dict[str, NDArray[np.uint8]]()
+        for place, path in enumerate(self.paths):
+            if path[:2] == (part, "total") and self.kinds[place] == "U8":
+                read[path[2]] = np.empty(self.shapes[place], np.uint8)
+                self._read_into(read[path[2]].reshape(-1).data, place, 0)
+        return read
+
     def blocks(self, place: int, size: int) -> Iterator[Tensor]:
         """Read a tensor's numbers, `size` at a time, all into the same memory; raises as `read`."""
         import torch
@@ -331,3 +342,8 @@ class BundleFile(Mapping[str, Part]):
 
     def __len__(self) -> int:
         return len(self._parts)
+
+
+def read_bytes(file: Path, part: str) -> dict[str, NDArray[np.uint8]]:
+    """Read the tensors of bytes of a part of a bundle, without torch; raises ProtocolError as `TensorFile`."""
+    return TensorFile(file).arrays(part)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.status import Status
 
@@ -27,9 +26,7 @@ from silo.operations.liveness import Liveness
 from silo.service.service import Service
 from silo.settings import SiloSettings
 from silo.storage.home import Served
-
-if TYPE_CHECKING:  # only a worker loads torch
-    from silo.training.trainer import RunRound
+from silo.training.trainer import RunRound
 
 POLL_S = 0.2
 _DOING = {

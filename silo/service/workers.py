@@ -26,13 +26,14 @@ from fl_core.types.enums import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TaskKey, contribution_id
 from service_core.storage.private_files import private_folder
+from service_core.workers.lines import Line
 from silo.cancellation import CancelToken
 from silo.events import EmitEvent, SiloEvent, event
 from silo.settings import SiloSettings
 from silo.storage.outbox import PendingEntry
 from silo.storage.tasks import Attestation, OutboxEntry
 from silo.worker.cage import NO_CAGE, Walls
-from silo.worker.exchange import Description, Line, Readiness, ServiceSide, error_as_json, error_of_json
+from silo.worker.exchange import ERRORS, Description, Readiness, ServiceSide
 
 if TYPE_CHECKING:
     from silo.worker.tasks import TaskWork
@@ -291,7 +292,7 @@ class ProcessWorker:
                 if "failed" not in message:
                     self._do(message, service)
                     continue
-                failure = error_of_json(message["failed"])
+                failure = ERRORS.read(message["failed"])
             except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
                 self._kill()
                 assert self._process is not None
@@ -332,7 +333,7 @@ class ProcessWorker:
             service.progress(*facts)
         elif what == "accept":
             service.accept()
-        elif what == "tell" and isinstance(told := error_of_json(facts), FederationError):
+        elif what == "tell" and isinstance(told := ERRORS.read(facts), FederationError):
             service.tell(told)
         elif what == "begin":
             service.training_begins(facts)
@@ -349,7 +350,7 @@ class ProcessWorker:
         except Exception as error:
             if not isinstance(error, FederationError):
                 log.exception("an object could not be fetched")
-            self._line.send(failed=error_as_json(error))
+            self._line.send(failed=ERRORS.write(error))
         else:
             self._line.send(fetched=str(path))
 

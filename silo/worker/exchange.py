@@ -8,17 +8,14 @@ time `computed` and `log`.
 
 from __future__ import annotations
 
-import json
-import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from fl_core import errors
 from fl_core.errors import FederationError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.size_limits import MANIFEST_BYTES
+from service_core.workers.lines import ErrorLines
 from silo.cancellation import CancelledError, CancelToken
 from silo.events import SiloEvent
 from silo.storage.approvals import AwaitingDecisionError
@@ -70,55 +67,8 @@ class Readiness(NamedTuple):
     lapsed: bool
 
 
-# ---- lines -----------------------------------------------------------------------------------------------------------
-
-_MAX_LINE = 1 << 22
-_KINDS = {kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type)}
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One end of the two pipes. `send` may be called from every thread, `read` from one."""
-
-    incoming: IO[bytes]
-    outgoing: IO[bytes]
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def send(self, **message: object) -> None:
-        """Send a message; raises OSError or ValueError where nobody reads any more."""
-        data = json.dumps(message).encode() + b"\n"
-        with self._lock:
-            self.outgoing.write(data)
-            self.outgoing.flush()
-
-    def read(self) -> Mapping[str, Any] | None:
-        """Return the next message; None where the other side has ended or sends what is none."""
-        data = self.incoming.readline(_MAX_LINE)
-        try:
-            message = json.loads(data)
-        except (ValueError, RecursionError):
-            return None
-        return message if isinstance(message, dict) else None
-
-
-def error_as_json(error: BaseException) -> dict[str, str]:
-    """Write an error by the class that says what its reader can do."""
-    if isinstance(error, CancelledError):
-        return {"kind": "CancelledError", "message": error.reason}
-    if isinstance(error, AwaitingDecisionError):
-        return {"kind": "AwaitingDecisionError", "message": str(error)}
-    if not isinstance(error, FederationError):
-        text = f"the task failed at this silo: {type(error).__name__}: {error}"
-        return {"kind": "StateError", "code": "E-RUN-31", "message": text}
-    kind = next(kind.__name__ for kind in type(error).__mro__ if kind in _KINDS.values())
-    return {"kind": kind, "code": error.code, "message": error.message}
-
-
-def error_of_json(raw: Mapping[str, str]) -> Exception:
-    """Return the error that the other side wrote."""
-    if raw["kind"] == "CancelledError":
-        return CancelledError(raw["message"])
-    if raw["kind"] == "AwaitingDecisionError":
-        return AwaitingDecisionError(raw["message"])
-    error: Exception = _KINDS[raw["kind"]](raw["code"], raw["message"])
-    return error
+ERRORS = ErrorLines(
+    {kind.__name__: kind for kind in (CancelledError, AwaitingDecisionError)},
+    "E-RUN-31",
+    "the task failed at this silo",
+)

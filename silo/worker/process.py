@@ -15,6 +15,7 @@ from typing import IO, Any
 from fl_core.errors import FederationError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.size_limits import MANIFEST_BYTES
+from service_core.workers.lines import Line
 from silo.admission.controls import HospitalControls
 from silo.cancellation import CancelToken
 from silo.events import SiloEvent
@@ -22,7 +23,7 @@ from silo.identity.identity import SiloIdentity
 from silo.settings import SiloSettings
 from silo.storage.store import SiloStore
 from silo.worker.cage import Walls
-from silo.worker.exchange import Line, error_as_json, error_of_json
+from silo.worker.exchange import ERRORS
 from silo.worker.tasks import TaskWork
 
 PROGRESS_S = 0.1
@@ -89,7 +90,7 @@ class _PipedService:
         self.line.send(fetch=[digest, size, most])
         answer = self._answers.get()
         if "failed" in answer:
-            raise error_of_json(answer["failed"])
+            raise ERRORS.read(answer["failed"])
         return Path(answer["fetched"])
 
     def progress(self, done: int, total: int) -> None:
@@ -102,7 +103,7 @@ class _PipedService:
         self.line.send(accept=True)
 
     def tell(self, error: FederationError) -> None:
-        self.line.send(tell=error_as_json(error))
+        self.line.send(tell=ERRORS.write(error))
 
     def training_begins(self, private: bool) -> None:
         self.line.send(begin=private)
@@ -125,7 +126,7 @@ class _LogLines(logging.Handler):
 
 def _logged(error: Exception) -> dict[str, str]:
     """Write an error for the service; one that nobody foresaw is logged here, where it can be traced."""
-    written = error_as_json(error)
+    written = ERRORS.write(error)
     if not isinstance(error, FederationError) and written["kind"] == "StateError":
         log.exception("the task failed")
     return written

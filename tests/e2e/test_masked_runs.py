@@ -17,9 +17,10 @@ from consilium.research.engines.in_process import SiloShare, local_ports
 from consilium.research.simulate import runner
 from coordinator.config.hydra_config import compose_spec
 from fl_core import datasets
-from fl_core.aggregation.flat_blocks import CHECK_WORDS, MODEL, WORDS
+from fl_core.aggregation.flat_blocks import CHECK_WORDS, WORDS
 from fl_core.methods import METHODS, build_method
 from fl_core.types.enums import Capability, TaskKind
+from fl_core.types.secagg import MODEL
 from fl_core.types.values import RoundContext
 from privacy.compiled_run import CompiledRun
 from privacy.secagg.keys import RunKeys

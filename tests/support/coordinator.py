@@ -23,6 +23,7 @@ from coordinator.lead.client import credentials_of
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
 from coordinator.runs.dispatcher import SiloSession
+from coordinator.runs.workers import in_this_process
 from coordinator.storage.records import RunState, StoredRun
 from coordinator.storage.store import CoordinatorStore
 from fl_core.rounds.manifest import RunManifest
@@ -45,7 +46,7 @@ from tests.support import until
 from tests.support.federations import manifest
 
 CONSORTIUM = "test"
-FAST = Settings(pulse_s=0.5, recycle_s=300)
+FAST = Settings(pulse_s=0.5, recycle_s=300, start_worker=in_this_process)
 
 
 def credentials(home: Path, name: str) -> Credentials:

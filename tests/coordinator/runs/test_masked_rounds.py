@@ -17,14 +17,14 @@ from coordinator.runs import masked_rounds
 from coordinator.runs.masked_rounds import SetOpening
 from coordinator.runs.withdrawal import Withdrawals
 from coordinator.storage.records import RunState
-from fl_core.aggregation.flat_blocks import MODEL, WORDS
+from fl_core.aggregation.flat_blocks import WORDS
 from fl_core.errors import ConfigError, StateError
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
-from fl_core.types.secagg import EACH, MASKS, MAX_MASKED, Secagg
+from fl_core.types.secagg import EACH, MASKS, MAX_MASKED, MODEL, Secagg
 from fl_core.types.values import Bundle, Part
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.channel_options import MAX_MESSAGE_BYTES

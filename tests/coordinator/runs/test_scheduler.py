@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from consilium.research.engines.in_process import simulate
-from coordinator.api.server import Settings
 from coordinator.cli import runs as lead
-from coordinator.runs.update_checks import checked
 from coordinator.storage.records import Contribution, RunState
+from coordinator.worker.work import checked
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.errors import ConfigError, ProtocolError, StateError
@@ -101,7 +100,7 @@ def test_a_round_closes_with_the_quorum_at_its_deadline(tmp_path: Path, round_cl
 
 
 def test_an_abort_ends_a_run_in_any_state(tmp_path: Path) -> None:
-    with federation(tmp_path / "home", settings=Settings(pulse_s=FAST.pulse_s, parallel_runs=1)) as people:
+    with federation(tmp_path / "home", settings=replace(FAST, parallel_runs=1)) as people:
         world = people.world
         runs = world.server.runs
         first, second = world.submit(manifest(rounds=1), "one"), world.submit(manifest(rounds=1), "two")

@@ -10,7 +10,6 @@ import grpc
 import pytest
 
 from coordinator.api.control import session_seconds
-from coordinator.api.server import Settings
 from coordinator.pki.authority import Authority
 from coordinator.pki.membership import Membership
 from coordinator.storage.store import FILE
@@ -244,7 +243,7 @@ def test_a_staged_round_is_answered_with_its_close(world: World) -> None:
 
 
 def test_a_refused_offer_is_seen_by_the_lead_with_its_reason(tmp_path: Path) -> None:
-    unhurried = Settings(pulse_s=20.0, recycle_s=300)  # a line by hand does not come back once it counts as silent
+    unhurried = replace(FAST, pulse_s=20.0, recycle_s=300)  # a line by hand does not come back once it counts as silent
     with running(tmp_path / "home", NAMES, unhurried) as world:
         run = world.submit(manifest(rounds=1, names=("north",)))
         line = Line(world, "north", HELLO)
@@ -258,7 +257,7 @@ def test_a_refused_offer_is_seen_by_the_lead_with_its_reason(tmp_path: Path) -> 
 
 
 def test_sessions_do_not_starve_other_calls(tmp_path: Path) -> None:
-    with running(tmp_path / "home", NAMES, Settings(pulse_s=1.0)) as world:
+    with running(tmp_path / "home", NAMES, replace(FAST, pulse_s=1.0)) as world:
         lines = [Line(world, name, HELLO) for name in NAMES for _ in range(10)]
         until(lambda: all(online(world, name)() for name in NAMES), "all three")
         assert len(world.lead().Silos(pb.SilosRequest(), timeout=60).silos) == 3

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import grpc
 import pytest
 
-from coordinator.api.server import Settings
 from coordinator.runs.dispatcher import Dispatcher, SiloSession
 from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import RefusedError
@@ -17,7 +17,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
 from service_core.pki.identity import CertificateRole, Identity, PeerCertificate
 from tests.support import until
-from tests.support.coordinator import DENIED, HELLO, Line, World, channel, credentials, instance, running
+from tests.support.coordinator import DENIED, FAST, HELLO, Line, World, channel, credentials, instance, running
 from tests.support.federations import NAMES, manifest
 
 
@@ -68,7 +68,7 @@ def test_two_machines_with_one_name_are_told(tmp_path: Path) -> None:
 @pytest.fixture
 def patient(tmp_path: Path) -> Iterator[World]:
     """A coordinator for which a session of a slow machine is alive."""
-    with running(tmp_path / "home", NAMES, Settings(pulse_s=5.0)) as found:
+    with running(tmp_path / "home", NAMES, replace(FAST, pulse_s=5.0)) as found:
         yield found
 
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from consilium.research.engines.in_process import local_ports
-from fl_core.aggregation.flat_blocks import BLOCKS, WORDS
+from fl_core.aggregation.flat_blocks import WORDS
 from fl_core.aggregation.masked_sum import MaskedSum
 from fl_core.errors import ConfigError, FederationError, ProtocolError, RefusedError, UnavailableError
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.clinical import CLINICAL
 from fl_core.types.enums import TaskKind
+from fl_core.types.secagg import BLOCKS
 from fl_core.types.values import Bundle, Part, RoundContext, State, Tensors
 from privacy.compiled_run import CompiledRun
 from tests.fl_core.aggregation.test_grid_bounds import masked32

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from consilium.research.engines.in_process import InProcessSilo, local_ports
-from fl_core.aggregation.flat_blocks import BLOCKS, CHECK_WORDS, CLASSES, MODEL, WORDS
+from fl_core.aggregation.flat_blocks import CHECK_WORDS, WORDS
 from fl_core.aggregation.masked_sum import MaskedSum
 from fl_core.errors import ProtocolError, RefusedError, UnavailableError
 from fl_core.rounds.engine import Observer
@@ -19,7 +19,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.clinical import CLINICAL
 from fl_core.types.enums import TaskKind
-from fl_core.types.secagg import EACH, Secagg
+from fl_core.types.secagg import BLOCKS, CLASSES, EACH, MODEL, Secagg
 from fl_core.types.values import Bundle, Part, RoundContext, State, Tensors
 from privacy.profiles.prototype_filter import DisclosureLimits, with_prototype_filter
 from privacy.secagg import messages

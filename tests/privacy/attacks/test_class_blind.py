@@ -14,12 +14,12 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
 from consilium.research.engines.in_process import local_ports
-from fl_core.aggregation.flat_blocks import BLOCKS, CHECK_WORDS, WORDS
+from fl_core.aggregation.flat_blocks import CHECK_WORDS, WORDS
 from fl_core.aggregation.masked_sum import unsigned
 from fl_core.rounds.manifest import NamedOptions
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.enums import TaskKind
-from fl_core.types.secagg import Secagg
+from fl_core.types.secagg import BLOCKS, Secagg
 from fl_core.types.values import RoundContext
 from privacy.secagg import silo_side
 from privacy.secagg.keys import MemberKeys, OwnKeys, RunKeys

@@ -18,10 +18,10 @@ from consilium.pages.hospital.site import HospitalPage
 from consilium.web.serve import PageServer
 from fl_core.aggregation.contributor_floor import CENSUS, HOSPITALS
 from fl_core.aggregation.fixed_point import FixedPointFormat
-from fl_core.aggregation.flat_blocks import CLASSES, MODEL, WORDS
+from fl_core.aggregation.flat_blocks import WORDS
 from fl_core.rounds.manifest import NamedOptions
 from fl_core.types.enums import TaskKind
-from fl_core.types.secagg import MASKS, Secagg
+from fl_core.types.secagg import CLASSES, MASKS, MODEL, Secagg
 from fl_core.types.values import Part
 from privacy.compiled_run import CompiledRun
 from privacy.secagg import silo_side

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from coordinator.api.limits import Limits, Rate
-from coordinator.api.server import Settings
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki.identity import CertificateRole
-from tests.support.coordinator import World, open_round, running
+from tests.support.coordinator import FAST, World, open_round, running
 from tests.support.federations import NAMES
 
 FREE = Rate(1e6, 10**6)
-SETTINGS = Settings(pulse_s=0.2, parallel_runs=100, limits=Limits(calls=dict.fromkeys(CertificateRole, FREE)))
+SETTINGS = replace(FAST, pulse_s=0.2, parallel_runs=100, limits=Limits(calls=dict.fromkeys(CertificateRole, FREE)))
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 
-from coordinator.api.server import Settings
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import receipts
 from service_core.storage import disk
@@ -172,7 +172,7 @@ def test_an_object_can_be_read_from_any_offset_by_those_who_may(world: World, of
 
 @pytest.mark.fault("a hospital", "begins uploads that it never ends", "refused above its quota")
 def test_unfinished_uploads_have_a_quota(tmp_path: Path) -> None:
-    with running(tmp_path / "home", NAMES, Settings(pulse_s=FAST.pulse_s, quota=100)) as world:
+    with running(tmp_path / "home", NAMES, replace(FAST, quota=100)) as world:
         _, offer = open_round(world)
         with pytest.raises(grpc.RpcError) as error:
             world.transfer("north").Open(open_request("north", offer, DATA))

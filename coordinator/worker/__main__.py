@@ -1,0 +1,23 @@
+"""The worker of one run, which `coordinator serve` starts: it computes until the service closes its pipe."""
+
+from __future__ import annotations
+
+import os
+
+from coordinator.runs.exchange import Setup
+from service_core.workers.lines import Line
+
+
+def main() -> None:
+    """Read what the run is, then answer calls; what other code prints goes to standard error."""
+    line = Line(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    if (setup := line.read()) is not None:
+        from coordinator.worker import process  # loads torch
+
+        process.serve(Setup(**setup), line)
+
+
+if __name__ == "__main__":
+    main()

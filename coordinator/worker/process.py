@@ -1,0 +1,74 @@
+"""Inside the worker of a run: calls of the service become arithmetic, whose questions become calls to the service."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import astuple
+from pathlib import Path
+
+from coordinator.runs.exchange import ERRORS, Rounds, Setup, Update, Written, seeds_of_json
+from coordinator.worker.work import RunWork
+from fl_core.extensions import loading
+from fl_core.types.enums import TaskKind
+from fl_core.types.records import RoundRecord
+from fl_core.types.values import RoundContext
+from privacy.secagg.coordinator_side import OpenedSeeds
+from service_core.workers.calls import Calls
+from service_core.workers.lines import Line
+
+
+def serve(setup: Setup, line: Line) -> None:
+    """Answer the service until it closes its pipe; then this process ends at once, whatever it does."""
+    try:
+        loading.load_distributions(setup.extensions)
+        work = RunWork(setup)
+    except Exception as error:
+        line.send(failed=ERRORS.write(error))
+        return
+    calls = Calls(
+        line,
+        {
+            "check": lambda *facts: work.check(Update(*facts)),
+            "initial": work.initial,
+            "census": work.census,
+            "run": lambda *facts: work.run(Rounds(*facts)),
+        },
+        ERRORS,
+    )
+    work.service = _Service(calls)
+    line.send(ready=True)
+    calls.listen()
+    os._exit(0)
+
+
+class _Service:
+    """The service at the other end of the pipes (`coordinator.runs.exchange.RunService`)."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str], needed: int) -> None:
+        self._calls.call("opened", astuple(context), kind.value, names, needed)
+
+    def broadcast(self, round: int, written: Written | None) -> None:
+        self._calls.call("broadcast", round, written)
+
+    def ask(self, silo: str, context: RoundContext, kind: TaskKind) -> tuple[str, Path]:
+        update_id, path = self._calls.call("ask", silo, astuple(context), kind.value)
+        return update_id, Path(path)
+
+    def arrived(self, silo: str, classes: Collection[str] | None) -> None:
+        self._calls.call("arrived", silo, None if classes is None else sorted(classes))
+
+    def refused(self, silo: str, why: str) -> None:
+        self._calls.call("refused", silo, why)
+
+    def unmask(self, round: int, kind: TaskKind, members: Collection[str], blocks: Collection[str]) -> OpenedSeeds:
+        return seeds_of_json(self._calls.call("unmask", round, kind.value, sorted(members), sorted(blocks)))
+
+    def counted(self, hospitals: Sequence[int]) -> None:
+        self._calls.call("counted", hospitals)
+
+    def closed(self, record: RoundRecord, written: Written | None, model: str) -> None:
+        self._calls.call("closed", record.to_dict(), written, model)

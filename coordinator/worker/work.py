@@ -1,0 +1,254 @@
+"""The arithmetic of a run: its updates are checked and summed, and the server's state is made of the sums."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from coordinator.runs.exchange import Rounds, RunService, Setup, Update, Written
+from fl_core.aggregation.contributor_floor import HOSPITALS
+from fl_core.aggregation.fixed_point import check_layout
+from fl_core.aggregation.flat_blocks import CHECK_WORDS
+from fl_core.aggregation.masked_sum import unsigned
+from fl_core.aggregation.update_check import DeclaredSize, MeasuredUpdate, UpdateCheck, UpdateNorms, with_undeclared
+from fl_core.errors import ProtocolError
+from fl_core.rounds.engine import Observer, RoundLoop
+from fl_core.rounds.manifest import RunManifest
+from fl_core.rounds.silo_round import require_expected, round_layout
+from fl_core.types import tensor_maps
+from fl_core.types.enums import TaskKind
+from fl_core.types.interfaces import SiloPort
+from fl_core.types.records import RoundRecord
+from fl_core.types.secagg import BLOCKS, CLASSES, MASKS
+from fl_core.types.values import Bundle, Layout, Part, RoundContext, State
+from privacy.compiled_run import CompiledRun
+from protos.wire.codec import BundleFile, read_state, write_state
+
+MODEL_LOCK = threading.Lock()
+"""Held while a model is built: initial weights come from torch's global generator, which all threads share."""
+MEASURED = 1000
+"""Updates whose measurements are kept until their round takes them."""
+
+
+class RunWork:
+    """Computes for one run. `check` is called by any thread, also while `run` is under way.
+
+    service: whom it asks; None if only updates are checked.
+    """
+
+    def __init__(self, setup: Setup, service: RunService | None = None) -> None:
+        """Build the run; raises as `CompiledRun.of`."""
+        self.setup, self.service = setup, service
+        self.manifest = RunManifest.from_json(setup.manifest)
+        with MODEL_LOCK:
+            self._compiled = CompiledRun.of(self.manifest)
+        self._lock = threading.Lock()
+        self._measured: dict[str, UpdateNorms] = {}
+
+    def end(self) -> None:
+        """Keep nothing: it ends with whoever uses it."""
+
+    # ---- updates ---------------------------------------------------------------------------------------------------
+
+    def check(self, update: Update) -> None:
+        """Raise ProtocolError (E-WIRE-05, E-WIRE-06, E-RUN-43, E-RUN-47) unless an update is valid for its round."""
+        run, kind = self._compiled, TaskKind(update.kind)
+        bundle = self.bundle(Path(update.path))
+        if covered := run.updates.covered:
+            _check_masked(bundle, covered[kind])
+            return
+        measured = self.checks[kind].check(bundle, update.silo)
+        if kind.trains:
+            require_expected(run.method, bundle, update.round)
+        with self._lock:
+            while len(self._measured) >= MEASURED:
+                del self._measured[next(iter(self._measured))]
+            self._measured[update.id] = measured
+
+    def measured(self, update_id: str) -> UpdateNorms | None:
+        """Return an update's measurements from its check, once; None if they are no longer kept."""
+        with self._lock:
+            return self._measured.pop(update_id, None)
+
+    @cached_property
+    def _sizes(self) -> Mapping[str, DeclaredSize]:
+        sizes = self.setup.sizes
+        return with_undeclared({name: DeclaredSize(train or math.inf, test or math.inf) for name, train, test in sizes})
+
+    @cached_property
+    def checks(self) -> Mapping[TaskKind, UpdateCheck]:
+        with MODEL_LOCK:
+            check = self._compiled.update_check(self._sizes)
+        return {kind: check.of(round_layout(self._compiled.method, check.layout, kind)) for kind in TaskKind}
+
+    def bundle(self, file: Path) -> BundleFile:
+        """Open an update; raises as `checked`."""
+        return checked(BundleFile(file), self._compiled.dtypes)
+
+    def classes_in(self, update: BundleFile) -> frozenset[str] | None:
+        """Return the classes that an update trains; None if it does not say, or masks hide them."""
+        return None if self._compiled.masked else classes_in(update, self.manifest)
+
+    # ---- rounds ----------------------------------------------------------------------------------------------------
+
+    def initial(self) -> Written:
+        """Write the server's state of round 0."""
+        with MODEL_LOCK:
+            state = self._compiled.initial_state()
+        return self.written(state)
+
+    def census(self) -> list[float]:
+        """Hold the census; return how many hospitals each class has. Raises as `RoundLoop.census`."""
+        rounds = _Rounds(self)
+        counted: list[float] = rounds.loop(0).census(rounds)[HOSPITALS].tolist()
+        return counted
+
+    def run(self, left: Rounds) -> None:
+        """Run the rounds that are left; raises as `RoundLoop.run`."""
+        state = read_state(Path(left.state))
+        rounds = _Rounds(self, state)
+        if left.counted is not None:
+            state = {**state, HOSPITALS: {HOSPITALS: torch.tensor(left.counted, dtype=torch.float64)}}
+        rounds.loop(left.quorum).run(state, rounds, start=left.start, closed=left.closed)
+
+    def written(self, state: State) -> Written:
+        """Write a state into a file for the service."""
+        path = f"{self.setup.written}{secrets.token_hex(8)}.part"
+        return Written(path, *write_state(state, Path(path)))
+
+    def round_loop(self, ports: Sequence[SiloPort]) -> RoundLoop:
+        """Create the run's round loop."""
+        unmask = self._unmask if self._compiled.masked else None
+        with MODEL_LOCK:
+            return self._compiled.round_loop(ports, parallel=len(ports), sizes=self._sizes, unmask=unmask)
+
+    def _unmask(
+        self,
+        number: int,
+        kind: TaskKind,
+        sums: Mapping[str, Tensor],
+        members: Collection[str],
+        blocks: Collection[str],
+    ) -> None:
+        """Take the masks off a round's sums (`fl_core.rounds.updates.Unmask`); raises as `RunService.unmask`."""
+        assert self.service is not None
+        self.service.unmask(number, kind, members, blocks).unmask([unsigned(sums[block]) for block in BLOCKS])
+        if kind.census:
+            self.service.counted(sums[CLASSES][CHECK_WORDS:].tolist())
+
+
+class _Rounds(Observer):
+    """The rounds of a run, of which the service is told. stored: the state that it has stored last."""
+
+    def __init__(self, work: RunWork, stored: State | None = None) -> None:
+        assert work.service is not None
+        self.work, self.service, self._stored = work, work.service, stored
+        self._needed: Callable[[int], int] = lambda cohort: cohort
+        self._lock = threading.Lock()
+        self._sent = -1
+        self._classes: dict[str, Collection[str] | None] = {}
+
+    def loop(self, quorum: int) -> RoundLoop:
+        """Create the loop of these rounds. quorum: updates that close one; 0: as the manifest says."""
+        loop = self.work.round_loop([_Hospital(member.name, self) for member in self.work.manifest.members])
+        loop = replace(loop, schedule=replace(loop.schedule, quorum=quorum or loop.schedule.quorum))
+        self._needed = loop.needed
+        return loop
+
+    def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str]) -> None:
+        self._sent = -1
+        self.service.opened(context, kind, names, self._needed(len(names)))
+
+    def arrived(self, name: str) -> None:
+        self.service.arrived(name, self._classes.pop(name, None))
+
+    def refused(self, name: str, why: str) -> None:
+        self.service.refused(name, why)
+
+    def closed(self, record: RoundRecord, server: State) -> None:
+        if not record.kind.trains:
+            self.service.closed(record, None, tensor_maps.digest(server["w"]))
+            return
+        self.service.closed(record, self.work.written(server), "")
+        self._stored = server
+
+    def update(self, silo: str, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
+        """Have the model sent to a silo, and return its update; raises as `RunService.ask`."""
+        if not kind.census:
+            self._send(msg, context.round)
+        update_id, file = self.service.ask(silo, context, kind)
+        update = self.work.bundle(file)
+        self._classes[silo] = self.work.classes_in(update)
+        measured = self.work.measured(update_id)
+        return update if measured is None else MeasuredUpdate(update, measured)
+
+    def _send(self, msg: State, round: int) -> None:
+        """Have a round's message stored, by the first caller; one that is the state stored before needs no file."""
+        with self._lock:
+            if self._sent != round:
+                state = self._stored
+                same = state is not None and set(msg) == set(state) and all(msg[group] is state[group] for group in msg)
+                self.service.broadcast(round, None if same else self.work.written(msg))
+                self._sent = round
+
+
+@dataclass(frozen=True, slots=True)
+class _Hospital:
+    """A silo over the network; see `fl_core.types.interfaces.SiloPort`.
+
+    Guarantees: the bundle is the silo's, bit for bit.
+    """
+
+    name: str
+    rounds: _Rounds
+
+    def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
+        return self.rounds.update(self.name, msg, context, kind)
+
+    def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
+        """Do nothing: the stored close is announced to every silo."""
+
+
+def checked(bundle: BundleFile, allowed: frozenset[torch.dtype]) -> BundleFile:
+    """Return an update whose parts have the dtypes that this run's silos send.
+
+    Raises ProtocolError (E-WIRE-06) on other dtypes.
+    """
+    for name in bundle:
+        if not bundle.dtypes(name) <= allowed:
+            kinds, sent = (sorted(map(str, dtypes)) for dtypes in (allowed, bundle.dtypes(name)))
+            raise ProtocolError("E-WIRE-06", f"part {name!r}: expected some of {kinds}, found {sent}")
+    return bundle
+
+
+def _check_masked(update: BundleFile, layout: Layout) -> None:
+    """Raise ProtocolError (E-WIRE-06) unless an update has its round's shapes; masks hide everything else."""
+    check_layout(update, layout)
+    for name in layout:
+        if (name == MASKS) is not (update.dtypes(name) == {torch.uint8}):
+            raise ProtocolError("E-WIRE-06", f"part {name!r} of a masked update: found {update.dtypes(name)}")
+
+
+def classes_in(update: Mapping[str, Part], manifest: RunManifest) -> frozenset[str] | None:
+    """Return the classes that an update trains, with noisy counts taken as they are; None if it counts none.
+
+    Uses the weights per class in the run's layout; other shapes are refused elsewhere.
+    """
+    names, classes = manifest.schema.classes, set[str]()
+    for part, spec in manifest.layout.items():
+        if spec.weight_shape != (len(names),) or part not in update:
+            continue
+        weight = update[part].weight
+        if tuple(weight.shape) != spec.weight_shape:
+            continue
+        counts = weight if weight.is_floating_point() else manifest.grid.decode(f"{part}.weight", weight)
+        classes.update(name for name, count in zip(names, counts.tolist(), strict=True) if count >= 0.5)
+    return frozenset(classes) or None

@@ -1,0 +1,146 @@
+"""Runs that a process of their own computes: the same model, and what becomes of a run whose process ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from consilium.research.engines.in_process import simulate
+from coordinator.runs.exchange import Setup
+from coordinator.runs.workers import ProcessWorker
+from coordinator.storage.records import RunState
+from fl_core.errors import RefusedError
+from fl_core.rounds.engine import Observer
+from fl_core.rounds.run_setup import RunSetup
+from fl_core.types import tensor_maps
+from service_core.workers.calls import Calls, OtherSideEndedError
+from service_core.workers.lines import ErrorLines, Line
+from tests.support import until
+from tests.support.coordinator import FAST, World, events
+from tests.support.federation import federation, manifest
+from tests.support.federations import shares
+
+pytestmark = pytest.mark.integration
+
+PROCESSES = replace(FAST, start_worker=ProcessWorker)
+
+
+def test_a_process_computes_the_model_of_the_simulation_and_ends_with_its_run(tmp_path: Path) -> None:
+    agreed = manifest(rounds=2)
+    expected = tensor_maps.digest(simulate(RunSetup.of(agreed), shares(), Observer())["w"])
+    with federation(tmp_path / "home", settings=PROCESSES) as made:
+        made.come()
+        run = made.world.submit(agreed)
+        until(lambda: workers(), "its worker")
+        assert made.world.finished(run.id, 120).model_digest == expected
+        until(lambda: not workers(), "its worker to end")
+        assert not left_over(made.world)
+
+
+def test_a_run_whose_process_is_killed_pauses_alone_and_ends_in_the_same_model(tmp_path: Path) -> None:
+    agreed = manifest(rounds=3)
+    expected = tensor_maps.digest(simulate(RunSetup.of(agreed), shares(), Observer())["w"])
+    with federation(tmp_path / "home", settings=PROCESSES) as made:
+        gate = threading.Event()
+        made.come(wait=lambda round: round == 1 and not gate.is_set())
+        run = made.world.submit(agreed)
+        until(lambda: made.world.run(run.id).closed == 1, "the first round", 120)
+        for worker in workers():
+            worker.send_signal(signal.SIGKILL)
+        paused = made.world.ended(run.id)
+        assert paused.state is RunState.PAUSED
+        assert paused.reason.startswith("E-RUN-56")
+        assert "SIGKILL" in paused.reason
+        assert not left_over(made.world)
+        assert made.world.server.runs.lives()
+        gate.set()
+        made.world.server.runs.resume(run.id)
+        assert made.world.finished(run.id, 120).model_digest == expected
+        assert made.included(run.id)[0] == made.included(run.id)[1]
+        assert not events(made.world, run.id, "refused")
+
+
+def test_an_abort_ends_the_process_of_a_run(tmp_path: Path) -> None:
+    with federation(tmp_path / "home", settings=PROCESSES) as made:
+        made.come(wait=lambda round: True)
+        run = made.world.submit(manifest(rounds=3))
+        until(workers, "its worker", 60)
+        until(lambda: made.world.server.store.runs.round(run.id, 0), "the first round", 60)
+        made.world.server.runs.abort(run.id)
+        made.world.ended(run.id)
+        until(lambda: not workers(), "its worker to end")
+
+
+def test_a_process_that_cannot_begin_says_why(tmp_path: Path) -> None:
+    raw = manifest(rounds=1).to_json().replace('"fedavg"', '"another"')
+    with pytest.raises(Exception, match="another"):
+        ProcessWorker(Setup(raw, [], f"{tmp_path}/.written-"))
+
+
+# ---- calls -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Line, Line]]:
+    (a, b), (c, d) = os.pipe(), os.pipe()
+    one, other = Line(os.fdopen(a, "rb"), os.fdopen(d, "wb")), Line(os.fdopen(c, "rb"), os.fdopen(b, "wb"))
+    yield one, other
+    for file in (one.outgoing, other.outgoing, one.incoming, other.incoming):
+        file.close()
+
+
+def test_both_sides_call_at_once_and_errors_keep_their_codes(ends: tuple[Line, Line]) -> None:
+    def refuse() -> None:
+        raise RefusedError("E-RUN-14", "no")
+
+    one = Calls(ends[0], {"half": lambda n: n / 2}, ErrorLines())
+    other = Calls(ends[1], {"twice": lambda n: 2 * one_asks(n), "refuse": refuse, "fail": lambda: 1 / 0}, ErrorLines())
+    one_asks = lambda n: other.call("half", n) + n / 2  # noqa: E731
+    for calls in (one, other):
+        threading.Thread(target=calls.listen, daemon=True).start()
+    assert one.call("twice", 21.0) == 42.0
+    with pytest.raises(RefusedError, match="E-RUN-14: no"):
+        one.call("refuse")
+    with pytest.raises(Exception, match="ZeroDivisionError"):
+        one.call("fail")
+    with pytest.raises(Exception, match="KeyError"):
+        one.call("unknown")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"nothing\n", b'{"returned": [5, 1]}\n', b'{"returned": 7}\n', b'{"call": []}\n', b'{"raised": [0, 1]}\n'],
+)
+def test_whatever_the_other_side_says_or_when_it_ends_no_call_waits_for_ever(
+    ends: tuple[Line, Line], said: bytes
+) -> None:
+    calls, raised = Calls(ends[0], {}, ErrorLines()), threading.Event()
+
+    def ask() -> None:
+        with pytest.raises(OtherSideEndedError):
+            calls.call("anything")
+        raised.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    ends[1].incoming.readline()
+    ends[1].outgoing.write(said)
+    ends[1].outgoing.close()
+    calls.listen()
+    assert raised.wait(30)
+    with pytest.raises(OtherSideEndedError):
+        calls.call("anything")
+
+
+def workers() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children() if "coordinator.worker" in " ".join(p.cmdline())]
+
+
+def left_over(world: World) -> list[Path]:
+    return list(world.server.objects.folder.glob(".*"))

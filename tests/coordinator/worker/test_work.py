@@ -1,0 +1,53 @@
+"""An update is read once: the round takes what was measured before its receipt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coordinator.runs.exchange import Setup, Update
+from coordinator.worker import work
+from coordinator.worker.work import RunWork
+from fl_core.aggregation.update_check import MeasuredUpdate
+from fl_core.errors import ProtocolError
+from fl_core.types.enums import TaskKind
+from protos.wire.codec import BundleFile
+from tests.support.coordinator import DATA, update_bytes
+from tests.support.federations import manifest
+
+
+def test_a_round_takes_what_was_measured_before_the_receipt_once_and_bit_for_bit(tmp_path: Path) -> None:
+    computing, update = begun(tmp_path), sent(tmp_path, DATA)
+    computing.check(update)
+    check, bundle = computing.checks[TaskKind.TRAIN], BundleFile(Path(update.path))
+    measured = computing.measured(update.id)
+    assert measured == check.check(bundle, update.silo)
+    assert check.check(MeasuredUpdate(bundle, measured), update.silo) is measured
+    assert computing.measured(update.id) is None, "it is kept until the round has it, and no longer"
+
+
+def test_of_a_refused_update_nothing_is_remembered(tmp_path: Path) -> None:
+    computing, update = begun(tmp_path), sent(tmp_path, update_bytes(float("nan")))
+    with pytest.raises(ProtocolError, match="E-WIRE-05"):
+        computing.check(update)
+    assert computing.measured(update.id) is None
+
+
+def test_what_no_round_takes_is_forgotten_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "MEASURED", 2)
+    computing, update = begun(tmp_path), sent(tmp_path, DATA)
+    for name in ("first", "second", "third"):
+        computing.check(update._replace(id=name))
+    assert [computing.measured(name) is None for name in ("first", "second", "third")] == [True, False, False]
+
+
+def begun(folder: Path) -> RunWork:
+    agreed = manifest(rounds=1)
+    return RunWork(Setup(agreed.to_json(), [(member.name, 0, 0) for member in agreed.members], f"{folder}/.written-"))
+
+
+def sent(folder: Path, data: bytes) -> Update:
+    file = folder / "update"
+    file.write_bytes(data)
+    return Update("one", "north", 0, TaskKind.TRAIN.value, str(file))
