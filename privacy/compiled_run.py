@@ -14,14 +14,6 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import Guards, RunSetup
 from privacy import profiles
 from privacy.profiles.base import PrivacyProfile
-from privacy.secagg.terms import SecaggRun
-
-
-def secagg_run(run_id: str, manifest: RunManifest) -> SecaggRun:
-    """Return the secure aggregation terms of a masked run; raises ConfigError (E-CFG-02) as `SecaggRun`."""
-    assert manifest.secagg is not None
-    digest, names = bytes.fromhex(manifest.digest()), tuple(member.name for member in manifest.members)
-    return SecaggRun(run_id, digest, names, manifest.rounds, manifest.grid.ring, manifest.secagg)
 
 
 class CompiledRun(RunSetup):

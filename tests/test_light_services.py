@@ -53,8 +53,8 @@ def test_what_only_names_things_loads_no_torch(code: str) -> None:
     assert loaded_by(code) & {"torch", "torchvision", "scipy"} == set()
 
 
-@pytest.mark.parametrize("module", ["coordinator.api.server", "coordinator.cli.consortium"])
-def test_the_service_of_a_consortium_loads_nothing_that_computes(module: str) -> None:
+@pytest.mark.parametrize("module", ["coordinator.api.server", "coordinator.cli.consortium", "silo.cli.foreground"])
+def test_a_service_imports_nothing_that_computes(module: str) -> None:
     assert loaded_by(f"import {module}") & {"torch", "torchvision", "scipy", "PIL", "pydicom", "hydra"} == set()
 
 

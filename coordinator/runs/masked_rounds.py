@@ -26,11 +26,12 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.enums import TaskKind
 from fl_core.types.secagg import BLOCKS, MASKS
-from privacy.compiled_run import CompiledRun, secagg_run
+from privacy.compiled_run import CompiledRun
 from privacy.secagg.coordinator_side import OpenedSeeds, SealedRound, UploadSum
 from privacy.secagg.keys import KeyVerifier, MemberKeys, VerifiedKeys, pinned_signature, verify_keys
 from privacy.secagg.messages import Bytes, Confirmation, RevealedShares, Seal
 from privacy.secagg.terms import Round, SecaggError, SecaggRun
+from privacy.secagg_run import secagg_run
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import read_bytes
 from protos.wire.tasks import FROM_WIRE, TO_WIRE, TaskKey

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from fl_core.errors import ProtocolError
 from fl_core.types.enums import TaskKind
+from fl_core.types.secagg import SECRET
 from protos.consilium.v1 import federation_pb2 as pb
 
 TO_WIRE: dict[TaskKind, pb.TaskKind.ValueType] = {kind: getattr(pb, kind.name) for kind in TaskKind}
@@ -59,3 +60,14 @@ def contribution_id(run_id: str, round: int, kind: TaskKind, silo: str, base_dig
     """Return SHA-256(run, round, kind, silo, base model) in hex: the name of the update that a silo may send."""
     raw = json.dumps([run_id, round, kind.value, silo, base_digest], separators=(",", ":"))
     return hashlib.sha256(b"contribution|" + raw.encode()).hexdigest()
+
+
+def digest_of(text: str) -> bytes:
+    """Read a digest; raises ProtocolError (E-WIRE-06)."""
+    try:
+        digest = bytes.fromhex(text)
+    except ValueError:
+        digest = b""
+    if len(digest) != SECRET:
+        raise ProtocolError("E-WIRE-06", f"expected a digest of {2 * SECRET} hexadecimal digits, found {text[:80]!r}")
+    return digest

@@ -12,7 +12,7 @@ from fl_core.aggregation.flat_blocks import WORDS
 from fl_core.aggregation.masked_sum import unsigned
 from fl_core.errors import ProtocolError
 from fl_core.types.class_coverage import ClassCoverage
-from fl_core.types.secagg import CLASSES, MASKS, MODEL, SECRET
+from fl_core.types.secagg import CLASSES, MASKS, MODEL
 from privacy.compiled_run import CompiledRun
 from privacy.secagg import silo_side
 from privacy.secagg.messages import MaskedUpload, Seal
@@ -20,7 +20,7 @@ from privacy.secagg.terms import CLASSES as BLOCK_OF_CLASSES
 from privacy.secagg.terms import SecaggError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import BundleFile
-from protos.wire.tasks import TaskKey
+from protos.wire.tasks import TaskKey, digest_of
 from service_core.storage import digests
 from silo.storage.store import SiloStore
 
@@ -76,14 +76,3 @@ def _upload(update: BundleFile) -> MaskedUpload:
     extra = update[MASKS].total
     blocks = (unsigned(update[block].total[WORDS]) for block in (MODEL, CLASSES))
     return MaskedUpload(*(extra[name].numpy() for name in ("salt", "commitments", "packages")), *blocks)
-
-
-def digest_of(text: str) -> bytes:
-    """Read a digest; raises ProtocolError (E-WIRE-06)."""
-    try:
-        digest = bytes.fromhex(text)
-    except ValueError:
-        digest = b""
-    if len(digest) != SECRET:
-        raise ProtocolError("E-WIRE-06", f"expected a digest of {2 * SECRET} hexadecimal digits, found {text[:80]!r}")
-    return digest

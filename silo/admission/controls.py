@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,11 +18,9 @@ from fl_core.datasets import SiloDataset
 from fl_core.errors import (
     ConfigError,
     DataError,
-    FederationError,
     ProtocolError,
     RefusedError,
     SchemaError,
-    StateError,
 )
 from fl_core.extensions import loading, registry
 from fl_core.rounds import sampling
@@ -45,23 +42,18 @@ from privacy.profiles.record import RecordProfile
 from privacy.release_log import InMemoryReleaseLog
 from privacy.secagg.terms import SecaggError
 from protos.wire.tasks import TaskKey
-from service_core.storage import private_files
-from service_core.storage.chain import ChainHead
-from silo.admission import census, policy_in_force, private_readiness
+from silo.admission import census, private_readiness
 from silo.admission.floors import ReleaseFloors
+from silo.admission.rules import HospitalRules
 from silo.admission.run_request import describe_request, request_of, warn_of_few
 from silo.admission.survey_history import Countable, SurveyedPatients, Told
 from silo.admission.surveys import RememberedSurvey, remembered_answers, survey_preview
 from silo.identity.identity import SiloIdentity
 from silo.reports.run_request import RunRequest, SurveyPreview
 from silo.storage.approvals import AwaitingDecisionError
-from silo.storage.home import Home
 from silo.storage.run_data import RunData
-from silo.storage.store import SiloStore
-from silo.storage.tasks import Attestation, ledger_position
 
 if TYPE_CHECKING:
-    from privacy.ledger.ledger import Ledger
     from privacy.ledger.run_ledger import RunLedger
 
 log = logging.getLogger(__name__)
@@ -185,29 +177,10 @@ class AdmissionDecision(NamedTuple):
 
 
 @dataclass(slots=True)
-class HospitalControls:
-    """The hospital's rules for every run. No message from the network changes them.
+class HospitalControls(HospitalRules):
+    """The hospital's rules for every run. No message from the network changes them."""
 
-    coordinator: the authority's certificate, which tells this consortium from others that share the ledger.
-    """
-
-    home: Home
-    store: SiloStore
-    coordinator: str = ""
-    _ledger: Ledger | None = field(default=None, init=False)
     _last: CompiledRun | None = field(default=None, init=False)
-
-    @property
-    def ledger(self) -> Ledger:
-        if self._ledger is None:
-            from privacy.ledger.ledger import Ledger
-
-            self._ledger = Ledger(self.home.ledger, self.home.ledger_key)
-        return self._ledger
-
-    def existing_ledger(self) -> Ledger | None:
-        """Return the ledger, or None; never creates one."""
-        return self.ledger if self.home.ledger.exists() else None
 
     def as_registered(self, dataset: SiloDataset) -> SiloDataset:
         """Return data as the ledger identifies them: `privacy.ledger.registration.as_registered`."""
@@ -216,94 +189,6 @@ class HospitalControls:
         from privacy.ledger.registration import as_registered
 
         return as_registered(self.existing_ledger(), dataset)
-
-    def policy(self) -> Policy:
-        """Read the current policy; raises RefusedError (`policy_in_force.UNUSABLE`) on one that allows nothing."""
-        return policy_in_force.in_force(self.home)
-
-    def policy_digest(self) -> str:
-        """Return the SHA-256 of the policy file, valid or not; empty if there is none that can be read."""
-        return policy_in_force.digest_of(self.home)
-
-    def hides_size(self) -> bool:
-        """Tell whether the hospital hides its size; True if the policy cannot be read."""
-        try:
-            return self.policy().runs.hide_size
-        except RefusedError:
-            return True
-
-    def tells_data(self) -> bool:
-        """Tell whether counted sizes and the classes may be declared; never if the policy requires masks."""
-        try:
-            return not self.policy().secagg.require
-        except RefusedError:
-            return False
-
-    def trains(self) -> bool:
-        """Tell whether the hospital takes part in training at all; as `policy_in_force.trains`."""
-        return policy_in_force.trains(self.home)
-
-    def attestation(self) -> Attestation:
-        if not self.home.ledger.exists():
-            return Attestation(self.policy_digest())
-        head, sealed, restored = self.ledger.statement()
-        return Attestation(self.policy_digest(), head.seq, head.hash if head.seq else "", sealed.hex(), restored)
-
-    def recover(self) -> list[str]:
-        """Verify the ledger when the service starts; count open entries as spent, and return them.
-
-        Raises StateError: E-BUDGET-07 on a ledger that was edited, E-BUDGET-08 on one that lacks events that others
-        have seen.
-        """
-        seen = self.latest_attestation()
-        if seen.seq or self.home.ledger.exists():
-            self.ledger.verify(ChainHead(seen.seq, seen.head))
-        return self.ledger.recover() if self.home.ledger.exists() else []
-
-    def latest_attestation(self) -> Attestation:
-        return max(self._attestation_reminded(), self.store.latest_attestation_sent(), key=ledger_position)
-
-    def all_attestations(self) -> list[Attestation]:
-        return [self._attestation_reminded(), *self.store.attested()]
-
-    def _attestation_reminded(self) -> Attestation:
-        try:
-            attested = Attestation(*json.loads(self.home.attested.read_text()))
-            if not all(type(v) is type(valid) for v, valid in zip(attested, Attestation(), strict=True)):
-                raise TypeError("it is no attestation")
-        except (OSError, ValueError, TypeError, RecursionError):
-            return Attestation()  # the coordinator has sent no attestation to this home
-        return attested
-
-    def record_attestation(self, seen: Attestation) -> None:
-        """Store the coordinator's record of this hospital's ledger; raises as `check`.
-
-        Raises StateError (E-BUDGET-18) on a record that this hospital never stated: restoring from it would burn
-        budget.
-        """
-        if ledger_position(seen) > ledger_position(self.latest_attestation()):
-            self._require_own(seen)
-            private_files.write_private(self.home.attested, json.dumps(seen).encode())
-        self.check(seen)
-
-    def _require_own(self, seen: Attestation) -> None:
-        from privacy.ledger.sealed import unseal
-
-        if not self.home.ledger.exists() and not self.home.ledger_key.exists():
-            return  # all is lost: only the coordinator's record is left
-        sealed = bytes.fromhex(seen.sealed)
-        is_own = unseal(self.ledger.chain.secret, ChainHead(seen.seq, seen.head), seen.restored, sealed) is not None
-        if not is_own and (sealed or any(a.sealed for a in self.store.attested())):
-            raise StateError(
-                "E-BUDGET-18",
-                f"expected an earlier statement of this hospital's ledger, found event {seen.seq}, which is not "
-                "signed with its key",
-            )
-
-    def check(self, seen: Attestation) -> None:
-        """Raise StateError (E-BUDGET-07, E-BUDGET-08) if events were edited, or are missing that others have seen."""
-        if seen.seq or self.home.ledger.exists():
-            self.ledger.require(ChainHead(seen.seq, seen.head))
 
     def admit(self, request: AdmissionRequest) -> AdmissionDecision:
         """Admit any run's request, or raise: the single entry point to this hospital's data, budget and memory.
@@ -510,10 +395,6 @@ class HospitalControls:
             return self.store.answers.answerable(patients, questions, withheld.least_patients)
 
         return survey_preview(run, dataset, withheld, decide)
-
-    def record_refusal(self, run: str, error: FederationError) -> None:
-        if error.code not in policy_in_force.UNUSABLE:  # an empty proof has nothing to record
-            self.ledger.note_refusal(run, error.code, self.coordinator)
 
 
 def _require_budget(run: CompiledRun, access: RunAccess) -> None:

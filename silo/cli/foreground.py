@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.status import Status
 
@@ -26,7 +27,9 @@ from silo.operations.liveness import Liveness
 from silo.service.service import Service
 from silo.settings import SiloSettings
 from silo.storage.home import Served
-from silo.training.trainer import RunRound
+
+if TYPE_CHECKING:  # only a worker loads torch
+    from silo.training.trainer import RunRound
 
 POLL_S = 0.2
 _DOING = {

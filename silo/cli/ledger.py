@@ -185,7 +185,7 @@ def restore(
     """
     from privacy.ledger.ledger import Ledger
     from privacy.ledger.recovery import SeenHead, charge_unknown_spending
-    from silo.admission.controls import HospitalControls
+    from silo.admission.rules import HospitalRules
 
     if not acknowledge:
         raise ConfigError(
@@ -195,7 +195,7 @@ def restore(
         with open_store(home.database) as store:
             seen = [
                 SeenHead(ChainHead(s.seq, s.head), bytes.fromhex(s.sealed), s.restored)
-                for s in HospitalControls(home, store).all_attestations()
+                for s in HospitalRules(home, store).all_attestations()
             ]
         charged = charge_unknown_spending(
             Ledger(home.ledger, home.ledger_key, older=True), seen, operator or getpass.getuser()
@@ -237,10 +237,10 @@ def place_ledger(
 
 
 def _seen(home: Home) -> ChainHead:
-    from silo.admission.controls import HospitalControls
+    from silo.admission.rules import HospitalRules
 
     with open_store(home.database) as store:
-        seen = HospitalControls(home, store).latest_attestation()
+        seen = HospitalRules(home, store).latest_attestation()
     return ChainHead(seen.seq, seen.head)
 
 

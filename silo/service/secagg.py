@@ -15,17 +15,16 @@ from cryptography.exceptions import UnsupportedAlgorithm
 
 from fl_core.errors import FederationError
 from fl_core.rounds.manifest import RunManifest
-from privacy.compiled_run import secagg_run
 from privacy.secagg import silo_side
 from privacy.secagg.keys import KEYS_CONTEXT, OwnKeys
 from privacy.secagg.messages import Opening, Seal
 from privacy.secagg.terms import SecaggError
+from privacy.secagg_run import secagg_run
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.wire.tasks import TaskKey
+from protos.wire.tasks import TaskKey, digest_of
 from service_core.console import pluralize
 from service_core.pki import certificates
 from service_core.pki.identity import CertificateRole, Identity, identity_of, parse_certificate
-from silo.admission.census import digest_of
 from silo.events import EmitEvent, event
 from silo.identity.identity import SiloIdentity
 from silo.service.task_queue import Send, TaskQueue, public_reason

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fl_core.errors import FederationError, StateError
-from privacy.profiles import PROFILES
+from privacy.policy_terms import PRIVATE_PROFILES
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import log_heads
 from service_core.audit_log.lines import ALLOWED, REFUSED, LogEntry
@@ -28,8 +28,8 @@ from service_core.storage.object_store import ObjectStore
 from service_core.storage.private_files import private_folder
 from service_core.tls.causes import Diagnosis
 from service_core.version import PROTOCOL, software
-from silo.admission.controls import HospitalControls
 from silo.admission.policy_in_force import accepts_new_peers
+from silo.admission.rules import HospitalRules
 from silo.cancellation import CancelToken
 from silo.connection.channel import Connect, ConnectionManager, connect_with, diagnose_with
 from silo.connection.control_client import ControlClient
@@ -87,8 +87,7 @@ class Service:
         self.name, self._consortium = this_silo.name, this_silo.consortium
         self._timing = ResponseTiming(settings.answer_after, settings.pulse_floor, clock)
         self.store = SiloStore(settings.home.database)
-        self._controls = HospitalControls(settings.home, self.store, self._identity.ca_fingerprint())
-        worker = self._make_worker(run_round)
+        self._controls, worker = self._make_worker(run_round)
         self._about = worker.describe()
         self._instance = settings.home.begin_instance()
         credentials = self._identity.current_credentials
@@ -158,7 +157,7 @@ class Service:
                 "hospitals alone; in any other run it reads each update, under the profile 'none' as exact float32 "
                 "numbers without noise. Under 'dp_record' and 'dp_silo_small' noise is added, charged to the ledger "
                 "(silo ledger show)",
-                facts={"profiles": ", ".join(PROFILES), "policy": self._controls.policy_digest()},
+                facts={"profiles": ", ".join(("none", *PRIVATE_PROFILES)), "policy": self._controls.policy_digest()},
             )
         )
         self._runner.worker.announce()
@@ -176,12 +175,15 @@ class Service:
         for thread in self._threads:
             thread.start()
 
-    def _make_worker(self, run_round: RunRound | None) -> Worker:
+    def _make_worker(self, run_round: RunRound | None) -> tuple[HospitalRules, Worker]:
+        settings, of_home = self._settings, (self._settings.home, self.store, self._identity.ca_fingerprint())
         if run_round is None:
-            return ProcessWorker(self._settings, self.name, self._emit, self.metrics.computed)
+            return HospitalRules(*of_home), ProcessWorker(settings, self.name, self._emit, self.metrics.computed)
+        from silo.admission.controls import HospitalControls
         from silo.worker.tasks import TaskWork
 
-        return ThreadWorker(TaskWork.of(self._settings, self.store, self._controls, self.metrics.computed, run_round))
+        controls = HospitalControls(*of_home)
+        return controls, ThreadWorker(TaskWork.of(settings, self.store, controls, self.metrics.computed, run_round))
 
     def _transfer(self, connections: ConnectionManager, objects: ObjectStore) -> Transfer:
         return Transfer(

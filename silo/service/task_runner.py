@@ -15,7 +15,7 @@ from privacy.policy_terms import REQUIRED
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.size_limits import MANIFEST_BYTES
 from service_core.console import pluralize
-from silo.admission.controls import HospitalControls
+from silo.admission.rules import HospitalRules
 from silo.cancellation import CancelledError, CancelToken
 from silo.connection.session import PULSE_CEILING_S, PULSE_FLOOR_S
 from silo.connection.transfer import ReceiptVerifier, Transfer
@@ -114,7 +114,7 @@ class TaskRunner:
     outbox: Outbox
     transfer: Transfer
     worker: Worker
-    controls: HospitalControls
+    controls: HospitalRules
     secagg: SecaggMember
     receipt_verifier: Callable[[], ReceiptVerifier]
     emit: EmitEvent
@@ -179,7 +179,7 @@ class TaskRunner:
         """Have a worker ready within the policy: a process in the cage sees root's files as nobody's.
 
         Raises RefusedError: E-POLICY-21 where it could reach a network and the policy forbids that, and as
-        `HospitalControls.policy`; as `Worker.begin`.
+        `HospitalRules.policy`; as `Worker.begin`.
         """
         policy, run_id = self.controls.policy(), task.key.run_id
         walls = self.worker.begin(run_id, task.stop)

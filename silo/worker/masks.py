@@ -14,13 +14,12 @@ from fl_core.aggregation.masked_sum import unsigned
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.secagg import CLASSES, MASKS, MODEL
 from fl_core.types.values import Bundle, Part
-from privacy.compiled_run import secagg_run
 from privacy.secagg import silo_side
 from privacy.secagg.keys import MemberKeys, RunKeys, pinned_signature
 from privacy.secagg.terms import Round, SecaggError
+from privacy.secagg_run import secagg_run
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.wire.tasks import TaskKey
-from silo.admission.census import digest_of
+from protos.wire.tasks import TaskKey, digest_of
 from silo.events import EmitEvent, event
 from silo.identity.identity import SiloIdentity
 from silo.storage.secagg_keys import READY, MaskedRun

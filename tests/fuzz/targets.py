@@ -49,7 +49,7 @@ from service_core.pki.offline_signing import Admission, SigningRequest
 from service_core.pki.roster import SignedRoster
 from service_core.storage.chain import ChainHead
 from service_core.storage.generation import Generation, GenerationFile
-from silo.admission.controls import HospitalControls
+from silo.admission.rules import HospitalRules
 from silo.storage.home import Home
 from silo.storage.store import SiloStore
 from tests.fuzz.limits import MEMORY
@@ -348,7 +348,7 @@ def _attested(data: bytes) -> None:
     home = _home("attested.json", data)
     store = SiloStore(home.database)
     try:
-        HospitalControls(home, store).latest_attestation()
+        HospitalRules(home, store).latest_attestation()
     finally:
         store.close_database()
 

@@ -18,12 +18,13 @@ from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.types.enums import TaskKind
 from fl_core.types.secagg import CLASSES, MASKS, MODEL, Secagg
 from fl_core.types.values import RoundContext
-from privacy.compiled_run import CompiledRun, secagg_run
+from privacy.compiled_run import CompiledRun
 from privacy.secagg import silo_side
 from privacy.secagg.coordinator_side import UploadSum
 from privacy.secagg.keys import KEYS_CONTEXT, MemberKeys, OwnKeys, RunKeys
 from privacy.secagg.messages import Confirmation, MaskedUpload, Opening, RevealedShares, Seal
 from privacy.secagg.terms import Round, SecaggRun
+from privacy.secagg_run import secagg_run
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import BundleFile
 from protos.wire.tasks import FROM_WIRE, TO_WIRE

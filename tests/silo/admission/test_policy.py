@@ -9,7 +9,8 @@ import torch
 
 from fl_core import datasets
 from fl_core.errors import RefusedError
-from fl_core.methods import FedAvg, build_method
+from fl_core.methods import build_method
+from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import EvaluationTerms, NamedOptions

@@ -13,7 +13,7 @@ from consilium.research.simulate.results import Result
 from consilium.research.simulate.round_printer import RoundPrinter
 from coordinator.config.hydra_config import compose_simulation
 from fl_core.errors import ConfigError
-from privacy.compiled_run import secagg_run
+from privacy.secagg_run import secagg_run
 from tests.support.data import real_data
 
 WORDS = ("data=digits", "model=digits_mlp", "train.max_steps=3", "rounds=2", "threads=1")
