@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -43,6 +44,8 @@ ABORT_S = 1.0
 """Seconds that a worker has to give up a task, or to end; then its whole process group is killed."""
 IDLE_S = 60.0
 """Seconds after which a worker without a run under way ends."""
+MOST_WORKERS = 2
+"""Each takes the memory of torch, a model and its data."""
 _DIGEST = re.compile(r"\b[0-9a-f]{64}\b")
 log = logging.getLogger(__name__)
 
@@ -115,11 +118,60 @@ def launch_here() -> subprocess.Popen[bytes]:
     return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)  # noqa: S603
 
 
-class ProcessWorker:
-    """A process in a cage (`silo.worker.cage`), for one run at a time.
+class ProcessWorkers:
+    """Processes, each for one run, so that runs which take turns do not begin anew each time; at most `MOST_WORKERS`.
 
-    It stays while its run is under way, and ends a minute after that, at once when its run was aborted, and before
-    another run's task. A task that is given up ends within `ABORT_S`: by itself, or killed with all its processes.
+    The one whose run had no task for longest ends when another run needs one. Arguments as of `ProcessWorker`.
+    """
+
+    def __init__(
+        self, settings: SiloSettings, silo: str, emit: EmitEvent, computed: Callable[[TaskKind, float], None]
+    ) -> None:
+        rmtree(settings.home.scratch, ignore_errors=True)
+        self._make = partial(ProcessWorker, settings, silo, emit, computed)
+        self._workers: dict[str, ProcessWorker] = {}
+        """By run, the one that was used last at the end; one that has none yet is that of ""."""
+
+    def of(self, run_id: str) -> ProcessWorker:
+        """Return the worker of a run."""
+        worker = self._workers.pop(run_id, None) or self._workers.pop("", None) or self._make()
+        while len(self._workers) >= MOST_WORKERS:
+            self._workers.pop(next(iter(self._workers))).end()
+        self._workers[run_id] = worker
+        return worker
+
+    def describe(self) -> Description:
+        return self.of("").describe()
+
+    def announce(self) -> None:
+        self.of("").announce()
+
+    def begin(self, run_id: str, stop: CancelToken) -> Walls:
+        return self.of(run_id).begin(run_id, stop)
+
+    def preflight(self, request: pb.Preflight, service: ServiceSide) -> Readiness:
+        return self.of(request.run_id).preflight(request, service)
+
+    def train(self, offer: pb.Offer, service: ServiceSide) -> PendingEntry:
+        return self.of(offer.run_id).train(offer, service)
+
+    def rest(self, state_of: Callable[[str], str]) -> None:
+        for run_id, worker in list(self._workers.items()):
+            worker.rest(state_of)
+            if worker.pid is None:
+                del self._workers[run_id]
+
+    def end(self) -> None:
+        for worker in self._workers.values():
+            worker.end()
+        self._workers.clear()
+
+
+class ProcessWorker:
+    """A process in a cage (`silo.worker.cage`), for one run.
+
+    It stays while its run is under way, and ends a minute after that, and at once when its run was aborted. A task that
+    is given up ends within `ABORT_S`: by itself, or killed with all its processes.
 
     silo: this hospital's name   computed: called with the seconds that a round took.
     """
@@ -154,11 +206,11 @@ class ProcessWorker:
 
     def begin(self, run_id: str, stop: CancelToken) -> Walls:
         """Be ready for a task of a run; raises StateError (E-RUN-55) where no worker starts, or what it refuses."""
-        if self.pid is None or self._run_id not in ("", run_id):
+        self._run_id = run_id
+        if self.pid is None:
             self.end()
             with self._cancelled_by(stop):
                 self._start()
-        self._run_id = run_id
         return self._walls
 
     def preflight(self, request: pb.Preflight, service: ServiceSide) -> Readiness:
@@ -206,13 +258,13 @@ class ProcessWorker:
         self._process.wait()
         self._line.incoming.close()
         self._process = None
+        rmtree(self._scratch, ignore_errors=True)
 
     # ---- the process -----------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        home, scratch = self._settings.home, self._settings.home.scratch
-        rmtree(scratch, ignore_errors=True)
-        private_folder(scratch)
+        home, self._scratch = self._settings.home, self._settings.home.scratch / secrets.token_hex(4)
+        private_folder(self._scratch)
         self._process = process = self._launch()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -221,7 +273,7 @@ class ProcessWorker:
             self._ask(
                 settings=self._settings.as_json(),
                 service=os.getpid(),
-                scratch=str(scratch),
+                scratch=str(self._scratch),
                 writable=sorted({str(home.path), str(home.ledger.parent), str(home.ledger_key.parent)}),
                 log_level=logging.getLogger().getEffectiveLevel(),
             )

@@ -20,7 +20,7 @@ from fl_core.types.records import TrainConfig
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.storage import digests
 from silo.service import workers
-from silo.service.workers import ProcessWorker
+from silo.service.workers import ProcessWorker, ProcessWorkers
 from tests.support import until
 from tests.support.fake_coordinator import Hospital, manifest
 from tests.support.privacy import budgeted, private
@@ -50,8 +50,8 @@ def serving(tmp_path: Path) -> Iterator[Serving]:
 
 def worker_of(hospital: Hospital) -> ProcessWorker:
     worker = hospital.service._runner.worker
-    assert isinstance(worker, ProcessWorker)
-    return worker
+    assert isinstance(worker, ProcessWorkers)
+    return list(worker._workers.values())[-1]
 
 
 def pid_of(hospital: Hospital) -> int:
@@ -146,7 +146,7 @@ def test_a_worker_ends_with_its_service(tmp_path: Path) -> None:
     from tests.support.fake_coordinator import Hospital
     hospital = Hospital(Path({str(tmp_path / "home")!r}), run_round=None)
     hospital.start()
-    print(hospital.service._runner.worker.pid, flush=True)
+    print(list(hospital.service._runner.worker._workers.values())[-1].pid, flush=True)
     time.sleep(600)
     """
     words = [sys.executable, "-c", textwrap.dedent(code)]
@@ -238,16 +238,21 @@ def test_a_finished_run_leaves_its_worker_for_a_minute_and_an_aborted_one_does_n
     assert made == ["aborted", "failed"]
 
 
-def test_each_run_has_a_worker_of_its_own(serving: Serving) -> None:
-    hospital = serving()
-    hospital.train()
-    hospital.settle()
-    pid = pid_of(hospital)
-    hospital.run_id = "run-2"
-    hospital.offer()
-    hospital.sent(2)
-    assert pid_of(hospital) != pid
-    assert gone(pid)
+def test_runs_that_take_turns_keep_their_workers_and_a_third_ends_the_one_that_was_idle_for_longest(
+    serving: Serving,
+) -> None:
+    hospital, pids = serving(), []
+    for number, (run, round) in enumerate((("run-1", 0), ("run-2", 0), ("run-1", 1), ("run-3", 0))):
+        hospital.run_id = run
+        hospital.offer(round)
+        hospital.sent(number + 1)
+        hospital.close(round)
+        pids.append(pid_of(hospital))
+    first, second, again, third = pids
+    assert first == again
+    assert len({first, second, third}) == 3
+    until(lambda: gone(second), seconds=20)
+    assert not gone(first)
 
 
 # ---- what is asked of it, and what it asks ---------------------------------------------------------------------------
