@@ -16,7 +16,7 @@ from coordinator.api.open_streams import PutStream
 from coordinator.runs import lineage
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.lineage import RunLineage
-from coordinator.runs.run_facts import RunFacts
+from coordinator.runs.run_facts import DerivedFacts
 from coordinator.runs.scheduler import RunScheduler
 from coordinator.runs.withdrawal import AffectedRun, Withdrawals
 from coordinator.storage.records import Contribution, StoredRun
@@ -103,8 +103,7 @@ class LeadService(rpc.LeadServicer):
         silos = self._silos(revoked=False)
         if request.start_from:  # before the run is built
             silos = self._may_go_on(request, silos)
-        with self._runs.services.model_lock:
-            manifest = self._build_manifest(request.spec_json, silos)
+        manifest = self._build_manifest(request.spec_json, silos)
         manifest = replace(manifest, lead=self._authorizer.caller(context).identity.name)
         return self._info(self._runs.submit(manifest, request.spec_json, request.request_id, request.start_from))
 
@@ -143,7 +142,7 @@ class LeadService(rpc.LeadServicer):
 
     def Show(self, request: pb.RunQuery, context: Context) -> pb.RunDetail:  # noqa: ARG002, N802
         run = self._runs.with_model_digest(self._store.runs.find(request.run_id))
-        facts = RunFacts.of(run)
+        facts = DerivedFacts.of(run)
         came: dict[int, list[Contribution]] = defaultdict(list)
         for update in self._store.contributions.arrivals(run.id):
             came[update.round].append(update)

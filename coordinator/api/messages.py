@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from coordinator.lead import accuracy
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.open_round import Waiting
-from coordinator.runs.run_facts import RunFacts
+from coordinator.runs.run_facts import DerivedFacts
 from coordinator.storage.records import Contribution, EventRow, RoundRow, Silo, StoredRun
 from coordinator.storage.store import CoordinatorStore
 from fl_core.types.class_coverage import ClassCoverage
@@ -42,7 +42,7 @@ def run_infos(
     runs.
     """
     ids = [run.id for run in runs]
-    noises = {run.id: RunFacts.of(run).noise for run in runs}
+    noises = {run.id: DerivedFacts.of(run).noise for run in runs}
     excluded, newest = store.steering.excluded(ids), store.runs.newest_records(ids)
     noisy = store.runs.evaluations([id for id in ids if noises[id].evaluation is not None])
     messages = []
@@ -103,7 +103,7 @@ def declarations(run_id: str, store: CoordinatorStore) -> list[pb.Declaration]:
 def round_info(
     row: RoundRow, noise: RunNoise = NO_NOISE, came: Iterable[Contribution] = (), exchanges: int = 0
 ) -> pb.RoundInfo:
-    """Convert a closed round. came: the received updates   exchanges: as in `RunFacts`."""
+    """Convert a closed round. came: the received updates   exchanges: as in `DerivedFacts`."""
     record = row.record
     own: dict[str, Any] = {
         "clinical": record.clinical and accuracy.clinical_message(record.clinical),
@@ -153,7 +153,7 @@ def event(row: EventRow, store: CoordinatorStore) -> pb.Event:
     """Convert an event; the close of a round includes its result, and milestones the run's current state."""
     message = pb.Event(at_unix=row.at, **_shared_fields(row, pb.Event))
     if row.kind == "closed" and (closed := store.runs.round(row.run_id, row.round)) is not None:
-        facts = RunFacts.of(store.runs.get(row.run_id))
+        facts = DerivedFacts.of(store.runs.get(row.run_id))
         message.closed.CopyFrom(round_info(closed, facts.noise, exchanges=facts.exchanges))
     if row.kind in ("submitted", "closed", "ended"):
         message.info.CopyFrom(run_info(store.runs.get(row.run_id), store))

@@ -97,8 +97,13 @@ class CoordinatorServer:
     Guarantees: two services never share a home; a stop loses nothing, and neither does a crash.
     """
 
-    def __init__(self, home: Path, bind: str, build_manifest: BuildManifest, settings: Settings | None = None) -> None:
-        """Prepare a service; it listens after `start`. bind: `host:port`, port 0: chosen by the system."""
+    def __init__(
+        self, home: Path, bind: str, build_manifest: BuildManifest | None = None, settings: Settings | None = None
+    ) -> None:
+        """Prepare a service; it listens after `start`.
+
+        bind: `host:port`, port 0: chosen by the system   build_manifest: by default a worker builds manifests.
+        """
         self.home = home
         self.bind = bind
         self.settings = settings or Settings()
@@ -134,6 +139,7 @@ class CoordinatorServer:
             self.runs = RunScheduler(services, self.uploads, workers, self.settings.parallel_runs)
             Leads(self.home, self.store).adopt()
             run_facts.complete(self.store.runs)
+            self._load_extensions()
             self._readiness = Readiness(self.store.database.path, self.runs.lives, self.settings.pulse_s)
             self.metrics_at = self._serve_metrics()
             port = self._loop.run(self._serve(consortium))
@@ -150,6 +156,13 @@ class CoordinatorServer:
         private_files.write_public(self.home / ADDRESS_FILE, json.dumps(about).encode())
         log.info("listening on %s", about["address"])
         return port
+
+    def _load_extensions(self) -> None:
+        """Say what runs may use; raises ConfigError (E-CFG-01) on extensions that cannot be loaded."""
+        if self.settings.extensions:
+            with self.runs.workers.opening() as worker:
+                for extension in worker.extensions:
+                    log.info("runs may use the %s", extension)
 
     def stop(self, grace: float = 5.0) -> None:
         """Interrupt the runs where they are, end the sessions, and give running calls `grace` seconds."""
@@ -246,7 +259,7 @@ class CoordinatorServer:
             self.store,
             self.dispatcher,
             self.runs,
-            self._build_manifest,
+            self._build_manifest or self.runs.workers.build,
             self._leads,
             WeightsUploads(self.home / WEIGHTS, self.objects, self.store.contributions.referenced_digests),
             limits.put_idle_s,
@@ -280,6 +293,7 @@ class CoordinatorServer:
                 self.dispatcher.fail_revoked_tasks()
                 self.dispatcher.store_last_seen()
                 self._readiness.look()
+                self.runs.workers.rest()
                 self.store.database.shorten_log()
             except Exception:  # the next attempt may succeed; this thread must not end unnoticed
                 log.exception("maintenance met an unexpected error")

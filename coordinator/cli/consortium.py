@@ -6,7 +6,6 @@ import logging
 import shlex
 import shutil
 import time
-from collections.abc import Sequence
 from contextlib import closing
 from datetime import timedelta
 from functools import partial
@@ -32,8 +31,7 @@ from service_core.storage import private_files, unfinished
 from service_core.storage.unfinished import UnfinishedMarker
 
 if TYPE_CHECKING:
-    from fl_core.rounds.manifest import RunManifest
-    from protos.consilium.v1 import federation_pb2 as pb
+    pass
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.2
@@ -164,15 +162,9 @@ def serve(
     checks.host_and_port(bind)
     Authority.open(home).unlock()
     logs.set_up(logs.chosen_format(log_format) or logs.LogFormat.TEXT, home)
-    if extension:
-        from fl_core.extensions import loading  # with torch: an idle service does without
-
-        for package in loading.load_distributions(extension):
-            log.info("runs may use the %s %s", package.kind, package)
     with ShutdownSignals(service=True) as signals:
-        server = CoordinatorServer(
-            home, bind, _build_manifest, Settings(metrics=metrics_at, extensions=extension or ())
-        )
+        settings = Settings(metrics=metrics_at, extensions=extension or ())
+        server = CoordinatorServer(home, bind, settings=settings)
         port = server.start()
         notify(READY)
         log.info("serving on %s:%d; stop with Ctrl-C", bind.rsplit(":", 1)[0], port)
@@ -183,9 +175,3 @@ def serve(
         notify(STOPPING)
         log.info("stopping: runs continue when the service is started again")
         server.stop()
-
-
-def _build_manifest(spec_json: str, silos: Sequence[pb.SiloInfo]) -> RunManifest:
-    from coordinator.config.manifest_builder import build_manifest  # with torch
-
-    return build_manifest(spec_json, silos)

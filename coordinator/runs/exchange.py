@@ -3,31 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from coordinator.runs.tasks import RunInterrupted
+from coordinator.storage.records import RunState, StoredRun
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import RoundContext
 from privacy.secagg.coordinator_side import OpenedSeeds
 from service_core.workers.lines import ErrorLines
 
+Size = tuple[str, float, float]
 ERRORS = ErrorLines({RunInterrupted.__name__: RunInterrupted})
+
+
+class Place(NamedTuple):
+    """Where a worker works.
+
+    objects: the folder of objects   written: the beginning of the paths of the files that it writes for the service
+    extensions: installed distributions whose methods and models runs may use.
+    """
+
+    objects: str
+    written: str
+    extensions: Sequence[str] = ()
 
 
 class Setup(NamedTuple):
     """What a worker needs to know of its run.
 
-    manifest: as JSON   sizes: of each member, its training and test examples where it declares them (0: it does not)
-    written: the beginning of the paths of the files that it writes for the service   extensions: installed
-    distributions whose methods and models runs may use.
+    manifest: as JSON   sizes: of each member, its training and test examples where it declares them (0: it does not).
     """
 
     manifest: str
-    sizes: Sequence[tuple[str, float, float]]
-    written: str
-    extensions: Sequence[str] = ()
+    sizes: Sequence[Size]
+
+
+class Known(NamedTuple):
+    """What the opening of a run needs to know of another one; fields as of `StoredRun`."""
+
+    id: str
+    manifest: str
+    state: str
+    closed: int
+    state_object: str | None
+
+    @classmethod
+    def of(cls, run: StoredRun) -> Known:
+        return cls(run.id, run.manifest, run.state.value, run.closed, run.state_object)
+
+    def run(self) -> StoredRun:
+        run = StoredRun(self.id, "", "", "", self.manifest, "", "", "", 0, (), RunState(self.state))
+        return replace(run, closed=self.closed, state_object=self.state_object)
+
+
+class Asked(NamedTuple):
+    """A run that is to be opened.
+
+    manifest: as JSON, with no model to start from   sizes: as in `Setup`   parent: the run that it continues
+    beside: the run whose models are measured beside its model.
+    """
+
+    manifest: str
+    sizes: Sequence[Size]
+    parent: Known | None
+    beside: Known | None
+
+
+class Opened(NamedTuple):
+    """A run that can be stored.
+
+    facts: as `DerivedFacts.to_dict`   state: of its first round, if it begins from another run or from weights
+    other: the model that is measured beside it.
+    """
+
+    manifest: str
+    sizes: Sequence[Size]
+    facts: Mapping[str, Any]
+    state: Written | None
+    other: Written | None
 
 
 class Written(NamedTuple):
@@ -101,3 +157,17 @@ def seeds_of_json(raw: Sequence[Any]) -> OpenedSeeds:
     task, context, inside, seeds = raw
     opened = {(block, dealer, slot): bytes.fromhex(seed) for block, dealer, slot, seed in seeds}
     return OpenedSeeds(task, bytes.fromhex(context), tuple(inside), opened)
+
+
+def asked_of_json(raw: Sequence[Any]) -> Asked:
+    """Read the fields of an `Asked` that passed as JSON."""
+    manifest, sizes, *others = raw
+    parent, beside = (None if other is None else Known(*other) for other in others)
+    return Asked(manifest, sizes, parent, beside)
+
+
+def opened_of_json(raw: Sequence[Any]) -> Opened:
+    """Read the fields of an `Opened` that passed as JSON."""
+    manifest, sizes, facts, *files = raw
+    state, other = (None if file is None else Written(*file) for file in files)
+    return Opened(manifest, sizes, facts, state, other)

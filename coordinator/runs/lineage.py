@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from coordinator.runs.run_facts import RunFacts
+from coordinator.runs.run_facts import DerivedFacts
 from coordinator.storage.records import StoredRun
 from coordinator.storage.runs import WITHDRAWN, RunStore
 from fl_core.errors import ConfigError, StateError
@@ -190,7 +190,7 @@ def is_complete(run: StoredRun) -> bool:
 
 def exchanges(run: StoredRun) -> int:
     """Return after how many rounds a run's method ends; 0 if every round improves the model."""
-    return RunFacts.of(run).exchanges
+    return DerivedFacts.of(run).exchanges
 
 
 def _require_same_sums(parent: StoredRun, now: RunManifest) -> None:

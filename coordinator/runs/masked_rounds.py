@@ -17,6 +17,7 @@ from coordinator.pki.membership import roster_member
 from coordinator.runs.dispatcher import census_closed
 from coordinator.runs.open_round import AwaitedSilo, OpenRound, Waiting
 from coordinator.runs.preflight import ask_preflight
+from coordinator.runs.run_facts import DerivedFacts
 from coordinator.runs.services import Services
 from coordinator.runs.tasks import FromMember, RunInterrupted, RunTasks, stated, unless_over
 from coordinator.storage.records import Contribution, RunState, Steering, StoredRun
@@ -26,7 +27,6 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.enums import TaskKind
 from fl_core.types.secagg import BLOCKS, MASKS
-from privacy.compiled_run import CompiledRun
 from privacy.secagg.coordinator_side import OpenedSeeds, SealedRound, UploadSum
 from privacy.secagg.keys import KeyVerifier, MemberKeys, VerifiedKeys, pinned_signature, verify_keys
 from privacy.secagg.messages import Bytes, Confirmation, RevealedShares, Seal
@@ -62,7 +62,8 @@ class MaskedRounds:
     """
 
     run: StoredRun
-    compiled: CompiledRun
+    manifest: RunManifest
+    facts: DerivedFacts
     services: Services
     tasks: RunTasks
     _secagg: SecaggRun = field(init=False)
@@ -71,7 +72,7 @@ class MaskedRounds:
     _opened: SetOpening | None = None
 
     def __post_init__(self) -> None:
-        self._secagg = secagg_run(self.run.id, self.compiled.manifest)
+        self._secagg = secagg_run(self.run.id, self.manifest)
 
     @property
     def masks(self) -> Mapping[str, str]:
@@ -93,7 +94,7 @@ class MaskedRounds:
         store = self.services.store.secagg
         while store.keys(self.run.id) is None:
             roster = self.services.roster()
-            arguments = self.run, self.compiled.manifest, self.services.dispatcher, self.tasks
+            arguments = self.run, self.manifest, self.services.dispatcher, self.tasks
             ready = ask_preflight(*arguments, check=self._check_keys, roster=roster)
             if self.services.roster() == roster:
                 self.keep_keys({name: pending.entry for name, pending in ready.items() if pending.entry is not None})
@@ -151,19 +152,20 @@ class MaskedRounds:
     @property
     def _floor(self) -> bool:
         """Whether the census decides which rows of classes are left out: then the run needs it to begin."""
-        return self.compiled.updates.floor is not None
+        return self.facts.least > 1
 
     def begin(self, census: Callable[[], Sequence[float]]) -> tuple[Sequence[float] | None, ClassCoverage | None]:
         """Hold the census before round 0; return its counts if rounds need them, and the class coverage.
 
         census: has it computed. Raises UnavailableError if the run needs it and not all hospitals answer.
         """
-        if not self.compiled.counts_classes or self.run.closed:
+        if not self.facts.counts_classes or self.run.closed:
             return None, None
         counted = self._census(census)
         if counted is None:
-            return None, self.compiled.coverage((), why="not all hospitals were counted")
-        return counted if self._floor else None, self.compiled.coverage([int(n) for n in counted])
+            return None, self.facts.coverage(self.manifest.schema.classes, (), why="not all hospitals were counted")
+        coverage = self.facts.coverage(self.manifest.schema.classes, [int(n) for n in counted])
+        return counted if self._floor else None, coverage
 
     def _census(self, census: Callable[[], Sequence[float]]) -> Sequence[float] | None:
         """Return how many hospitals each class has: from an earlier census, or from a new one.
@@ -242,7 +244,7 @@ class MaskedRounds:
         state = SealedRound(total, _seal_of(message, kind), self._keys.sign)
         if {BLOCKS[block] for block, _, _ in round.opened(state.inside)} != set(blocks):
             raise ValueError(f"expected to open what the members answer for, found {sorted(blocks)}")
-        deadline_s = self.compiled.manifest.deadline_s
+        deadline_s = self.manifest.deadline_s
         self._opened = SetOpening(self.services, self.tasks, round, kind, state, message, deadline_s)
         self._open.set_fixed(self._opened.waiting)
         with self.tasks.asking(self._opened):
@@ -537,7 +539,7 @@ def _end_reason(run: StoredRun) -> str:
     else:
         remedy = f"Every round was trained: coordinator evaluate {run.id} measures its model with new keys"
     charged = ""
-    if CompiledRun.of(RunManifest.from_json(run.manifest)).private:
+    if DerivedFacts.of(run).private:
         charged = (
             ". What its rounds were charged stays in each hospital's ledger, also of rounds since the backup (there: "
             "silo ledger show); a new run is charged beside it"

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 from coordinator.runs.open_round import OpenRound
 from coordinator.runs.preflight import ask_preflight
+from coordinator.runs.run_facts import DerivedFacts
 from coordinator.runs.services import Services
 from coordinator.runs.tasks import RunTasks
 from coordinator.storage.records import Steering, StoredRun
+from fl_core.rounds.manifest import RunManifest
 from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.enums import TaskKind
 from fl_core.types.secagg import read_alone
-from privacy.compiled_run import CompiledRun
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +26,8 @@ class PlainRounds:
     """
 
     run: StoredRun
-    compiled: CompiledRun
+    manifest: RunManifest
+    facts: DerivedFacts
     services: Services
     tasks: RunTasks
     masks: Mapping[str, str] = field(default_factory=dict)
@@ -38,21 +40,21 @@ class PlainRounds:
         waits for connected silos, at most the manifest's patience. No answer is stored: after a restart all are asked
         again, until a round was opened. Raises as `ask_preflight`.
         """
-        run, compiled, store = self.run, self.compiled, self.services.store
+        run, facts, store = self.run, self.facts, self.services.store
         if store.runs.round(run.id, 0) is not None:
             return None
         self.tasks.event("clear", text=read_alone(len(run.members)))
         if run.closed:
             return None
-        quorum = 0 if compiled.private else steering.quorum or compiled.manifest.quorum
-        arguments = run, compiled.manifest, self.services.dispatcher, self.tasks
-        ready = ask_preflight(*arguments, excluded=steering.excluded, all_answer=compiled.private, quorum=quorum)
-        if not compiled.counts_classes:
+        quorum = 0 if facts.private else steering.quorum or self.manifest.quorum
+        arguments = run, self.manifest, self.services.dispatcher, self.tasks
+        ready = ask_preflight(*arguments, excluded=steering.excluded, all_answer=facts.private, quorum=quorum)
+        if not facts.counts_classes:
             return None
         trains = [set(pending.trains) for pending in ready.values() if pending.trains]
-        counted = [sum(c in each for each in trains) for c in range(len(compiled.manifest.schema.classes))]
+        counted = [sum(c in each for each in trains) for c in range(len(self.manifest.schema.classes))]
         silent = len(trains) < len(run.members) - len(steering.excluded)
-        return compiled.coverage(counted if trains else (), partial=silent)
+        return facts.coverage(self.manifest.schema.classes, counted if trains else (), partial=silent)
 
     def begin(self, census: Callable[[], Sequence[float]]) -> tuple[None, ClassCoverage | None]:
         """Prepare round 0 once the model exists: nothing to do."""

@@ -15,18 +15,17 @@ from coordinator.runs.exchange import Rounds, Written
 from coordinator.runs.masked_rounds import MaskedRounds
 from coordinator.runs.open_round import OpenRound, Waiting, excluded_error
 from coordinator.runs.plain_rounds import PlainRounds
+from coordinator.runs.run_facts import DerivedFacts
 from coordinator.runs.services import Services
 from coordinator.runs.tasks import PendingTask, RoundTask, RunInterrupted, unless_over
 from coordinator.runs.workers import RunWorker, RunWorkers
-from fl_core.aggregation.options import NormClipped
-from fl_core.aggregation.round_sum import MIN_UPDATES_FOR_MEDIAN
+from fl_core.aggregation.options import MIN_UPDATES_FOR_MEDIAN, NormClipped
 from fl_core.errors import UnavailableError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.class_coverage import LEFT_OUT, ClassCoverage, counted_holders, listed
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import RoundContext, State
-from privacy.compiled_run import CompiledRun
 from privacy.secagg.coordinator_side import OpenedSeeds
 from protos.wire.codec import write_state
 from service_core.storage.object_store import ObjectStore
@@ -94,13 +93,13 @@ class ActiveRun:
         if run.state.ended:
             return
         manifest = RunManifest.from_json(run.manifest)
-        self.compiled = CompiledRun.of(manifest)
+        self.facts = DerivedFacts.of(run)
         self.row, self.steering, self.manifest = run, store.steering.of(run.id), manifest
         self.tasks.note_software(services.dispatcher.software_of(run.members))
-        rounds = MaskedRounds if self.compiled.masked else PlainRounds
-        self.rounds = rounds(run, self.compiled, services, self.tasks)
+        rounds = MaskedRounds if self.facts.masked else PlainRounds
+        self.rounds = rounds(run, manifest, self.facts, services, self.tasks)
         coverage = self.rounds.prepare(self.steering)
-        if not self.compiled.counts_classes:
+        if not self.facts.counts_classes:
             coverage = self._declared()
         self._keep_coverage(coverage)
         self._warn_of_few()
@@ -130,15 +129,16 @@ class ActiveRun:
 
     def _declared(self) -> ClassCoverage:
         """Return the class coverage from the members' declarations, for runs that may not ask records."""
-        manifest, compiled = self.manifest, self.compiled
+        manifest, facts = self.manifest, self.facts
         declared = dict[str, tuple[str, ...]]()
-        if compiled.kind.trains:
+        if manifest.kind.trains:
             members, silos = {member.name for member in manifest.members}, self.services.store.members.silos()
             declared = {s.name: s.data.holds for s in silos if s.name in members and s.data.holds}
             if len(declared) == len(members):
-                return compiled.coverage(counted_holders(manifest.schema.classes, declared.values()))
+                counted = counted_holders(manifest.schema.classes, declared.values())
+                return facts.coverage(manifest.schema.classes, counted)
         why = "private run, and not all hospitals declare their classes (silo serve --holds)"
-        return compiled.coverage((), why=why if compiled.private else "")
+        return facts.coverage(manifest.schema.classes, (), why=why if facts.private else "")
 
     def _keep_coverage(self, coverage: ClassCoverage | None) -> None:
         """Store the classes that a run trains, once; if some are left out, pause it for the lead's decision.
@@ -170,7 +170,7 @@ class ActiveRun:
         if not run.kind.trains or len(run.members) >= MIN_UPDATES_FOR_MEDIAN or store.runs.round(run.id, 0) is not None:
             return
         may = "nothing limits how far one of them can move the model"
-        if isinstance(self.compiled.aggregator, NormClipped):
+        if self.facts.aggregator == NormClipped.name:
             may = "one of them can move the model by several times the norm of its initial weights in a round"
         text = f"fewer than {MIN_UPDATES_FOR_MEDIAN} silos: {may}, and one refused update pauses the run"
         self.tasks.event("warning", text=text)

@@ -1,20 +1,25 @@
 """All runs: submitted, queued, steered, ended, resumed. Each running one is an `ActiveRun`.
 
-Nothing here computes: `RunScheduler.engine` does, and loads torch when it is first asked for.
+Nothing here computes: workers do (`coordinator.runs.workers`).
 """
 
 from __future__ import annotations
 
 import logging
+import re
+import secrets
 import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from coordinator.runs import lineage
+from coordinator.runs.exchange import Asked, Known, Opened
+from coordinator.runs.lineage import RunLineage
 from coordinator.runs.open_round import Waiting
+from coordinator.runs.run import ActiveRun, StoredObject
+from coordinator.runs.run_facts import DerivedFacts
 from coordinator.runs.services import Services
 from coordinator.runs.tasks import RunInterrupted
 from coordinator.runs.workers import RunWorkers
@@ -26,10 +31,6 @@ from fl_core.errors import ConfigError, FederationError, StateError, Unavailable
 from fl_core.rounds.manifest import RunManifest
 from protos.wire.codec import TensorFile
 from service_core.console import pluralize
-
-if TYPE_CHECKING:
-    from coordinator.runs.engine import RunEngine
-    from coordinator.runs.run import ActiveRun
 
 log = logging.getLogger(__name__)
 PARALLEL_RUNS = 4
@@ -52,37 +53,59 @@ class RunScheduler:
     ) -> None:
         self.services, self.uploads, self.workers, self.parallel = services, uploads, workers, parallel
         self.store, self.objects, self.dispatcher = services.store, services.objects, services.dispatcher
-        self._engine: RunEngine | None = None
-        self._loading = threading.Lock()
         self._lock = threading.RLock()
         self._queue = deque[str]()
         self._active: dict[str, ActiveRun] = {}
         self._stopping = False
         self._cleanup = ThreadPoolExecutor(1, thread_name_prefix="cleanup")
 
-    @property
-    def engine(self) -> RunEngine:
-        """What computes; loaded once, by whoever is first."""
-        with self._loading:
-            if self._engine is None:
-                from coordinator.runs.engine import RunEngine  # with torch
-
-                self._engine = RunEngine(self.services)
-            return self._engine
-
     def submit(self, manifest: RunManifest, spec: str, request_id: str, start_from: str = "") -> StoredRun:
         """Accept a run and queue it; a repeated submission with one request id is one run.
 
         start_from: the id of a run whose last model this one starts from. A start that the manifest names only by its
-        weights is completed like one from a run: see `start_point.resolve`.
+        weights is completed like one from a run: see `coordinator.worker.start_point.resolve`.
         Raises ConfigError (E-RUN-05: a silo is no member, E-CFG-02: the request id came with another configuration,
         E-RUN-10: no such run to start from), RefusedError (E-PRIV-01: an unknown privacy profile), as
         `RunLineage.require_fits` and as `resolve`.
         """
-        run = self.engine.accept(manifest, spec, request_id, start_from)
+        run = self._accept(manifest, spec, request_id, start_from)
         self.dispatcher.changes.notify()
         self._enqueue(run)
         return run
+
+    def _accept(self, manifest: RunManifest, spec: str, request_id: str, start_from: str) -> StoredRun:
+        """Store a waiting run with what it starts from; arguments and errors as of `submit`."""
+        runs, members = self.store.runs, self.store.members
+        enrolled = members.member_names()
+        for member in manifest.members:
+            if member.name not in enrolled:
+                raise ConfigError("E-RUN-05", f"expected members of the consortium, found {member.name!r}: invite it")
+        never = members.validation_only() if manifest.kind.trains else set()
+        if refused := sorted(never & {member.name for member in manifest.members}):
+            raise ConfigError(
+                "E-RUN-05",
+                f"expected hospitals that train, found {', '.join(refused)}, which only evaluate: leave "
+                "them out of silos=[...], and measure the model there with coordinator evaluate",
+            )
+        offers = {silo.name: silo.data for silo in members.silos()}
+        sizes = [(m.name, offers[m.name].train_examples, offers[m.name].test_examples) for m in manifest.members]
+        beside = runs.get(manifest.evaluation.beside) if manifest.evaluation.beside else None
+        parent = runs.get(start_from) if start_from else None
+        RunLineage(runs).require_fits(parent, manifest)
+        others = (None if other is None else Known.of(other) for other in (parent, beside))
+        with self.workers.opening() as worker:
+            opened = worker.open(Asked(manifest.to_json(), sizes, *others))
+            weights = None if manifest.start is None else manifest.start.weights
+            text = opened.manifest.encode()
+            with self.objects.lock:
+                other = None if opened.other is None else StoredObject.taken(opened.other, self.objects)
+                filled = None if weights is None else StoredObject(weights.object, weights.size)
+                if filled is not None:
+                    self.objects.path(filled.digest)  # newer uploads may have replaced it
+                new = _new_run(manifest, opened, self.objects.put(text), spec, request_id)
+                start = None if opened.state is None else StoredObject.taken(opened.state, self.objects)
+                known = {name: (train, test) for name, train, test in opened.sizes}
+                return runs.add(new, len(text), known, start, filled, other)
 
     def abort(self, query: str, reason: str = "aborted by the lead") -> StoredRun:
         """End a run for good, in any state; raises StateError (E-RUN-11) if it has ended already."""
@@ -105,7 +128,8 @@ class RunScheduler:
         run = self.store.runs.find(query)
         if quorum:
             validate.between("E-CFG-02", "", 1, len(run.members), quorum=quorum)
-            self.engine.require_quorum(RunManifest.from_json(run.manifest), quorum)
+            with self.workers.opening() as worker:
+                worker.require_quorum(run.manifest, quorum)
         run = self.store.runs.resume(run.id, quorum)
         self.dispatcher.changes.notify()
         self._enqueue(run)
@@ -123,7 +147,7 @@ class RunScheduler:
                 "E-RUN-05", f"expected one of {', '.join(run.members)}, found {silo[:60]!r}: correct the name"
             )
         remaining = set(run.members) - {*self.store.steering.of(run.id).excluded, silo}
-        least = max(1, self.engine.smallest_sum(RunManifest.from_json(run.manifest)))
+        least = max(1, DerivedFacts.of(run).sums_of)
         if len(remaining) < least and not readmit:
             raise ConfigError(
                 "E-CFG-02",
@@ -199,6 +223,7 @@ class RunScheduler:
         for run in active:
             run.thread.join(seconds)
         wait([self._cleanup.submit(lambda: None)], seconds)  # running deletions need the store
+        self.workers.rest(idle_s=0)
 
     def lives(self) -> bool:
         """Tell whether every running run has a live thread, and no run waits although a thread is free."""
@@ -208,7 +233,6 @@ class RunScheduler:
         return not self._stopping and not waiting and all(run.thread.is_alive() for run in active)
 
     def _enqueue(self, run: StoredRun) -> None:
-        _ = self.engine  # loaded before the lock is taken, for which health checks wait
         with self._lock:
             if run.state.ended or run.id in self._active or run.id in self._queue:
                 return
@@ -219,7 +243,7 @@ class RunScheduler:
         with self._lock:
             while self._queue and len(self._active) < self.parallel and not self._stopping:
                 run_id = self._queue.popleft()
-                run = self.engine.active_run(run_id, self.workers, self.schedule_cleanup)
+                run = ActiveRun(run_id, self.services, self.workers, self.schedule_cleanup)
                 run.thread = threading.Thread(target=self._execute, args=(run,), name=f"run-{run_id}", daemon=True)
                 self._active[run_id] = run
                 run.thread.start()
@@ -278,3 +302,20 @@ class RunScheduler:
         for silo, contribution in self.uploads.all():
             if not self.store.contributions.is_open(contribution):
                 self.uploads.discard(silo, contribution)
+
+
+def _new_run(asked: RunManifest, opened: Opened, digest: str, spec: str, request_id: str) -> StoredRun:
+    slug = re.sub(r"[^a-z0-9]+", "-", asked.name.lower()).strip("-")[:40] or "run"
+    return StoredRun(
+        id=f"{slug}-{secrets.token_hex(2)}",
+        name=asked.name,
+        request_id=request_id,
+        spec=spec,
+        manifest=opened.manifest,
+        manifest_digest=digest,
+        method=asked.method.name,
+        data=asked.data,
+        rounds=asked.rounds,
+        members=tuple(m.name for m in asked.members),
+        facts=opened.facts,
+    )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.storage.store import CoordinatorStore
@@ -18,8 +17,7 @@ class Services:
     """Services that a run uses.
 
     signer: returns the coordinator's certificate in force   record: writes a line into the audit log   roster:
-    returns the newest signed list of members   model_lock: held while a model is built, since initial weights come
-    from torch's global generator, which all threads share.
+    returns the newest signed list of members.
     """
 
     store: CoordinatorStore
@@ -28,4 +26,3 @@ class Services:
     signer: Callable[[], Credentials]
     record: Callable[[LogEntry], object]
     roster: Callable[[], bytes]
-    model_lock: threading.Lock = field(default_factory=threading.Lock)

@@ -6,20 +6,36 @@ import secrets
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Any, Protocol
 
-from coordinator.runs.exchange import ERRORS, Rounds, RunService, Setup, Update, Written, seeds_as_json
+from coordinator.runs.exchange import (
+    ERRORS,
+    Asked,
+    Opened,
+    Place,
+    Rounds,
+    RunService,
+    Setup,
+    Update,
+    Written,
+    opened_of_json,
+    seeds_as_json,
+)
 from coordinator.storage.records import Contribution
 from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import UnavailableError
+from fl_core.rounds.manifest import RunManifest
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import RoundContext
+from protos.consilium.v1 import federation_pb2 as pb
 from service_core.storage.object_store import ObjectStore
 from service_core.workers.calls import Calls, OtherSideEndedError
 from service_core.workers.lines import Line
@@ -27,15 +43,31 @@ from service_core.workers.lines import Line
 if TYPE_CHECKING:
     from coordinator.worker.work import RunWork
 
+IDLE_S = 60.0
+"""Seconds after which a worker that no run needs ends."""
 _END_S = 1.0
 """Seconds that a worker has to end by itself."""
 
 
 class RunWorker(Protocol):
-    """Computes for one run. Every method may raise UnavailableError (E-RUN-56): the process has ended."""
+    """Computes what opens runs, then for one run. Every method may raise UnavailableError (E-RUN-56): it has ended."""
 
     service: RunService | None
     """Whom it asks while it runs rounds."""
+    extensions: Sequence[str]
+    """The methods and models that it has loaded, in words."""
+
+    def build(self, spec: str, silos: Sequence[str]) -> str:
+        """Freeze a lead's configuration as a manifest. silos: messages SiloInfo in hex; raises as `build_manifest`."""
+
+    def open(self, asked: Asked) -> Opened:
+        """Open a run; raises as `opening.opened`."""
+
+    def require_quorum(self, manifest: str, quorum: int) -> None:
+        """Raise ConfigError (E-CFG-02, E-CFG-08) on a quorum that a run cannot have."""
+
+    def take(self, setup: Setup) -> None:
+        """Compute for this run from now on."""
 
     def check(self, update: Update) -> None:
         """Raise ProtocolError unless an update is valid for its round; called by any thread."""
@@ -49,24 +81,28 @@ class RunWorker(Protocol):
     def run(self, left: Rounds) -> None:
         """Run the rounds that are left; raises as `RoundLoop.run`, and what the service raises."""
 
+    @property
+    def lives(self) -> bool:
+        """Whether it can compute."""
+
     def end(self) -> None:
         """End what is left of it."""
 
 
-Start = Callable[[Setup], RunWorker]
+Start = Callable[[Place], RunWorker]
 
 
-def in_this_process(setup: Setup) -> RunWork:
+def in_this_process(place: Place) -> RunWork:
     """Compute in the threads that ask."""
     from coordinator.worker.work import RunWork  # loads torch
 
-    return RunWork(setup)
+    return RunWork(place)
 
 
 class ProcessWorker:
-    """A process for one run. Raises what the run is refused with, and UnavailableError (E-RUN-56)."""
+    """A process. Raises ConfigError (E-CFG-01) on extensions that cannot be loaded, and UnavailableError (E-RUN-56)."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, place: Place) -> None:
         self.service: RunService | None = None
         words = [sys.executable, "-P", "-m", "coordinator.worker"]
         self._process = subprocess.Popen(  # noqa: S603 - this interpreter, our module
@@ -77,18 +113,31 @@ class ProcessWorker:
         line = Line(self._process.stdout, self._process.stdin)
         self._line, self._calls = line, Calls(line, self._answers(), ERRORS)
         with suppress(OSError):
-            line.send(**setup._asdict())
+            line.send(**place._asdict())
         begun = line.read()
         if begun is None:
             raise self._ended()
         if "failed" in begun:
             self.end()
             raise ERRORS.read(begun["failed"])
+        self.extensions = begun["ready"]
         threading.Thread(target=self._calls.listen, name=f"worker-{self._process.pid}", daemon=True).start()
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def lives(self) -> bool:
+        return self._process.poll() is None
+
+    def build(self, spec: str, silos: Sequence[str]) -> str:
+        return str(self._call("build", spec, silos))
+
+    def open(self, asked: Asked) -> Opened:
+        return opened_of_json(self._call("open", *asked))
+
+    def require_quorum(self, manifest: str, quorum: int) -> None:
+        self._call("require_quorum", manifest, quorum)
+
+    def take(self, setup: Setup) -> None:
+        self._call("take", *setup)
 
     def check(self, update: Update) -> None:
         self._call("check", *update)
@@ -158,60 +207,106 @@ class ProcessWorker:
         }
 
 
+class _Started:
+    """A worker, and the files that it writes."""
+
+    def __init__(self, objects: Path, start: Start, extensions: Sequence[str]) -> None:
+        self._objects, self._written = objects, f".worker-{secrets.token_hex(8)}-"
+        self.worker = start(Place(str(objects), str(objects / self._written), extensions))
+
+    def end(self) -> None:
+        """End the worker, and delete the files that nobody took over."""
+        self.worker.end()
+        for file in self._objects.glob(f"{self._written}*"):
+            file.unlink(missing_ok=True)
+
+
 @dataclass(slots=True)
-class _Entry:
-    written: str
+class _OfRun:
+    """Who computes for a run, and how many want it to. lock: held while the worker begins."""
+
     users: int = 0
-    worker: RunWorker | None = None
+    started: _Started | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class RunWorkers:
-    """The workers of all runs: each is started when something of its run is to be computed, and ended after that.
+    """The workers of a coordinator: each run under way has one. What opened a run is there for the next that begins.
 
     Guarantees: at most one worker for each run; files that it wrote and nobody took over are deleted with it.
     """
 
     def __init__(
-        self,
-        store: CoordinatorStore,
-        objects: ObjectStore,
-        start: Start = ProcessWorker,
-        extensions: Sequence[str] = (),
+        self, store: CoordinatorStore, objects: ObjectStore, start: Start, extensions: Sequence[str] = ()
     ) -> None:
-        """Begin without a worker. extensions: as in `Setup`."""
-        self._store, self._objects, self._start, self._extensions = store, objects, start, extensions
+        """Begin without a worker. extensions: as in `Place`."""
+        self._store = store
+        self._begin = partial(_Started, objects.folder, start, extensions)
         self._lock = threading.Lock()
-        self._entries: dict[str, _Entry] = {}
+        self._runs: dict[str, _OfRun] = {}
+        self._spare: tuple[_Started, float] | None = None
+
+    @contextmanager
+    def opening(self) -> Iterator[RunWorker]:
+        """Use a worker without a run inside the block; it is kept for whoever needs one within `IDLE_S`."""
+        started = self._taken_spare() or self._begin()
+        try:
+            yield started.worker
+        finally:
+            with self._lock:
+                kept = self._spare is None and started.worker.lives
+                if kept:
+                    self._spare = started, time.monotonic()
+            if not kept:
+                started.end()
 
     @contextmanager
     def of(self, run_id: str) -> Iterator[RunWorker]:
         """Use a run's worker inside the block, also beside others who do."""
         with self._lock:
-            entry = self._entries.setdefault(run_id, _Entry(f".{run_id}-{secrets.token_hex(4)}-"))
+            entry = self._runs.setdefault(run_id, _OfRun())
             entry.users += 1
         try:
             with entry.lock:
-                if entry.worker is None:
-                    entry.worker = self._start(self._setup(run_id, entry.written))
-            yield entry.worker
+                if entry.started is None:
+                    entry.started = self._started_for(run_id)
+            yield entry.started.worker
         finally:
             with self._lock:
                 entry.users -= 1
                 if last := not entry.users:
-                    del self._entries[run_id]
-            if last:
-                if entry.worker is not None:
-                    entry.worker.end()
-                for file in self._objects.folder.glob(f"{entry.written}*"):
-                    file.unlink(missing_ok=True)
+                    del self._runs[run_id]
+            if last and entry.started is not None:
+                entry.started.end()
 
     def check(self, update: Contribution, file: Path) -> None:
         """Raise ProtocolError (E-WIRE-05, E-WIRE-06, E-RUN-43, E-RUN-47) unless an update is valid for its round."""
         with self.of(update.run_id) as worker:
             worker.check(Update(update.id, update.silo, update.round, update.kind.value, str(file)))
 
-    def _setup(self, run_id: str, written: str) -> Setup:
-        runs = self._store.runs
-        place = str(self._objects.folder / written)
-        return Setup(runs.get(run_id).manifest, runs.declared_sizes(run_id), place, self._extensions)
+    def build(self, spec: str, silos: Sequence[pb.SiloInfo]) -> RunManifest:
+        """Freeze a lead's configuration; raises as `build_manifest`."""
+        with self.opening() as worker:
+            return RunManifest.from_json(worker.build(spec, [silo.SerializeToString().hex() for silo in silos]))
+
+    def rest(self, idle_s: float = IDLE_S) -> None:
+        """End a worker that nobody has needed for so long."""
+        if self._spare is not None and time.monotonic() - self._spare[1] >= idle_s and (spare := self._taken_spare()):
+            spare.end()
+
+    def _taken_spare(self) -> _Started | None:
+        with self._lock:
+            spare, self._spare = self._spare, None
+        if spare is not None and not spare[0].worker.lives:
+            spare[0].end()
+            return None
+        return None if spare is None else spare[0]
+
+    def _started_for(self, run_id: str) -> _Started:
+        started, runs = self._taken_spare() or self._begin(), self._store.runs
+        try:
+            started.worker.take(Setup(runs.get(run_id).manifest, runs.declared_sizes(run_id)))
+        except BaseException:
+            started.end()
+            raise
+        return started

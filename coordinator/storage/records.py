@@ -171,7 +171,8 @@ class InvitationRow:
 class StoredRun:
     """A run. accuracy is -1 before the first evaluation; state_object: digest of the newest server state.
 
-    coverage: `ClassCoverage.facts`, from before round 1 on   facts: `RunFacts.to_dict`; None: of an earlier version.
+    coverage: `ClassCoverage.facts`, from before round 1 on
+    facts: `DerivedFacts.to_dict`; None: of an earlier version.
     """
 
     id: str

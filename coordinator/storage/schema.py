@@ -123,7 +123,7 @@ runs = sa.Table(
     sa.Column("created", sa.Float, nullable=False),
     sa.Column("ended", sa.Float, nullable=False),
     sa.Column("coverage", sa.JSON(none_as_null=True)),  # as `ClassCoverage.facts`, from before round 1 on
-    sa.Column("facts", sa.JSON(none_as_null=True)),  # as `RunFacts.to_dict`; null: an earlier version accepted it
+    sa.Column("facts", sa.JSON(none_as_null=True)),  # as `DerivedFacts.to_dict`; null: an earlier version accepted it
     sa.Index("runs_newest_first", sa.desc("created"), "id"),
 )
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 
-from coordinator.runs.exchange import Setup
+from coordinator.runs.exchange import Place
 from service_core.workers.lines import Line
 
 
 def main() -> None:
-    """Read what the run is, then answer calls; what other code prints goes to standard error."""
+    """Read where it works, then answer calls; what other code prints goes to standard error."""
     line = Line(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    if (setup := line.read()) is not None:
+    if (place := line.read()) is not None:
         from coordinator.worker import process  # loads torch
 
-        process.serve(Setup(**setup), line)
+        process.serve(Place(**place), line)
 
 
 if __name__ == "__main__":

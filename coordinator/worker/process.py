@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import astuple
 from pathlib import Path
 
-from coordinator.runs.exchange import ERRORS, Rounds, Setup, Update, Written, seeds_of_json
+from coordinator.runs.exchange import ERRORS, Place, Rounds, Setup, Update, Written, asked_of_json, seeds_of_json
 from coordinator.worker.work import RunWork
 from fl_core.extensions import loading
 from fl_core.types.enums import TaskKind
@@ -18,17 +18,21 @@ from service_core.workers.calls import Calls
 from service_core.workers.lines import Line
 
 
-def serve(setup: Setup, line: Line) -> None:
+def serve(place: Place, line: Line) -> None:
     """Answer the service until it closes its pipe; then this process ends at once, whatever it does."""
     try:
-        loading.load_distributions(setup.extensions)
-        work = RunWork(setup)
+        loaded = loading.load_distributions(place.extensions)
     except Exception as error:
         line.send(failed=ERRORS.write(error))
         return
+    work = RunWork(place)
     calls = Calls(
         line,
         {
+            "build": work.build,
+            "open": lambda *facts: work.open(asked_of_json(facts)),
+            "require_quorum": work.require_quorum,
+            "take": lambda *facts: work.take(Setup(*facts)),
             "check": lambda *facts: work.check(Update(*facts)),
             "initial": work.initial,
             "census": work.census,
@@ -37,7 +41,7 @@ def serve(setup: Setup, line: Line) -> None:
         ERRORS,
     )
     work.service = _Service(calls)
-    line.send(ready=True)
+    line.send(ready=[f"{package.kind} {package}" for package in loaded])
     calls.listen()
     os._exit(0)
 

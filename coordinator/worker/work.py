@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from coordinator.runs.exchange import Rounds, RunService, Setup, Update, Written
+from coordinator.config.manifest_builder import build_manifest
+from coordinator.runs.exchange import Asked, Opened, Place, Rounds, RunService, Setup, Update, Written
+from coordinator.worker import opening
 from fl_core.aggregation.contributor_floor import HOSPITALS
 from fl_core.aggregation.fixed_point import check_layout
 from fl_core.aggregation.flat_blocks import CHECK_WORDS
@@ -30,7 +32,9 @@ from fl_core.types.records import RoundRecord
 from fl_core.types.secagg import BLOCKS, CLASSES, MASKS
 from fl_core.types.values import Bundle, Layout, Part, RoundContext, State
 from privacy.compiled_run import CompiledRun
+from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import BundleFile, read_state, write_state
+from service_core.storage.object_store import ObjectStore
 
 MODEL_LOCK = threading.Lock()
 """Held while a model is built: initial weights come from torch's global generator, which all threads share."""
@@ -39,19 +43,49 @@ MEASURED = 1000
 
 
 class RunWork:
-    """Computes for one run. `check` is called by any thread, also while `run` is under way.
+    """Computes what opens runs, and then for one run. `check` is called by any thread, also while `run` is under way.
 
-    service: whom it asks; None if only updates are checked.
+    service: whom it asks while it runs rounds.
     """
 
-    def __init__(self, setup: Setup, service: RunService | None = None) -> None:
-        """Build the run; raises as `CompiledRun.of`."""
-        self.setup, self.service = setup, service
-        self.manifest = RunManifest.from_json(setup.manifest)
-        with MODEL_LOCK:
-            self._compiled = CompiledRun.of(self.manifest)
+    manifest: RunManifest
+    _compiled: CompiledRun
+    _sizes: Mapping[str, DeclaredSize]
+
+    def __init__(self, place: Place) -> None:
+        self.service: RunService | None = None
+        self.extensions: Sequence[str] = ()
+        self._place = place
         self._lock = threading.Lock()
         self._measured: dict[str, UpdateNorms] = {}
+
+    # ---- before a run ----------------------------------------------------------------------------------------------
+
+    def build(self, spec: str, silos: Sequence[str]) -> str:
+        """Freeze a lead's configuration as a manifest. silos: messages SiloInfo in hex; raises as `build_manifest`."""
+        with MODEL_LOCK:
+            return build_manifest(spec, [pb.SiloInfo.FromString(bytes.fromhex(silo)) for silo in silos]).to_json()
+
+    def open(self, asked: Asked) -> Opened:
+        """Open a run; raises as `opening.opened`."""
+        with MODEL_LOCK:
+            return opening.opened(asked, ObjectStore(Path(self._place.objects), sharded=True), self.written)
+
+    def require_quorum(self, manifest: str, quorum: int) -> None:
+        """Raise as `opening.require_quorum`."""
+        opening.require_quorum(RunManifest.from_json(manifest), quorum)
+
+    def take(self, setup: Setup) -> None:
+        """Compute for this run from now on; raises as `CompiledRun.of`."""
+        self.manifest = RunManifest.from_json(setup.manifest)
+        sizes = {name: DeclaredSize(train or math.inf, test or math.inf) for name, train, test in setup.sizes}
+        self._sizes = with_undeclared(sizes)
+        with MODEL_LOCK:
+            self._compiled = CompiledRun.of(self.manifest)
+
+    @property
+    def lives(self) -> bool:
+        return True
 
     def end(self) -> None:
         """Keep nothing: it ends with whoever uses it."""
@@ -77,11 +111,6 @@ class RunWork:
         """Return an update's measurements from its check, once; None if they are no longer kept."""
         with self._lock:
             return self._measured.pop(update_id, None)
-
-    @cached_property
-    def _sizes(self) -> Mapping[str, DeclaredSize]:
-        sizes = self.setup.sizes
-        return with_undeclared({name: DeclaredSize(train or math.inf, test or math.inf) for name, train, test in sizes})
 
     @cached_property
     def checks(self) -> Mapping[TaskKind, UpdateCheck]:
@@ -121,7 +150,7 @@ class RunWork:
 
     def written(self, state: State) -> Written:
         """Write a state into a file for the service."""
-        path = f"{self.setup.written}{secrets.token_hex(8)}.part"
+        path = f"{self._place.written}{secrets.token_hex(8)}.part"
         return Written(path, *write_state(state, Path(path)))
 
     def round_loop(self, ports: Sequence[SiloPort]) -> RoundLoop:

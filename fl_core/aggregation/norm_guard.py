@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from fl_core.aggregation.fixed_point import BUFFERS, FixedPointFormat
-from fl_core.aggregation.options import NormClipped
-from fl_core.aggregation.round_sum import MIN_UPDATES_FOR_MEDIAN, NormHistory
+from fl_core.aggregation.options import MIN_UPDATES_FOR_MEDIAN, NormClipped
+from fl_core.aggregation.round_sum import NormHistory
 from fl_core.aggregation.update_check import norms
 from fl_core.errors import ProtocolError, RefusedError
 from fl_core.training.evaluation import METRIC_PARTS

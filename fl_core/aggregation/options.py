@@ -12,6 +12,8 @@ from fl_core.errors import ConfigError
 from fl_core.suggest import suggest
 
 DEFAULT = "norm_clipped"
+MIN_UPDATES_FOR_MEDIAN = 3
+"""With fewer updates a median gives no protection."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

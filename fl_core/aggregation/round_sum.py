@@ -15,13 +15,10 @@ from torch import Tensor
 
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import BUFFERS
-from fl_core.aggregation.options import NormClipped
+from fl_core.aggregation.options import MIN_UPDATES_FOR_MEDIAN, NormClipped
 from fl_core.aggregation.update_check import UpdateCheck, UpdateNorms
 from fl_core.errors import RefusedError
 from fl_core.types.values import Bundle, Part
-
-MIN_UPDATES_FOR_MEDIAN = 3
-"""With fewer updates a median gives no protection."""
 
 
 @dataclass(frozen=True, slots=True)

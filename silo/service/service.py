@@ -41,7 +41,7 @@ from silo.service.enrolment import MembershipMaintainer, pinned_version
 from silo.service.secagg import SecaggMember, SessionHandler
 from silo.service.task_queue import TaskQueue
 from silo.service.task_runner import ResponseTiming, TaskRunner
-from silo.service.workers import ProcessWorkers, ThreadWorker, Worker
+from silo.service.workers import CagedWorkers, ThreadWorker, Worker
 from silo.settings import SiloSettings
 from silo.storage.outbox import Outbox
 from silo.storage.store import SiloStore
@@ -178,7 +178,7 @@ class Service:
     def _make_worker(self, run_round: RunRound | None) -> tuple[HospitalRules, Worker]:
         settings, of_home = self._settings, (self._settings.home, self.store, self._identity.ca_fingerprint())
         if run_round is None:
-            return HospitalRules(*of_home), ProcessWorkers(settings, self.name, self._emit, self.metrics.computed)
+            return HospitalRules(*of_home), CagedWorkers(settings, self.name, self._emit, self.metrics.computed)
         from silo.admission.controls import HospitalControls
         from silo.worker.tasks import TaskWork
 

@@ -26,7 +26,7 @@ from silo.service.workers import Worker, WorkerEndedError
 from silo.storage.approvals import AwaitingDecisionError
 from silo.storage.outbox import Outbox, PendingEntry, read_manifest
 from silo.storage.tasks import OutboxEntry
-from silo.worker.exchange import Readiness
+from silo.worker.exchange import PreflightReadiness
 
 MAX_S = 86_400.0
 _REMEMBERED = 1000
@@ -209,7 +209,7 @@ class TaskRunner:
         self.queue.ready(task, entry, ready.trains)
         self.emit(event("ready", f"{key.run_id} of {ready.name}: ready for all its rounds", key))
 
-    def _preflight(self, task: PreflightTask) -> Readiness:
+    def _preflight(self, task: PreflightTask) -> PreflightReadiness:
         self._begin_work(task)
         return self.worker.preflight(task.request, _TaskService(self, task))
 

@@ -34,7 +34,7 @@ from silo.settings import SiloSettings
 from silo.storage.outbox import PendingEntry
 from silo.storage.tasks import Attestation, OutboxEntry
 from silo.worker.cage import NO_CAGE, Walls
-from silo.worker.exchange import ERRORS, Description, Readiness, ServiceSide
+from silo.worker.exchange import ERRORS, Description, PreflightReadiness, ServiceSide
 
 if TYPE_CHECKING:
     from silo.worker.tasks import TaskWork
@@ -66,7 +66,7 @@ class Worker(Protocol):
     def begin(self, run_id: str, stop: CancelToken) -> Walls:
         """Be ready for a task of a run; return what holds around the process that will do it."""
 
-    def preflight(self, request: pb.Preflight, service: ServiceSide) -> Readiness:
+    def preflight(self, request: pb.Preflight, service: ServiceSide) -> PreflightReadiness:
         """Answer a preflight, as `TaskWork.preflight`; raises WorkerEndedError too."""
 
     def train(self, offer: pb.Offer, service: ServiceSide) -> PendingEntry:
@@ -95,7 +95,7 @@ class ThreadWorker:
         del run_id, stop
         return NO_CAGE
 
-    def preflight(self, request: pb.Preflight, service: ServiceSide) -> Readiness:
+    def preflight(self, request: pb.Preflight, service: ServiceSide) -> PreflightReadiness:
         return self._work.preflight(request, service)
 
     def train(self, offer: pb.Offer, service: ServiceSide) -> PendingEntry:
@@ -118,21 +118,21 @@ def launch_here() -> subprocess.Popen[bytes]:
     return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)  # noqa: S603
 
 
-class ProcessWorkers:
+class CagedWorkers:
     """Processes, each for one run, so that runs which take turns do not begin anew each time; at most `MOST_WORKERS`.
 
-    The one whose run had no task for longest ends when another run needs one. Arguments as of `ProcessWorker`.
+    The one whose run had no task for longest ends when another run needs one. Arguments as of `CagedWorker`.
     """
 
     def __init__(
         self, settings: SiloSettings, silo: str, emit: EmitEvent, computed: Callable[[TaskKind, float], None]
     ) -> None:
         rmtree(settings.home.scratch, ignore_errors=True)
-        self._make = partial(ProcessWorker, settings, silo, emit, computed)
-        self._workers: dict[str, ProcessWorker] = {}
+        self._make = partial(CagedWorker, settings, silo, emit, computed)
+        self._workers: dict[str, CagedWorker] = {}
         """By run, the one that was used last at the end; one that has none yet is that of ""."""
 
-    def of(self, run_id: str) -> ProcessWorker:
+    def of(self, run_id: str) -> CagedWorker:
         """Return the worker of a run."""
         worker = self._workers.pop(run_id, None) or self._workers.pop("", None) or self._make()
         while len(self._workers) >= MOST_WORKERS:
@@ -149,7 +149,7 @@ class ProcessWorkers:
     def begin(self, run_id: str, stop: CancelToken) -> Walls:
         return self.of(run_id).begin(run_id, stop)
 
-    def preflight(self, request: pb.Preflight, service: ServiceSide) -> Readiness:
+    def preflight(self, request: pb.Preflight, service: ServiceSide) -> PreflightReadiness:
         return self.of(request.run_id).preflight(request, service)
 
     def train(self, offer: pb.Offer, service: ServiceSide) -> PendingEntry:
@@ -167,7 +167,7 @@ class ProcessWorkers:
         self._workers.clear()
 
 
-class ProcessWorker:
+class CagedWorker:
     """A process in a cage (`silo.worker.cage`), for one run.
 
     It stays while its run is under way, and ends a minute after that, and at once when its run was aborted. A task that
@@ -213,11 +213,11 @@ class ProcessWorker:
                 self._start()
         return self._walls
 
-    def preflight(self, request: pb.Preflight, service: ServiceSide) -> Readiness:
+    def preflight(self, request: pb.Preflight, service: ServiceSide) -> PreflightReadiness:
         self._name_objects(request.manifest_digest)
         with self._cancelled_by(service.stop):
             self._ask(preflight=request.SerializeToString().hex())
-            return self._until("readiness", lambda facts: Readiness(*facts), service)
+            return self._until("readiness", lambda facts: PreflightReadiness(*facts), service)
 
     def train(self, offer: pb.Offer, service: ServiceSide) -> PendingEntry:
         self._name_objects(

@@ -55,7 +55,7 @@ class Description(NamedTuple):
     cache: str
 
 
-class Readiness(NamedTuple):
+class PreflightReadiness(NamedTuple):
     """The hospital's yes to a whole run.
 
     masked: its keys are needed   trains: as in `PreflightAnswer`   lapsed: other runs were forgotten for this one.

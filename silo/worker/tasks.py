@@ -45,7 +45,7 @@ from silo.storage.tasks import OutboxEntry
 from silo.training import evaluation_summary
 from silo.training.data_source import BrokenRecords, data_offer
 from silo.training.trainer import PreparedRun, RunRound, Trainer
-from silo.worker.exchange import Description, Readiness, ServiceSide
+from silo.worker.exchange import Description, PreflightReadiness, ServiceSide
 from silo.worker.masks import MAX_KEYS_BYTES, RunMasks
 
 SHOWN = 5
@@ -111,7 +111,7 @@ class TaskWork:
         source = self.trainer.source
         return Description(data_offer(source), str(self.trainer.device), source.cache_text())
 
-    def preflight(self, request: pb.Preflight, service: ServiceSide) -> Readiness:
+    def preflight(self, request: pb.Preflight, service: ServiceSide) -> PreflightReadiness:
         """Say before round 0 whether this hospital can do the whole run; nothing is charged or released.
 
         Raises AwaitingDecisionError, and whatever refuses the run.
@@ -126,7 +126,7 @@ class TaskWork:
         if run.counts_classes and run.updates.counts_in_preflight:
             census = TaskQuestion(prepared.access, TaskKey.census(key.run_id), len(run.manifest.members))
             trains = self.trainer.trained_classes(prepared, self._admit_task(task, prepared, census))
-        return Readiness(run.manifest.name, run.masked, trains, bool(lapsed))
+        return PreflightReadiness(run.manifest.name, run.masked, trains, bool(lapsed))
 
     def train(self, offer: pb.Offer, service: ServiceSide) -> PendingEntry:
         """Train, and write the result; of a private or masked run all is on the disk before this returns.

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from consilium.research.engines.in_process import SiloShare
 from coordinator.config.manifest_builder import build_manifest
+from coordinator.worker.work import MODEL_LOCK
 from fl_core import datasets
 from fl_core.datasets import ANY, DataRequest, SiloDataset
 from fl_core.errors import RefusedError
@@ -25,6 +26,7 @@ from fl_core.types.enums import TaskKind
 from fl_core.types.values import Bundle
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
+from protos.consilium.v1 import federation_pb2 as pb
 from service_core.version import version
 from silo.connection.transfer import RetryPolicy
 from silo.events import SiloEvent
@@ -223,11 +225,16 @@ def federation(home: Path, names: Sequence[str] = NAMES, settings: Settings = FA
         yield made
 
 
+def _built(spec: str, roster: list[pb.SiloInfo]) -> RunManifest:
+    with MODEL_LOCK:  # runs are computed by threads of this process
+        return build_manifest(spec, roster)
+
+
 @contextmanager
 def hospitals(folder: Path, *names: str, **more: str) -> Iterator[Federation]:
     """Run a coordinator that composes runs as in earnest; hospitals join it, these at once (see `Federation.join`)."""
     world = World.create(folder / "coordinator", ())
-    world.compose = build_manifest  # type: ignore[method-assign, assignment]
+    world.compose = _built  # type: ignore[method-assign]
     world.start()
     with _ended(Federation(world)) as made:
         made.join(*names, **more)

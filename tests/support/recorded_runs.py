@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.api.messages import event, round_info, run_info
-from coordinator.runs.run_facts import RunFacts
+from coordinator.runs.run_facts import DerivedFacts
 from coordinator.storage.records import RunState, StoredRun
 from coordinator.storage.store import CoordinatorStore
 from fl_core.rounds.manifest import RunManifest
@@ -152,7 +152,7 @@ class Case:
     @property
     def detail(self) -> pb.RunDetail:
         run = self.store.runs.get("r1")
-        noise = RunFacts.of(run).noise
+        noise = DerivedFacts.of(run).noise
         closed = [round_info(row, noise) for row in self.store.runs.rounds("r1")]
         return pb.RunDetail(info=run_info(run, self.store), manifest_json=run.manifest, rounds=closed)
 

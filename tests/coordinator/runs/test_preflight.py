@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from coordinator.runs import masked_rounds, plain_rounds
+from coordinator.runs import masked_rounds, plain_rounds, run_facts
 from coordinator.runs.dispatcher import Dispatcher
 from coordinator.runs.masked_rounds import MaskedRounds
 from coordinator.runs.plain_rounds import PlainRounds
@@ -88,12 +88,12 @@ def test_a_run_is_asked_about_until_its_round_0_was_opened_and_never_after(
     run, asked = stored(dispatcher), list[str]()
     monkeypatch.setattr(plain_rounds, "ask_preflight", lambda run, *_, **__: asked.append(run.id) or {})
     services, tasks = SimpleNamespace(store=dispatcher.store, dispatcher=dispatcher), dispatcher.add_run(run.id)
-    steering, compiled = dispatcher.store.steering.of(run.id), CompiledRun.of(PRIVATE)
-    PlainRounds(run, compiled, services, tasks).prepare(steering)
+    steering, agreed = dispatcher.store.steering.of(run.id), (PRIVATE, run_facts.computed(PRIVATE.to_json()))
+    PlainRounds(run, *agreed, services, tasks).prepare(steering)
     assert asked == ["run-1"]
-    PlainRounds(replace(run, closed=1), compiled, services, tasks).prepare(steering)
+    PlainRounds(replace(run, closed=1), *agreed, services, tasks).prepare(steering)
     dispatcher.store.runs.open_round(run.id, 0, TaskKind.TRAIN, NAMES)
-    PlainRounds(run, compiled, services, tasks).prepare(steering)
+    PlainRounds(run, *agreed, services, tasks).prepare(steering)
     assert asked == ["run-1"]
 
 
@@ -234,6 +234,6 @@ def test_members_are_asked_again_where_one_renewed_its_certificate_while_they_we
     run = StoredRun(
         "run-1", "run", "request", "{}", agreed.to_json(), DIGEST, "fedavg", "made-up", agreed.rounds, NAMES
     )
-    MaskedRounds(run, CompiledRun.of(agreed), services, None).prepare(None)  # type: ignore[arg-type]
+    MaskedRounds(run, agreed, run_facts.computed(agreed.to_json()), services, None).prepare(None)  # type: ignore[arg-type]
     assert kept == [b"\x02"]
     assert sent == [b"1", b"2"]

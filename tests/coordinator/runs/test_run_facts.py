@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.runs import lineage, run_facts
-from coordinator.runs.run_facts import RunFacts
+from coordinator.runs.run_facts import DerivedFacts
 from coordinator.storage.store import CoordinatorStore
 from fl_core.methods.disjoint.analytic import Analytic
 from privacy.accounting.uncertainty import UNKNOWN
@@ -33,7 +33,7 @@ def test_facts_are_those_of_the_method_and_the_profile_and_survive_being_stored(
     agreed, exchanges, aggregator = RUNS[name]
     facts = run_facts.computed(agreed.to_json())
     assert (facts.exchanges, facts.aggregator) == (exchanges, aggregator)
-    stored = RunFacts.from_dict(json.loads(json.dumps(facts.to_dict())))
+    stored = DerivedFacts.from_dict(json.loads(json.dumps(facts.to_dict())))
     assert (stored.exchanges, stored.aggregator) == (exchanges, aggregator)
     assert (stored.noise.evaluation, stored.noise.scores) == (facts.noise.evaluation, facts.noise.scores)
     assert (facts.noise.evaluation is not None) == (name in ("records", "hospitals"))
@@ -66,11 +66,11 @@ def test_a_service_starts_where_no_process_can_compute_them(tmp_path: Path, monk
             monkeypatch.setattr("sys.executable", program)
             run_facts.complete(store.runs)
         assert store.runs.get(run.id).facts is None
-        assert RunFacts.of(run).aggregator == "norm_clipped"
+        assert DerivedFacts.of(run).aggregator == "norm_clipped"
 
 
 def test_a_manifest_that_nobody_can_read_withholds_numbers() -> None:
-    assert run_facts.computed('{"format": 99}') == RunFacts(0, "", UNKNOWN)
+    assert run_facts.computed('{"format": 99}') == DerivedFacts(noise=UNKNOWN)
 
 
 def test_the_method_whose_runs_keep_sums_is_named_as_its_class() -> None:

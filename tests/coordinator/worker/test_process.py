@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from consilium.research.engines.in_process import simulate
-from coordinator.runs.exchange import Setup
+from coordinator.runs.exchange import Place
 from coordinator.runs.workers import ProcessWorker
 from coordinator.storage.records import RunState
-from fl_core.errors import RefusedError
+from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types import tensor_maps
@@ -79,9 +79,8 @@ def test_an_abort_ends_the_process_of_a_run(tmp_path: Path) -> None:
 
 
 def test_a_process_that_cannot_begin_says_why(tmp_path: Path) -> None:
-    raw = manifest(rounds=1).to_json().replace('"fedavg"', '"another"')
-    with pytest.raises(Exception, match="another"):
-        ProcessWorker(Setup(raw, [], f"{tmp_path}/.written-"))
+    with pytest.raises(ConfigError, match="no distribution 'nowhere'"):
+        ProcessWorker(Place(str(tmp_path), f"{tmp_path}/.written-", ["nowhere"]))
 
 
 # ---- calls -----------------------------------------------------------------------------------------------------------

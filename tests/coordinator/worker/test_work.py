@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.runs.exchange import Setup, Update
+from coordinator.runs.exchange import Place, Setup, Update
 from coordinator.worker import work
 from coordinator.worker.work import RunWork
 from fl_core.aggregation.update_check import MeasuredUpdate
@@ -44,7 +44,9 @@ def test_what_no_round_takes_is_forgotten_in_time(tmp_path: Path, monkeypatch: p
 
 def begun(folder: Path) -> RunWork:
     agreed = manifest(rounds=1)
-    return RunWork(Setup(agreed.to_json(), [(member.name, 0, 0) for member in agreed.members], f"{folder}/.written-"))
+    computing = RunWork(Place(str(folder), f"{folder}/.written-"))
+    computing.take(Setup(agreed.to_json(), [(member.name, 0, 0) for member in agreed.members]))
+    return computing
 
 
 def sent(folder: Path, data: bytes) -> Update:

@@ -15,7 +15,7 @@ from coordinator.api.messages import run_info
 from coordinator.cli import runs as lead
 from coordinator.lead.as_json import round_json, run_json
 from coordinator.lead.watcher import Watcher
-from coordinator.runs.run_facts import RunFacts
+from coordinator.runs.run_facts import DerivedFacts
 from fl_core.rounds.manifest import NamedOptions
 from privacy.profiles import result_noise
 from tests.support.cards import markdown_of
@@ -122,4 +122,4 @@ def test_a_manifest_that_nobody_can_read_lists_its_run_and_withholds_its_numbers
     stored = replace(made.store.runs.get("r1"), manifest='{"format": 99}')
     info = run_info(stored, made.store)
     assert run_json(info)["withheld"] is True
-    assert RunFacts.of(stored).noise.scores == {"pa", "pm_l", "pm_v"}
+    assert DerivedFacts.of(stored).noise.scores == {"pa", "pm_l", "pm_v"}

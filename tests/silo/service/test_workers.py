@@ -20,7 +20,7 @@ from fl_core.types.records import TrainConfig
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.storage import digests
 from silo.service import workers
-from silo.service.workers import ProcessWorker, ProcessWorkers
+from silo.service.workers import CagedWorker, CagedWorkers
 from tests.support import until
 from tests.support.fake_coordinator import Hospital, manifest
 from tests.support.privacy import budgeted, private
@@ -48,9 +48,9 @@ def serving(tmp_path: Path) -> Iterator[Serving]:
         hospital.end()
 
 
-def worker_of(hospital: Hospital) -> ProcessWorker:
+def worker_of(hospital: Hospital) -> CagedWorker:
     worker = hospital.service._runner.worker
-    assert isinstance(worker, ProcessWorkers)
+    assert isinstance(worker, CagedWorkers)
     return list(worker._workers.values())[-1]
 
 
@@ -229,7 +229,7 @@ def test_a_worker_stays_while_its_run_is_under_way_and_ends_some_time_after_it(
 def test_a_finished_run_leaves_its_worker_for_a_minute_and_an_aborted_one_does_not(tmp_path: Path) -> None:
     made = []
     for state in ("running", "finished", "", "asked", "aborted", "failed"):
-        worker = ProcessWorker.__new__(ProcessWorker)
+        worker = CagedWorker.__new__(CagedWorker)
         worker._process, worker._run_id, worker._since = subprocess.Popen(["sleep", "60"]), "run-1", time.monotonic()
         worker.end = lambda state=state: made.append(state)  # type: ignore[method-assign]
         worker.rest(lambda run, state=state: state)

@@ -14,8 +14,8 @@ import torch
 from consilium.report.lead import export
 from coordinator.cli import runs as lead
 from coordinator.config.hydra_config import compose_from, compose_spec
-from coordinator.runs import start_point
 from coordinator.storage.records import RunState, StoredRun
+from coordinator.worker import start_point
 from fl_core.converter import Option
 from fl_core.errors import ConfigError, FederationError, ProtocolError, StateError
 from fl_core.methods import METHODS
