@@ -3,10 +3,11 @@
 A library that is loaded before libc counts what a process writes below its home: bytes, new lengths, new files, new and
 removed names. At the write of its turn it kills the process, lets half of the bytes through first, or lets the disk be
 full for that write and the next two. The processes are forked from one that has imported everything. Coordinator and
-hospitals are real, over mutual TLS; of the hospitals one and its worker are victims in turn, and the other one must
-notice nothing.
+hospitals are real, over mutual TLS, and so are their workers. Victims are in turn the coordinator, the worker of its
+run, one of the hospitals, and its worker; the other hospitals must notice nothing.
 
-python -m tests.faults --writes [--masked] [--every N] [--minutes M]   each N-th write; of databases, each N/8-th
+python -m tests.faults --writes [--masked] [--every N] [--minutes M]   each N-th write; of databases and the run's
+                                                                       worker, each N/8-th
 python -m tests.faults --writes --commands [--every N]   `tests.interrupted` alone, which is part of both
 """
 
@@ -33,7 +34,7 @@ import traceback  # noqa: E402
 from collections import Counter  # noqa: E402
 from collections.abc import Callable, Iterator, Sequence  # noqa: E402
 from contextlib import closing  # noqa: E402
-from dataclasses import dataclass, field  # noqa: E402
+from dataclasses import dataclass, field, replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import NamedTuple  # noqa: E402
 
@@ -43,8 +44,9 @@ from consilium.research.simulate import runner  # noqa: E402
 from coordinator.api.server import CoordinatorServer  # noqa: E402
 from coordinator.config.hydra_config import compose_spec  # noqa: E402
 from coordinator.pki.authority import Authority  # noqa: E402
-from coordinator.storage.records import RunState  # noqa: E402
-from coordinator.storage.store import CoordinatorStore  # noqa: E402
+from coordinator.runs.workers import ProcessWorker  # noqa: E402
+from coordinator.storage.records import RunState, StoredRun  # noqa: E402
+from coordinator.storage.store import OBJECTS, CoordinatorStore  # noqa: E402
 from fl_core import datasets  # noqa: E402
 from fl_core.aggregation.fixed_point import FixedPointFormat  # noqa: E402
 from fl_core.errors import FederationError, UnavailableError  # noqa: E402
@@ -56,16 +58,18 @@ from service_core.storage.generation import open_read_only  # noqa: E402
 from silo.storage.home import Home  # noqa: E402
 from silo.storage.store import SiloStore  # noqa: E402
 from tests import interrupted  # noqa: E402
+from tests.support import forked_workers  # noqa: E402
 from tests.support.coordinator import FAST, World, enrolled, when_due  # noqa: E402
 from tests.support.fake_coordinator import manifest  # noqa: E402
 from tests.support.federation import COLLECTION, Hospital  # noqa: E402
-from tests.support.forked_workers import fork_workers  # noqa: E402
 from tests.support.processes import ROOT, free_port  # noqa: E402
 
 COORDINATOR = "coordinator"
 DATA = {"north": "digits/p3c4/0", "east": "digits/p3c4/1", "west": "digits/p3c4/2"}
-VICTIMS = (COORDINATOR, "north", "north worker")
-"""A worker is the process of a hospital that reads its records; both write in one home."""
+RUN_WORKER = f"{COORDINATOR} worker"
+VICTIMS = (COORDINATOR, RUN_WORKER, "north", "north worker")
+"""A worker is the process that computes for a side, and writes in the same home."""
+_SETTINGS = replace(FAST, start_worker=ProcessWorker)
 _WORKERS = 4
 KILL, TEAR, FILL = "killed before it", "torn", "disk full"
 QUIET, AT_MOST, LOST = 120.0, 1200.0, 3
@@ -307,8 +311,7 @@ class Trial:
             faulthandler.register(signal.SIGUSR1)
             told = list[int]()  # an event's lock may be held by the very thread that a signal interrupts
             signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
-            if name != COORDINATOR:
-                self._fork_workers(name)
+            self._fork_workers(name)
             if disturbed:
                 self._watch()
             (self._coordinate if name == COORDINATOR else self._train)(name, told)
@@ -322,7 +325,8 @@ class Trial:
         """Have workers ready for a service, of which the first is the victim where it is its worker's turn."""
         disturbed = self.turn.victim == f"{name} worker" and not (self.folder / f"{name}.began").exists()
         (self.folder / f"{name}.began").touch()
-        fork_workers(_WORKERS, self._watch if disturbed else lambda: None)
+        side = forked_workers.COORDINATOR if name == COORDINATOR else forked_workers.SILO
+        forked_workers.fork_workers(side, _WORKERS, self._watch if disturbed else lambda: None)
 
     def _is_victim(self, name: str) -> bool:
         return self.turn.victim.partition(" ")[0] == name
@@ -337,21 +341,31 @@ class Trial:
         watch(place, turn.at, how, int(turn.databases), log)
 
     def _coordinate(self, name: str, told: list[int]) -> None:
-        server = CoordinatorServer(self.folder / name, f"127.0.0.1:{self.port}", lambda *_: self.plan.agreed(), FAST)
+        server = CoordinatorServer(
+            self.folder / name, f"127.0.0.1:{self.port}", lambda *_: self.plan.agreed(), _SETTINGS
+        )
         server.start()
-        run = None
+        run, resumed = None, 0
         while not told:
             time.sleep(0.02)
             try:
-                run = server.runs.submit(self.plan.agreed(), "{}", "request")
+                run = run or server.runs.submit(self.plan.agreed(), "{}", "request")
                 found = server.store.runs.get(run.id)
             except UnavailableError:  # a full disk: a lead asks again
                 continue
-            if found.state is RunState.PAUSED and self.turn.how == FILL:
-                server.runs.resume(run.id)  # as the lead does who is told of the full disk
+            if self._is_resumed(found, resumed):
+                server.runs.resume(run.id)
+                resumed += 1
             elif found.state.ended:
                 self._note(name, f"{found.state.value}\n{found.model_digest}\n{found.reason}")
         server.stop(0.5)
+
+    def _is_resumed(self, run: StoredRun, before: int) -> bool:
+        """Tell whether a lead resumes a run: who is told of the full disk, or that its worker was killed."""
+        paused = run.state is RunState.PAUSED
+        if self.turn.how == FILL:
+            return paused or (run.state is RunState.FAILED and run.reason.startswith("E-STATE-63"))
+        return paused and run.reason.startswith("E-RUN-56") and self.turn.victim == RUN_WORKER and not before
 
     def _train(self, name: str, told: list[int]) -> None:
         home = Home(self.folder / name)
@@ -417,7 +431,7 @@ class Trial:
         self._ended[name] += 1
         if status == -signal.SIGKILL and name == self.turn.victim and self._ended[name] == 1:
             self._repeats = self._interrupted()
-        elif self.turn.victim == f"{name} worker" and self._ended[name] == 1:
+        elif self.turn.victim == f"{name} worker" != RUN_WORKER and self._ended[name] == 1:
             pass  # its first worker was killed before the service began
         elif self.turn.how != FILL or not self._is_victim(name) or self._ended[name] > LOST:
             self.refused += 1
@@ -486,6 +500,9 @@ class Trial:
         except (FederationError, sqlite3.Error) as error:
             self.refused += 1
             self.wrong.append(f"a home was refused: {error}")
+        if self.turn.victim != COORDINATOR:  # whose worker may outlive it by the moment in which the next one sweeps
+            left = [file.name for file in (self.folder / COORDINATOR / OBJECTS).glob(".*")]
+            self.wrong += [f"half a file is left: {name}" for name in left]
 
     def _count(self, name: str) -> None:
         made = self._charges(self.folder / name)
@@ -533,7 +550,7 @@ def turns(seen: dict[tuple[str, bool, str], int], every: int) -> Iterator[Turn]:
     """List what is tried, so that whatever time there is covers all kinds."""
     plans = []
     for (victim, databases, how), number in seen.items():
-        stride = max(1, every // 8) if databases else every
+        stride = max(1, every // 8) if databases or victim == RUN_WORKER else every
         plans.append([Turn(victim, how, at, databases) for at in range(1, number + 1, stride)])
     longest = max(map(len, plans), default=0)
     spread = [(k * longest / len(plan), turn) for plan in plans for k, turn in enumerate(plan)]
@@ -562,17 +579,18 @@ def main(words: Sequence[str]) -> int:
         return int(bool(halves))
     seen, digest, files = {}, "", Counter[str]()
     for victim in VICTIMS:
-        for databases in (False, True):
-            for how in (KILL, TEAR, FILL) if databases else (KILL, TEAR):
-                trial = disturbed(plan, template, asked.folder / "counted", Turn(victim, how, 0, databases))
-                lines = (trial.folder / "writes").read_text().splitlines()
-                seen[victim, databases, how] = len(lines)
-                if how == KILL and not databases:
-                    files.update(_kind(victim, line) for line in lines)
-                assert not trial.wrong, trial.wrong
-                assert digest in ("", trial.digest), "two undisturbed runs differ"
-                digest = trial.digest
-                shutil.rmtree(trial.folder)
+        for databases, how in ((False, KILL), (False, TEAR), (victim != RUN_WORKER, FILL), (True, KILL), (True, TEAR)):
+            if victim == RUN_WORKER and databases:
+                continue  # it writes none
+            trial = disturbed(plan, template, asked.folder / "counted", Turn(victim, how, 0, databases))
+            lines = (trial.folder / "writes").read_text().splitlines()
+            seen[victim, databases, how] = len(lines)
+            if how == KILL and not databases:
+                files.update(_kind(victim, line) for line in lines)
+            assert not trial.wrong, trial.wrong
+            assert digest in ("", trial.digest), "two undisturbed runs differ"
+            digest = trial.digest
+            shutil.rmtree(trial.folder)
     print(f"an undisturbed run writes {sum(n for (_, d, how), n in seen.items() if how == KILL and not d)} times")
     tried = turns(seen, asked.every)
     return _enumerated(plan, asked.folder, template, tried, digest, files, 60 * asked.minutes) or int(bool(halves))

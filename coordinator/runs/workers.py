@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +37,7 @@ from fl_core.types.values import RoundContext
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.storage.object_store import ObjectStore
 from service_core.workers.calls import Calls, OtherSideEndedError
-from service_core.workers.lines import Line
+from service_core.workers.lines import Line, launch
 
 if TYPE_CHECKING:
     from coordinator.worker.work import RunWork
@@ -99,15 +98,15 @@ def in_this_process(place: Place) -> RunWork:
     return RunWork(place)
 
 
+launch_here = partial(launch, "coordinator.worker")
+
+
 class ProcessWorker:
     """A process. Raises ConfigError (E-CFG-01) on extensions that cannot be loaded, and UnavailableError (E-RUN-56)."""
 
     def __init__(self, place: Place) -> None:
         self.service: RunService | None = None
-        words = [sys.executable, "-P", "-m", "coordinator.worker"]
-        self._process = subprocess.Popen(  # noqa: S603 - this interpreter, our module
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
+        self._process = launch_here()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         line = Line(self._process.stdout, self._process.stdin)

@@ -34,6 +34,7 @@ from fl_core.types.values import Bundle, Layout, Part, RoundContext, State
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import BundleFile, read_state, write_state
+from service_core.storage.disk import disk_errors
 from service_core.storage.object_store import ObjectStore
 
 MODEL_LOCK = threading.Lock()
@@ -149,9 +150,10 @@ class RunWork:
         rounds.loop(left.quorum).run(state, rounds, start=left.start, closed=left.closed)
 
     def written(self, state: State) -> Written:
-        """Write a state into a file for the service."""
-        path = f"{self._place.written}{secrets.token_hex(8)}.part"
-        return Written(path, *write_state(state, Path(path)))
+        """Write a state into a file for the service; raises UnavailableError (E-STATE-63) if the disk is full."""
+        path = Path(f"{self._place.written}{secrets.token_hex(8)}.part")
+        with disk_errors(path):
+            return Written(str(path), *write_state(state, path))
 
     def round_loop(self, ports: Sequence[SiloPort]) -> RoundLoop:
         """Create the run's round loop."""

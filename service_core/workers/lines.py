@@ -6,6 +6,8 @@ A line is one JSON object; tensors go by file.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +18,12 @@ from fl_core.errors import FederationError
 
 _MAX_LINE = 1 << 24
 _KINDS = {kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type)}
+
+
+def launch(module: str) -> subprocess.Popen[bytes]:
+    """Start a worker: a module that reads and writes lines, as the leader of a process group."""
+    words = [sys.executable, "-P", "-m", module]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)  # noqa: S603
 
 
 @dataclass(frozen=True, slots=True)

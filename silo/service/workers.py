@@ -27,7 +27,7 @@ from fl_core.types.enums import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TaskKey, contribution_id
 from service_core.storage.private_files import private_folder
-from service_core.workers.lines import Line
+from service_core.workers.lines import Line, launch
 from silo.cancellation import CancelToken
 from silo.events import EmitEvent, SiloEvent, event
 from silo.settings import SiloSettings
@@ -112,10 +112,7 @@ Launch = Callable[[], "subprocess.Popen[bytes]"]
 """Starts a process that reads and writes lines (`silo.worker.exchange`) and is the leader of its process group."""
 
 
-def launch_here() -> subprocess.Popen[bytes]:
-    """Start the worker on this machine."""
-    words = [sys.executable, "-P", "-m", "silo.worker"]
-    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)  # noqa: S603
+launch_here: Launch = partial(launch, "silo.worker")
 
 
 class CagedWorkers:

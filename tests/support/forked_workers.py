@@ -1,30 +1,41 @@
 """Workers that are forked from a process which has imported everything, before that has any other thread.
 
 Each waits for the line by which a worker begins; a start takes milliseconds instead of seconds. What it does then, also
-to enter the cage, is what `python -m silo.worker` does.
+to enter the cage, is what `python -m silo.worker` and `python -m coordinator.worker` do.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import signal
 import subprocess
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from types import ModuleType
 
-from silo.service import workers
-from silo.worker import __main__ as worker_main
-from silo.worker import process as _  # noqa: F401 - imported before the forks
+import coordinator.runs.workers
+import coordinator.worker.__main__
+import coordinator.worker.process  # imported before the forks
+import silo.service.workers
+import silo.worker.__main__
+import silo.worker.process
+
+SILO = silo.service.workers
+COORDINATOR = coordinator.runs.workers
+_MAIN = {SILO: silo.worker.__main__.main, COORDINATOR: coordinator.worker.__main__.main}
 
 
 class ForkedWorker:
     """A forked process, with those parts of `subprocess.Popen` that a service uses of its worker."""
 
-    def __init__(self, earlier: list[ForkedWorker], begin: Callable[[], None]) -> None:
+    def __init__(self, main: Callable[[], None], earlier: list[ForkedWorker], begin: Callable[[], None]) -> None:
         theirs_in, to_worker = os.pipe()
         from_worker, theirs_out = os.pipe()
         self.returncode: int | None = None
+        self._lock = threading.Lock()
         self.pid = os.fork()
         if not self.pid:
             try:
@@ -37,7 +48,7 @@ class ForkedWorker:
                 os.dup2(theirs_out, 1)
                 os.setsid()
                 begin()
-                worker_main.main()
+                main()
             except ValueError:
                 pass  # nobody wanted it
             except BaseException:
@@ -49,10 +60,15 @@ class ForkedWorker:
         self.stdin, self.stdout = os.fdopen(to_worker, "wb"), io.BufferedReader(io.FileIO(from_worker))
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
+        with self._lock:
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+            return self.returncode
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float = 60.0) -> int:
         end = time.monotonic() + timeout
@@ -63,17 +79,18 @@ class ForkedWorker:
         return code
 
 
-def fork_workers(number: int, first: Callable[[], None] = lambda: None) -> None:
-    """Have services of this process launch workers that are forked now; later ones are real. first: is called in one.
+def fork_workers(side: ModuleType, number: int, first: Callable[[], None] = lambda: None) -> None:
+    """Have the service of this process launch workers that are forked now; later ones are real.
 
-    Call it while the process has one thread.
+    side: SILO or COORDINATOR   first: is called in the first worker
+    Call it while the process has one thread, and for one side alone.
     """
     waiting: list[ForkedWorker] = []
     for k in range(number):
-        waiting.append(ForkedWorker(waiting, (lambda: None) if k else first))
-    launch = workers.launch_here
+        waiting.append(ForkedWorker(_MAIN[side], waiting, (lambda: None) if k else first))
+    launch = side.launch_here
 
     def launch_forked() -> subprocess.Popen[bytes]:
         return waiting.pop(0) if waiting else launch()  # type: ignore[return-value]
 
-    workers.launch_here = launch_forked
+    side.launch_here = launch_forked

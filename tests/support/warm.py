@@ -156,9 +156,9 @@ def _become(asked: Mapping[str, Any], files: Sequence[int]) -> None:
         sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
         if sys.argv[0] == "silo":
             if sys.argv[1] == "serve":
-                from tests.support.forked_workers import fork_workers
+                from tests.support import forked_workers
 
-                fork_workers(_WORKERS)
+                forked_workers.fork_workers(forked_workers.SILO, _WORKERS)
             from silo.cli.main import main
         else:
             from coordinator.cli.main import main

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +16,7 @@ import psutil
 import pytest
 
 from consilium.research.engines.in_process import simulate
+from coordinator.runs import workers as run_workers
 from coordinator.runs.exchange import Place
 from coordinator.runs.workers import ProcessWorker
 from coordinator.storage.records import RunState
@@ -20,6 +24,7 @@ from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types import tensor_maps
+from fl_core.types.enums import TaskKind
 from service_core.workers.calls import Calls, OtherSideEndedError
 from service_core.workers.lines import ErrorLines, Line
 from tests.support import until
@@ -44,6 +49,11 @@ def test_a_process_computes_the_model_of_the_simulation_and_ends_with_its_run(tm
         assert not left_over(made.world)
 
 
+@pytest.mark.fault(
+    "a run's worker",
+    "is killed, for want of memory say",
+    "that run pauses with E-RUN-56, and no other; resumed, it ends in the same model",
+)
 def test_a_run_whose_process_is_killed_pauses_alone_and_ends_in_the_same_model(tmp_path: Path) -> None:
     agreed = manifest(rounds=3)
     expected = tensor_maps.digest(simulate(RunSetup.of(agreed), shares(), Observer())["w"])
@@ -65,6 +75,59 @@ def test_a_run_whose_process_is_killed_pauses_alone_and_ends_in_the_same_model(t
         assert made.world.finished(run.id, 120).model_digest == expected
         assert made.included(run.id)[0] == made.included(run.id)[1]
         assert not events(made.world, run.id, "refused")
+
+
+@pytest.mark.fault(
+    "a run's worker",
+    "is killed whenever it checks an update",
+    "the run pauses with E-RUN-56; the update is sent again and taken later, and nothing is trained again",
+)
+def test_an_update_whose_check_is_killed_is_taken_once_a_process_can_check_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agreed = manifest(rounds=1)
+    expected = tensor_maps.digest(simulate(RunSetup.of(agreed), shares(), Observer())["w"])
+    code = """
+    import os, signal
+    from coordinator.worker import __main__, work
+    work.RunWork.check = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    __main__.main()
+    """
+    with federation(tmp_path / "home", settings=PROCESSES) as made:
+        with monkeypatch.context() as patched:
+            patched.setattr(run_workers, "launch_here", lambda: programmed(code))
+            made.come()
+            run = made.world.submit(agreed)
+            paused = made.world.ended(run.id, 120)
+            assert paused.state is RunState.PAUSED
+            assert paused.reason.startswith("E-RUN-56")
+
+        def is_finished() -> bool:
+            found = made.world.run(run.id)
+            if found.state is RunState.PAUSED:  # again, where a process of those was still there
+                made.world.server.runs.resume(run.id)
+            return found.state is RunState.FINISHED
+
+        until(is_finished, "the end of the run", 180)
+        assert made.world.finished(run.id).model_digest == expected
+        for name in made.here:
+            assert made[name].script.begun == [(0, TaskKind.TRAIN), (1, TaskKind.EVALUATE)]
+
+
+@pytest.mark.fault("a coordinator", "is killed while a run's worker computes", "the worker ends with it")
+def test_a_process_ends_with_its_service(tmp_path: Path) -> None:
+    code = f"""
+    import time
+    from coordinator.runs.exchange import Place
+    from coordinator.runs.workers import ProcessWorker
+    print(ProcessWorker(Place({str(tmp_path)!r}, {f"{tmp_path}/.written-"!r}))._process.pid, flush=True)
+    time.sleep(600)
+    """
+    with programmed(code) as service:
+        assert service.stdout is not None
+        worker = psutil.Process(int(service.stdout.readline()))
+        service.kill()
+    until(lambda: not worker.is_running(), "the end of the worker", 20)
 
 
 def test_an_abort_ends_the_process_of_a_run(tmp_path: Path) -> None:
@@ -113,6 +176,7 @@ def test_both_sides_call_at_once_and_errors_keep_their_codes(ends: tuple[Line, L
         one.call("unknown")
 
 
+@pytest.mark.fault("a worker", "ends or says what nobody understands", "no call of its service waits for it")
 @pytest.mark.parametrize(
     "said",
     [b"", b"nothing\n", b'{"returned": [5, 1]}\n', b'{"returned": 7}\n', b'{"call": []}\n', b'{"raised": [0, 1]}\n'],
@@ -135,6 +199,11 @@ def test_whatever_the_other_side_says_or_when_it_ends_no_call_waits_for_ever(
     assert raised.wait(30)
     with pytest.raises(OtherSideEndedError):
         calls.call("anything")
+
+
+def programmed(code: str) -> subprocess.Popen[bytes]:
+    words = [sys.executable, "-P", "-c", textwrap.dedent(code)]
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
 
 def workers() -> list[psutil.Process]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
+import torch
 
 from coordinator.runs.exchange import Place, Setup, Update
 from coordinator.worker import work
 from coordinator.worker.work import RunWork
 from fl_core.aggregation.update_check import MeasuredUpdate
-from fl_core.errors import ProtocolError
+from fl_core.errors import ProtocolError, UnavailableError
 from fl_core.types.enums import TaskKind
 from protos.wire.codec import BundleFile
 from tests.support.coordinator import DATA, update_bytes
@@ -40,6 +42,17 @@ def test_what_no_round_takes_is_forgotten_in_time(tmp_path: Path, monkeypatch: p
     for name in ("first", "second", "third"):
         computing.check(update._replace(id=name))
     assert [computing.measured(name) is None for name in ("first", "second", "third")] == [True, False, False]
+
+
+@pytest.mark.fault("a run's worker", "finds the disk full", "the run stops with E-STATE-63, and can be resumed")
+def test_a_state_that_the_disk_does_not_take_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    computing, limits = begun(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+    try:
+        with pytest.raises(UnavailableError, match="E-STATE-63"):
+            computing.written({"w": {"weight": torch.zeros(10_000)}})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def begun(folder: Path) -> RunWork:

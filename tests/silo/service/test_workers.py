@@ -126,6 +126,11 @@ def test_what_refuses_a_run_in_the_worker_is_told_and_recorded_as_in_the_service
 # ---- kills -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(
+    "a hospital's worker",
+    "is killed, for want of memory say",
+    "the service lives on and lets a new one try again; a second kill refuses the run (E-RUN-46)",
+)
 def test_the_service_lives_on_when_its_worker_is_killed_and_the_second_kill_gives_the_run_up(serving: Serving) -> None:
     hospital = serving(LONG)
     hospital.offer()
@@ -139,6 +144,7 @@ def test_the_service_lives_on_when_its_worker_is_killed_and_the_second_kill_give
     assert said == ["E-RUN-46"]  # with the second try, which went on
 
 
+@pytest.mark.fault("a hospital's service", "is killed while its worker computes", "the worker ends with it")
 def test_a_worker_ends_with_its_service(tmp_path: Path) -> None:
     code = f"""
     import sys, time
@@ -258,6 +264,11 @@ def test_runs_that_take_turns_keep_their_workers_and_a_third_ends_the_one_that_w
 # ---- what is asked of it, and what it asks ---------------------------------------------------------------------------
 
 
+@pytest.mark.fault(
+    "a hospital's worker",
+    "asks for an object that its task does not name, to tell the coordinator something",
+    "refused with E-WIRE-06; the coordinator is asked for nothing",
+)
 def test_a_worker_gets_no_object_that_its_task_does_not_name(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """A digest that is asked for is read by the coordinator: records could be spelled in it."""
     programmed(
@@ -275,6 +286,7 @@ def test_a_worker_gets_no_object_that_its_task_does_not_name(serving: Serving, m
     assert hospital.transfer.calls == []
 
 
+@pytest.mark.fault("a hospital's worker", "says what nobody understands", "ended; the service goes on")
 @pytest.mark.parametrize("said", ["{", "[]", "{}", '{"what": 1}', '{"fetch": 1, "accept": 2}', '{"staged": []}'])
 def test_a_worker_that_says_what_nobody_understands_is_ended_and_the_service_goes_on(
     serving: Serving, monkeypatch: pytest.MonkeyPatch, said: str
