@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -121,7 +122,8 @@ class ActiveRun:
             medians = [row.record.medians for row in runs.rounds(run.id)]
             worker.run(Rounds(str(state), run.closed, self.steering.quorum, medians, counted))
         finally:
-            self.round = None
+            with self.services.objects.lock:
+                self.round = None
             over.set()
             watch.join()
 
@@ -215,11 +217,23 @@ class ActiveRun:
     def broadcast(self, round: int, written: Written | None) -> None:
         """Store a round's broadcast as an object, which is the state stored before where nothing was written."""
         objects = self.services.objects
-        with objects.lock:
+        with self._open_round():
             self._broadcast = self._state if written is None else StoredObject.taken(written, objects)
             assert self._broadcast is not None
             self.services.store.runs.set_base(self.id, round, *self._broadcast)
         self._delete_unused(self.id)  # while silos download
+
+    @contextmanager
+    def _open_round(self) -> Iterator[OpenRound]:
+        """Let nothing end the open round inside the block.
+
+        Raises RunInterrupted if none is open: a worker that was killed had asked for this just before, and the run may
+        have been resumed.
+        """
+        with self.services.objects.lock:
+            if self.round is None:
+                raise RunInterrupted(self.id)
+            yield self.round
 
     def ask(self, silo: str, context: RoundContext, kind: TaskKind) -> tuple[str, Path]:
         """Ask a silo for its update; return the update's id and its file.
@@ -316,10 +330,9 @@ class ActiveRun:
         (`RunScheduler.with_model_digest`).
         """
         store, objects = self.services.store, self.services.objects
-        assert self.round is not None
-        self.round.close()
-        self.round = None
-        with objects.lock:
+        with self._open_round() as now:
+            now.close()
+            self.round = None
             stored = None if written is None else StoredObject.taken(written, objects)
             unless_over(lambda: store.runs.close_round(self.id, record, stored, model, self.replaces))
         self._state = stored or self._state
