@@ -223,7 +223,7 @@ class RunScheduler:
         for run in active:
             run.thread.join(seconds)
         wait([self._cleanup.submit(lambda: None)], seconds)  # running deletions need the store
-        self.workers.rest(idle_s=0)
+        self.workers.close()
 
     def lives(self) -> bool:
         """Tell whether every running run has a live thread, and no run waits although a thread is free."""

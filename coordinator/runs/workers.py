@@ -214,8 +214,12 @@ class _Started:
         self.worker = start(Place(str(objects), str(objects / self._written), extensions))
 
     def end(self) -> None:
-        """End the worker, and delete the files that nobody took over."""
+        """End the worker."""
         self.worker.end()
+        self.delete_files()
+
+    def delete_files(self) -> None:
+        """Delete the files that it wrote and nobody took over."""
         for file in self._objects.glob(f"{self._written}*"):
             file.unlink(missing_ok=True)
 
@@ -225,14 +229,16 @@ class _OfRun:
     """Who computes for a run, and how many want it to. lock: held while the worker begins."""
 
     users: int = 0
+    failed: bool = False
     started: _Started | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class RunWorkers:
-    """The workers of a coordinator: each run under way has one. What opened a run is there for the next that begins.
+    """The workers of a coordinator: each run under way has one; it opened a run before, and is there for others after.
 
-    Guarantees: at most one worker for each run; files that it wrote and nobody took over are deleted with it.
+    Guarantees: at most one worker for each run; files that it wrote and nobody took over are deleted after
+    it.
     """
 
     def __init__(
@@ -244,6 +250,7 @@ class RunWorkers:
         self._lock = threading.Lock()
         self._runs: dict[str, _OfRun] = {}
         self._spare: tuple[_Started, float] | None = None
+        self._closed = False
 
     @contextmanager
     def opening(self) -> Iterator[RunWorker]:
@@ -252,12 +259,7 @@ class RunWorkers:
         try:
             yield started.worker
         finally:
-            with self._lock:
-                kept = self._spare is None and started.worker.lives
-                if kept:
-                    self._spare = started, time.monotonic()
-            if not kept:
-                started.end()
+            self._keep(started)
 
     @contextmanager
     def of(self, run_id: str) -> Iterator[RunWorker]:
@@ -270,13 +272,16 @@ class RunWorkers:
                 if entry.started is None:
                     entry.started = self._started_for(run_id)
             yield entry.started.worker
+        except BaseException:
+            entry.failed = True
+            raise
         finally:
             with self._lock:
                 entry.users -= 1
                 if last := not entry.users:
                     del self._runs[run_id]
             if last and entry.started is not None:
-                entry.started.end()
+                (entry.started.end if entry.failed else partial(self._keep, entry.started))()
 
     def check(self, update: Contribution, file: Path) -> None:
         """Raise ProtocolError (E-WIRE-05, E-WIRE-06, E-RUN-43, E-RUN-47) unless an update is valid for its round."""
@@ -288,10 +293,31 @@ class RunWorkers:
         with self.opening() as worker:
             return RunManifest.from_json(worker.build(spec, [silo.SerializeToString().hex() for silo in silos]))
 
-    def rest(self, idle_s: float = IDLE_S) -> None:
-        """End a worker that nobody has needed for so long."""
-        if self._spare is not None and time.monotonic() - self._spare[1] >= idle_s and (spare := self._taken_spare()):
+    def rest(self) -> None:
+        """End a worker that nobody has needed for `IDLE_S`."""
+        if self._spare is not None and time.monotonic() - self._spare[1] >= IDLE_S:
+            self._end_spare()
+
+    def close(self) -> None:
+        """End a worker that no run needs, and keep none from now on."""
+        self._closed = True
+        self._end_spare()
+
+    def _end_spare(self) -> None:
+        if (spare := self._taken_spare()) is not None:
             spare.end()
+
+    def _keep(self, started: _Started) -> None:
+        """Keep a worker for whoever needs one next; it ends where there is one already."""
+        with self._lock:
+            kept = self._spare is None and started.worker.lives and not self._closed
+            if kept:
+                self._spare = started, time.monotonic()
+        if not kept:
+            started.end()
+            return
+        started.worker.service = None
+        started.delete_files()
 
     def _taken_spare(self) -> _Started | None:
         with self._lock:

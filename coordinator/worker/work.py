@@ -78,6 +78,8 @@ class RunWork:
 
     def take(self, setup: Setup) -> None:
         """Compute for this run from now on; raises as `CompiledRun.of`."""
+        self.__dict__.pop("checks", None)
+        self._measured.clear()
         self.manifest = RunManifest.from_json(setup.manifest)
         sizes = {name: DeclaredSize(train or math.inf, test or math.inf) for name, train, test in setup.sizes}
         self._sizes = with_undeclared(sizes)

@@ -31,7 +31,7 @@ from service_core.workers.lines import Line, launch
 from silo.cancellation import CancelToken
 from silo.events import EmitEvent, SiloEvent, event
 from silo.settings import SiloSettings
-from silo.storage.outbox import PendingEntry
+from silo.storage.outbox import PendingEntry, read_manifest
 from silo.storage.tasks import Attestation, OutboxEntry
 from silo.worker.cage import NO_CAGE, Walls
 from silo.worker.exchange import ERRORS, Description, PreflightReadiness, ServiceSide
@@ -118,7 +118,8 @@ launch_here: Launch = partial(launch, "silo.worker")
 class CagedWorkers:
     """Processes, each for one run, so that runs which take turns do not begin anew each time; at most `MOST_WORKERS`.
 
-    The one whose run had no task for longest ends when another run needs one. Arguments as of `CagedWorker`.
+    The one whose run had no task for longest ends when another run needs one. One whose run is over does another's, for
+    it takes seconds to start one, unless its run brought code of an extension. Arguments as of `CagedWorker`.
     """
 
     def __init__(
@@ -128,14 +129,22 @@ class CagedWorkers:
         self._make = partial(CagedWorker, settings, silo, emit, computed)
         self._workers: dict[str, CagedWorker] = {}
         """By run, the one that was used last at the end; one that has none yet is that of ""."""
+        self._state_of: Callable[[str], str] = lambda _: ""
 
     def of(self, run_id: str) -> CagedWorker:
         """Return the worker of a run."""
-        worker = self._workers.pop(run_id, None) or self._workers.pop("", None) or self._make()
+        worker = self._workers.pop(run_id, None) or self._free() or self._make()
         while len(self._workers) >= MOST_WORKERS:
             self._workers.pop(next(iter(self._workers))).end()
         self._workers[run_id] = worker
         return worker
+
+    def _free(self) -> CagedWorker | None:
+        """Take a worker that no run needs."""
+        for run_id, worker in self._workers.items():
+            if not run_id or (worker.without_extensions and self._state_of(run_id) == "finished"):
+                return self._workers.pop(run_id)
+        return None
 
     def describe(self) -> Description:
         return self.of("").describe()
@@ -153,6 +162,7 @@ class CagedWorkers:
         return self.of(offer.run_id).train(offer, service)
 
     def rest(self, state_of: Callable[[str], str]) -> None:
+        self._state_of = state_of
         for run_id, worker in list(self._workers.items()):
             worker.rest(state_of)
             if worker.pid is None:
@@ -186,6 +196,7 @@ class CagedWorker:
         self._process: subprocess.Popen[bytes] | None = None
         self._run_id, self._since = "", time.monotonic()
         self._manifest, self._named = "", set[str]()
+        self.without_extensions = True
         self._busy = False
 
     @property
@@ -395,7 +406,9 @@ class CagedWorker:
                 raise ProtocolError("E-WIRE-06", f"expected an object that the task names, found {digest[:16]!r}")
             path = service.fetch(digest, size, most)
             if digest == self._manifest:
-                self._named.update(_DIGEST.findall(path.read_text(encoding="utf-8", errors="replace")))
+                text = path.read_text(encoding="utf-8", errors="replace")
+                self._named.update(_DIGEST.findall(text))
+                self.without_extensions &= not read_manifest(path, digest).extensions
         except Exception as error:
             if not isinstance(error, FederationError):
                 log.exception("an object could not be fetched")

@@ -38,16 +38,21 @@ pytestmark = pytest.mark.integration
 PROCESSES = replace(FAST, start_worker=ProcessWorker)
 
 
-def test_a_process_computes_the_model_of_the_simulation_and_ends_with_its_run(tmp_path: Path) -> None:
+def test_a_process_computes_the_model_of_the_simulation_and_the_next_run_and_ends_when_no_run_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     agreed = manifest(rounds=2)
     expected = tensor_maps.digest(simulate(RunSetup.of(agreed), shares(), Observer())["w"])
     with federation(tmp_path / "home", settings=PROCESSES) as made:
         made.come()
-        run = made.world.submit(agreed)
-        until(lambda: workers(), "its worker")
-        assert made.world.finished(run.id, 120).model_digest == expected
-        until(lambda: not workers(), "its worker to end")
+        for number in range(2):
+            run = made.world.submit(agreed, f"request {number}")
+            assert made.world.finished(run.id, 120).model_digest == expected
+        (only,) = workers()
+        assert only.create_time() < made.world.run(run.id).created
         assert not left_over(made.world)
+        monkeypatch.setattr("coordinator.runs.workers.IDLE_S", 0.0)
+        until(lambda: not workers(), "its worker to end")
 
 
 @pytest.mark.fault(

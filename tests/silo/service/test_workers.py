@@ -244,6 +244,19 @@ def test_a_finished_run_leaves_its_worker_for_a_minute_and_an_aborted_one_does_n
     assert made == ["aborted", "failed"]
 
 
+def test_a_worker_whose_run_is_over_does_the_next_run(serving: Serving) -> None:
+    hospital = serving()
+    hospital.train()
+    hospital.settle()
+    pid = pid_of(hospital)
+    hospital.control.last.send(run_ended=pb.RunEnded(run_id=hospital.run_id, state="finished"))
+    until(lambda: hospital.service.store.state_of(hospital.run_id) == "finished")
+    hospital.run_id = "run-2"
+    hospital.offer()
+    hospital.sent(2)
+    assert pid_of(hospital) == pid
+
+
 def test_runs_that_take_turns_keep_their_workers_and_a_third_ends_the_one_that_was_idle_for_longest(
     serving: Serving,
 ) -> None:
