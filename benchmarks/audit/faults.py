@@ -90,9 +90,12 @@ def finite_check_removed() -> Iterator[None]:
 
     def weighted(layer: nn.Module, x: Tensor, dy: Tensor, factor: Tensor) -> dict[nn.Parameter, Tensor]:
         inputs, grads = per_sample_gradients._places(layer, x, dy)
-        sums = {layer.weight: torch.einsum("n,nop->op", factor, grads @ inputs.mT).view(layer.weight.shape)}
+        whole = torch.einsum("n,nop->op", factor, grads.mT @ inputs)
+        if isinstance(layer, nn.Conv2d):
+            whole = whole.view(layer.out_channels, *layer.kernel_size, layer.in_channels).movedim(3, 1)
+        sums = {layer.weight: whole}
         if layer.bias is not None:
-            sums[layer.bias] = torch.einsum("n,no->o", factor, grads.sum(2))
+            sums[layer.bias] = torch.einsum("n,no->o", factor, grads.sum(1))
         return sums
 
     def add_noise(values: Tensor, g: float, std: float, noise: NoiseSource) -> Tensor:
