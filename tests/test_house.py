@@ -43,10 +43,11 @@ def test_the_table_counts_source_and_tests_apart() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "strategy", "other"), [("secagg=off", "plain", "masked"), ("secagg=on", "masked", "plain")]
+    ("words", "through", "never"),
+    [("secagg=off", "run.py", "masked_rounds.py"), ("secagg=on", "masked_rounds.py", "plain_rounds.py")],
 )
-def test_an_update_walks_through_the_rounds_of_its_own_kind_alone(words: str, strategy: str, other: str) -> None:
+def test_an_update_walks_through_the_rounds_of_its_own_kind_alone(words: str, through: str, never: str) -> None:
+    """A plain round asks nothing of an update after it was staged."""
     files = walk(words).files
-    assert {"silo/connection/transfer.py", "coordinator/api/transfer.py", "coordinator/runs/run.py"} <= set(files)
-    assert f"coordinator/runs/{strategy}_rounds.py" in files
-    assert f"coordinator/runs/{other}_rounds.py" not in files
+    assert {"silo/connection/transfer.py", "coordinator/api/transfer.py", f"coordinator/runs/{through}"} <= set(files)
+    assert f"coordinator/runs/{never}" not in files
