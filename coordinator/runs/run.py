@@ -77,6 +77,7 @@ class ActiveRun:
         self._state: StoredObject | None = None
         self._broadcast: StoredObject | None = None
         self._due = 0.0
+        self._computes = self._interrupted = False
 
     def waiting(self) -> Waiting | None:
         """Return whom the open round waits for; None if none is open."""
@@ -84,8 +85,11 @@ class ActiveRun:
         return None if now is None else now.waiting()
 
     def interrupt(self) -> None:
-        """Stop asking and waiting; `execute` then raises RunInterrupted."""
+        """Stop asking, waiting and computing; `execute` then raises RunInterrupted."""
+        self._interrupted = True
         self.tasks.interrupt()
+        if self._computes:
+            self.workers.interrupt(self.id)
 
     def execute(self) -> None:
         """Return when the run has ended; raises what stopped it: RunInterrupted, or the error in its stored end."""
@@ -105,9 +109,19 @@ class ActiveRun:
         self._keep_coverage(coverage)
         self._warn_of_few()
         self.replaces = run.parent if lineage.removes_sums(run) else ""
-        with self.workers.of(self.id) as worker:
-            worker.service = self
-            self._compute(worker)
+        self._computes = True
+        try:
+            with self.workers.of(self.id) as worker:
+                if self._interrupted:
+                    raise RunInterrupted(self.id)
+                worker.service = self
+                self._compute(worker)
+        except UnavailableError as error:
+            if self._interrupted and error.code == "E-RUN-56":  # it was ended for that
+                raise RunInterrupted(self.id) from error
+            raise
+        finally:
+            self._computes = False
 
     def _compute(self, worker: RunWorker) -> None:
         """Have the rounds that are left computed."""
@@ -126,6 +140,8 @@ class ActiveRun:
                 self.round = None
             over.set()
             watch.join()
+            self.tasks.interrupt()
+            worker.settle()  # a round that is being stored is closed before the run pauses
 
     # ---- before the rounds -----------------------------------------------------------------------------------------
 

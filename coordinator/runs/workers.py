@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import secrets
-import subprocess
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from signal import Signals
 from typing import TYPE_CHECKING, Any, Protocol
 
 from coordinator.runs.exchange import (
@@ -84,8 +84,11 @@ class RunWorker(Protocol):
     def lives(self) -> bool:
         """Whether it can compute."""
 
+    def settle(self) -> None:
+        """Wait until the service does nothing more of what it asked for, after it has ended."""
+
     def end(self) -> None:
-        """End what is left of it."""
+        """End it, whatever it does; called by any thread."""
 
 
 Start = Callable[[Place], RunWorker]
@@ -106,7 +109,10 @@ class ProcessWorker:
 
     def __init__(self, place: Place) -> None:
         self.service: RunService | None = None
-        self._process = launch_here()
+        try:
+            self._process = launch_here()
+        except OSError as error:
+            raise _unavailable(f"none starts ({error})") from error
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         line = Line(self._process.stdout, self._process.stdin)
@@ -124,7 +130,7 @@ class ProcessWorker:
 
     @property
     def lives(self) -> bool:
-        return self._process.poll() is None
+        return self._process.poll() is None and not self._line.outgoing.closed
 
     def build(self, spec: str, silos: Sequence[str]) -> str:
         return str(self._call("build", spec, silos))
@@ -151,15 +157,23 @@ class ProcessWorker:
     def run(self, left: Rounds) -> None:
         self._call("run", *left)
 
+    def settle(self) -> None:
+        self._calls.settle()
+
     def end(self) -> None:
+        killing = threading.Timer(_END_S, self._kill)
+        killing.daemon = True
+        killing.start()
         with suppress(OSError, ValueError):
-            self._line.outgoing.close()  # it ends with its pipe
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self._line.outgoing.close()  # it ends with its pipe; one that reads nothing any more is killed
+        self._process.wait()
+        killing.cancel()
         self._line.incoming.close()
+
+    def _kill(self) -> None:
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def _call(self, name: str, *arguments: object) -> Any:  # noqa: ANN401 - as `Calls.call`
         try:
@@ -170,12 +184,8 @@ class ProcessWorker:
     def _ended(self) -> UnavailableError:
         self.end()
         status = self._process.returncode
-        how = f"killed by {Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        return UnavailableError(
-            "E-RUN-56",
-            f"expected the process that computes for this run to answer, found it {how}: if the machine ran out of "
-            "memory, free some or give the service more; then resume the run",
-        )
+        number = next((kind.name for kind in signal.Signals if kind == -status), f"signal {-status}")
+        return _unavailable(f"it was killed by {number}" if status < 0 else f"it ended with status {status}")
 
     def _answers(self) -> dict[str, Callable[..., object]]:
         """Return what the worker may ask: each is put to the service that there is then."""
@@ -204,6 +214,14 @@ class ProcessWorker:
             "counted": lambda hospitals: service().counted(hospitals),
             "closed": lambda record, raw, model: service().closed(RoundRecord.of(record), written(raw), model),
         }
+
+
+def _unavailable(what: str) -> UnavailableError:
+    return UnavailableError(
+        "E-RUN-56",
+        f"expected a process that computes for this run, found that {what}: if the machine ran out of memory, free "
+        "some or give the service more; then resume the run",
+    )
 
 
 class _Started:
@@ -269,9 +287,11 @@ class RunWorkers:
             entry.users += 1
         try:
             with entry.lock:
-                if entry.started is None:
-                    entry.started = self._started_for(run_id)
-            yield entry.started.worker
+                if entry.started is not None and not entry.started.worker.lives:  # others may not have left it yet
+                    entry.started.end()
+                    entry.started = None
+                started = entry.started = entry.started or self._started_for(run_id)
+            yield started.worker
         except BaseException:
             entry.failed = True
             raise
@@ -282,6 +302,13 @@ class RunWorkers:
                     del self._runs[run_id]
             if last and entry.started is not None:
                 (entry.started.end if entry.failed else partial(self._keep, entry.started))()
+
+    def interrupt(self, run_id: str) -> None:
+        """End a run's worker in the middle of what it does; whoever uses it gets UnavailableError (E-RUN-56)."""
+        with self._lock:
+            entry = self._runs.get(run_id)
+        if entry is not None and (started := entry.started) is not None:
+            started.worker.end()
 
     def check(self, update: Contribution, file: Path) -> None:
         """Raise ProtocolError (E-WIRE-05, E-WIRE-06, E-RUN-43, E-RUN-47) unless an update is valid for its round."""
@@ -309,15 +336,14 @@ class RunWorkers:
 
     def _keep(self, started: _Started) -> None:
         """Keep a worker for whoever needs one next; it ends where there is one already."""
+        started.worker.service = None  # before another run has it
+        started.delete_files()
         with self._lock:
             kept = self._spare is None and started.worker.lives and not self._closed
             if kept:
                 self._spare = started, time.monotonic()
         if not kept:
             started.end()
-            return
-        started.worker.service = None
-        started.delete_files()
 
     def _taken_spare(self) -> _Started | None:
         with self._lock:

@@ -90,6 +90,9 @@ class RunWork:
     def lives(self) -> bool:
         return True
 
+    def settle(self) -> None:
+        """Do nothing: what it asks ends with whoever uses it."""
+
     def end(self) -> None:
         """Keep nothing: it ends with whoever uses it."""
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from fl_core.errors import FederationError
-from service_core.workers.lines import ErrorLines, Line
+from service_core.workers.lines import ErrorLines, Line, encoded
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ class Calls:
         self._line, self._answers, self._errors = line, answers, errors
         self._numbers, self._lock = itertools.count(), threading.Lock()
         self._open: dict[int, Future[Any]] = {}
+        self._answering = set[threading.Thread]()
         self._ended = False
 
     def call(self, name: str, *arguments: object) -> Any:  # noqa: ANN401 - what the other side returns
@@ -40,8 +41,9 @@ class Calls:
                 raise OtherSideEndedError(name)
             number = next(self._numbers)
             self._open[number] = answer
+        data = encoded(call=[number, name, arguments])
         with suppress(OSError, ValueError):  # it has ended: `listen` notices, and answers every open call
-            self._line.send(call=[number, name, arguments])
+            self._line.write(data)
         return answer.result()
 
     def listen(self) -> None:
@@ -50,7 +52,10 @@ class Calls:
             while (message := self._line.read()) is not None:
                 if "call" in message:
                     number, name, arguments = message["call"]
-                    threading.Thread(target=self._answer, args=(number, name, arguments), daemon=True).start()
+                    thread = threading.Thread(target=self._answer, args=(number, name, arguments), daemon=True)
+                    with self._lock:
+                        self._answering.add(thread)
+                    thread.start()
                 elif "returned" in message:
                     number, value = message["returned"]
                     self._open.pop(number).set_result(value)
@@ -58,22 +63,33 @@ class Calls:
                     number, raw = message["raised"]
                     error = self._errors.read(raw)
                     self._open.pop(number).set_exception(error)
-        except (LookupError, TypeError, ValueError, AttributeError):
-            log.exception("the other side said what nobody understands")
+        except Exception:  # whatever it is, no call may wait for ever
+            log.exception("the other side said what nobody understands, or this one cannot answer")
         with self._lock:
             self._ended = True
             still_open, self._open = list(self._open.values()), {}
         for answer in still_open:
             answer.set_exception(OtherSideEndedError("it ended"))
 
+    def settle(self) -> None:
+        """Wait until every call of a side that has ended is answered."""
+        with self._lock:
+            answering = list(self._answering)
+        for thread in answering:
+            if thread.ident is not None:
+                thread.join()
+
     def _answer(self, number: int, name: str, arguments: list[Any]) -> None:
         try:
-            message = {"returned": [number, self._answers[name](*arguments)]}
-        except Exception as error:
+            data = encoded(returned=[number, self._answers[name](*arguments)])
+        except BaseException as error:  # also SystemExit and panics of libraries: the caller waits for an answer
             if not isinstance(error, FederationError) and type(error).__name__ not in self._errors.plain:
                 log.exception("a call of %s failed", name)
-            message = {"raised": [number, self._errors.write(error)]}
+            data = encoded(raised=[number, self._errors.write(error)])
         try:
-            self._line.send(**message)
+            self._line.write(data)
         except (OSError, ValueError):
             log.debug("nobody waits for the answer to %s any more", name)
+        finally:
+            with self._lock:
+                self._answering.discard(threading.current_thread())

@@ -14,10 +14,27 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from fl_core import errors
-from fl_core.errors import FederationError
+from fl_core.errors import FederationError, StateError
 
 _MAX_LINE = 1 << 24
-_KINDS = {kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type)}
+_MAX_TEXT = 1 << 20
+"""Characters of an error that pass: a hospital chooses names in them, and JSON needs up to 12 bytes for one of them."""
+_CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+_KINDS: dict[str, type[FederationError]] = {
+    kind.__name__: kind for kind in _CLASSES if issubclass(kind, FederationError)
+}
+
+
+class UnforeseenError(Exception):
+    """An error of the other side that nobody foresaw: its log has the traceback."""
+
+
+def encoded(**message: object) -> bytes:
+    """Write a message as a line; raises ValueError where it is longer than the other side reads."""
+    data = json.dumps(message).encode() + b"\n"
+    if len(data) > _MAX_LINE:
+        raise ValueError(f"expected a message of at most {_MAX_LINE} bytes, found {len(data)}")
+    return data
 
 
 def launch(module: str) -> subprocess.Popen[bytes]:
@@ -35,17 +52,19 @@ class Line:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def send(self, **message: object) -> None:
-        """Send a message; raises OSError or ValueError where nobody reads any more."""
-        data = json.dumps(message).encode() + b"\n"
+        """Send a message; raises as `encoded` and `write`."""
+        self.write(encoded(**message))
+
+    def write(self, data: bytes) -> None:
+        """Write what `encoded` made; raises OSError or ValueError where nobody reads any more."""
         with self._lock:
             self.outgoing.write(data)
             self.outgoing.flush()
 
     def read(self) -> Mapping[str, Any] | None:
         """Return the next message; None where the other side has ended or sends what is none."""
-        data = self.incoming.readline(_MAX_LINE)
         try:
-            message = json.loads(data)
+            message = json.loads(self.incoming.readline(_MAX_LINE))
         except (ValueError, RecursionError):
             return None
         return message if isinstance(message, dict) else None
@@ -55,25 +74,35 @@ class Line:
 class ErrorLines:
     """Writes errors for the other side, and reads them.
 
-    plain: errors made of one text, by name   code, what: for an error that nobody foresaw.
+    plain: errors made of one text, by name   code, what: for an error that nobody foresaw; without a code it is an
+    UnforeseenError there too.
     """
 
     plain: Mapping[str, type[Exception]] = field(default_factory=dict)
-    code: str = "E-RUN-99"
-    what: str = "unexpected error"
+    code: str = ""
+    what: str = ""
 
     def write(self, error: BaseException) -> dict[str, str]:
         """Write an error by the class that says what its reader can do."""
-        if (name := type(error).__name__) in self.plain:
-            return {"kind": name, "message": getattr(error, "reason", str(error))}
-        if not isinstance(error, FederationError):
-            return {"kind": "StateError", "code": self.code, "message": f"{self.what}: {name}: {error}"}
-        kind = next(kind.__name__ for kind in type(error).__mro__ if kind in _KINDS.values())
-        return {"kind": kind, "code": error.code, "message": error.message}
+        name = type(error).__name__
+        if name in self.plain:
+            return {"kind": name, "message": str(getattr(error, "reason", error))[:_MAX_TEXT]}
+        if isinstance(error, FederationError):
+            kind = next(kind.__name__ for kind in type(error).__mro__ if kind in _KINDS.values())
+            return {"kind": kind, "code": error.code, "message": error.message[:_MAX_TEXT]}
+        text = f"{name}: {error}"[:_MAX_TEXT]
+        if not self.code:
+            return {"kind": UnforeseenError.__name__, "message": text}
+        return {"kind": StateError.__name__, "code": self.code, "message": f"{self.what}: {text}"}
 
     def read(self, raw: Mapping[str, str]) -> Exception:
-        """Return the error that the other side wrote."""
-        if (plain := self.plain.get(raw["kind"])) is not None:
-            return plain(raw["message"])
-        error: Exception = _KINDS[raw["kind"]](raw["code"], raw["message"])
-        return error
+        """Return the error that the other side wrote; raises TypeError or LookupError on what is none."""
+        if not all(isinstance(text, str) for text in raw.values()):
+            raise TypeError("an error whose fields are not texts")
+        raw = {name: text.encode(errors="replace").decode() for name, text in raw.items()}  # no protobuf has surrogates
+        kind, message = raw["kind"], raw["message"]
+        if kind == UnforeseenError.__name__:
+            return UnforeseenError(message)
+        if (plain := self.plain.get(kind)) is not None:
+            return plain(message)
+        return _KINDS[kind](raw["code"], message)

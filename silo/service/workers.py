@@ -249,6 +249,7 @@ class CagedWorker:
 
     def rest(self, state_of: Callable[[str], str]) -> None:
         if self.pid is None:
+            self.end()
             return
         state = state_of(self._run_id)
         patience = math.inf if state == "running" else IDLE_S if state in ("", "asked", "finished") else 0.0

@@ -16,6 +16,8 @@ from silo.worker import cage
 
 def main() -> None:
     """Enter the cage before anything large is loaded; what other code prints goes to standard error."""
+    # systemd sends it to every process of a service; the service ends this one.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)

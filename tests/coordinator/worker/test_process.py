@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import json
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,17 +16,15 @@ import pytest
 
 from consilium.research.engines.in_process import simulate
 from coordinator.runs import workers as run_workers
-from coordinator.runs.exchange import Place
+from coordinator.runs.exchange import Place, Setup, Update
 from coordinator.runs.tasks import RunInterrupted
 from coordinator.runs.workers import ProcessWorker
 from coordinator.storage.records import RunState
-from fl_core.errors import ConfigError, RefusedError
+from fl_core.errors import ConfigError, ProtocolError
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
-from service_core.workers.calls import Calls, OtherSideEndedError
-from service_core.workers.lines import ErrorLines, Line
 from tests.support import until
 from tests.support.coordinator import FAST, World, events
 from tests.support.federation import federation, manifest
@@ -158,59 +155,100 @@ def test_a_process_that_cannot_begin_says_why(tmp_path: Path) -> None:
         ProcessWorker(Place(str(tmp_path), f"{tmp_path}/.written-", ["nowhere"]))
 
 
-# ---- calls -----------------------------------------------------------------------------------------------------------
+def test_an_abort_ends_a_process_that_does_not_answer(tmp_path: Path) -> None:
+    with federation(tmp_path / "home", settings=PROCESSES) as made:
+        made.come(wait=lambda round: True)
+        run = made.world.submit(manifest(rounds=3))
+        until(lambda: made.world.server.store.runs.round(run.id, 0), "the first round", 60)
+        until(workers, "its worker", 60)[0].send_signal(signal.SIGSTOP)
+        made.world.server.runs.abort(run.id)
+        assert made.world.ended(run.id).state is RunState.ABORTED
+        until(lambda: not workers(), "its worker to end")
 
 
-@pytest.fixture
-def ends() -> Iterator[tuple[Line, Line]]:
-    (a, b), (c, d) = os.pipe(), os.pipe()
-    one, other = Line(os.fdopen(a, "rb"), os.fdopen(d, "wb")), Line(os.fdopen(c, "rb"), os.fdopen(b, "wb"))
-    yield one, other
-    for file in (one.outgoing, other.outgoing, one.incoming, other.incoming):
-        file.close()
+def test_a_service_that_stops_ends_a_process_that_computes_and_continues_its_run(tmp_path: Path) -> None:
+    with federation(tmp_path / "home", settings=PROCESSES) as made:
+        gate = threading.Event()
+        made.come(wait=lambda round: round == 1 and not gate.is_set())
+        run = made.world.submit(manifest(rounds=3))
+        until(lambda: made.world.run(run.id).closed == 1, "the first round", 120)
+        workers()[0].send_signal(signal.SIGSTOP)
+        port = made.world.port
+        made.world.stop()
+        assert not workers()
+        made.world.start(port)
+        assert not left_over(made.world)
+        assert made.world.run(run.id).state is RunState.RUNNING
+        gate.set()
+        made.world.finished(run.id, 120)
 
 
-def test_both_sides_call_at_once_and_errors_keep_their_codes(ends: tuple[Line, Line]) -> None:
-    def refuse() -> None:
-        raise RefusedError("E-RUN-14", "no")
-
-    one = Calls(ends[0], {"half": lambda n: n / 2}, ErrorLines())
-    other = Calls(ends[1], {"twice": lambda n: 2 * one_asks(n), "refuse": refuse, "fail": lambda: 1 / 0}, ErrorLines())
-    one_asks = lambda n: other.call("half", n) + n / 2  # noqa: E731
-    for calls in (one, other):
-        threading.Thread(target=calls.listen, daemon=True).start()
-    assert one.call("twice", 21.0) == 42.0
-    with pytest.raises(RefusedError, match="E-RUN-14: no"):
-        one.call("refuse")
-    with pytest.raises(Exception, match="ZeroDivisionError"):
-        one.call("fail")
-    with pytest.raises(Exception, match="KeyError"):
-        one.call("unknown")
+def test_what_stops_every_process_of_a_service_pauses_no_run(tmp_path: Path) -> None:
+    with federation(tmp_path / "home", settings=PROCESSES) as made:
+        gate = threading.Event()
+        made.come(wait=lambda round: round == 1 and not gate.is_set())
+        run = made.world.submit(manifest(rounds=2))
+        until(lambda: made.world.run(run.id).closed == 1, "the first round", 120)
+        workers()[0].send_signal(signal.SIGTERM)
+        gate.set()
+        made.world.finished(run.id, 120)
 
 
-@pytest.mark.fault("a worker", "ends or says what nobody understands", "no call of its service waits for it")
-@pytest.mark.parametrize(
-    "said",
-    [b"", b"nothing\n", b'{"returned": [5, 1]}\n', b'{"returned": 7}\n', b'{"call": []}\n', b'{"raised": [0, 1]}\n'],
-)
-def test_whatever_the_other_side_says_or_when_it_ends_no_call_waits_for_ever(
-    ends: tuple[Line, Line], said: bytes
-) -> None:
-    calls, raised = Calls(ends[0], {}, ErrorLines()), threading.Event()
+def test_a_round_that_is_being_stored_when_its_process_ends_is_closed_before_the_run_pauses(tmp_path: Path) -> None:
+    with federation(tmp_path / "home", settings=PROCESSES) as made:
+        runs, stores, gate = made.world.server.store.runs, threading.Event(), threading.Event()
+        close = runs.close_round
 
-    def ask() -> None:
-        with pytest.raises(OtherSideEndedError):
-            calls.call("anything")
-        raised.set()
+        def slow(*given: object) -> object:
+            stores.set()
+            gate.wait(60)
+            return close(*given)
 
-    threading.Thread(target=ask, daemon=True).start()
-    ends[1].incoming.readline()
-    ends[1].outgoing.write(said)
-    ends[1].outgoing.close()
-    calls.listen()
-    assert raised.wait(30)
-    with pytest.raises(OtherSideEndedError):
-        calls.call("anything")
+        runs.close_round = slow
+        made.come()
+        run = made.world.submit(manifest(rounds=1))
+        assert stores.wait(120)
+        process = workers()[0]
+        process.kill()
+        until(lambda: not workers(), "its worker to end")
+        assert not made.world.run(run.id).state.ended
+        gate.set()
+        assert made.world.ended(run.id).state is RunState.PAUSED
+        assert made.world.run(run.id).closed == 1
+        made.world.server.runs.resume(run.id)
+        made.world.finished(run.id, 120)
+
+
+def test_a_worker_that_has_ended_is_replaced_although_a_check_has_not_left_it_yet(tmp_path: Path) -> None:
+    with federation(tmp_path / "home", settings=PROCESSES) as made:
+        run = made.world.submit(manifest(rounds=1))
+        made.world.server.runs.abort(run.id)
+        made.world.ended(run.id)
+        workers_of = made.world.server.runs.workers.of
+        with workers_of(run.id) as first:
+            workers()[0].kill()
+            until(lambda: not first.lives, "its end")
+            with workers_of(run.id) as second:
+                assert second.initial().size
+        until(lambda: not workers(), "both to end")
+        assert not left_over(made.world)
+
+
+def test_a_name_of_millions_of_characters_in_an_update_ends_no_process(tmp_path: Path) -> None:
+    agreed = manifest(rounds=1)
+    worker = ProcessWorker(Place(str(tmp_path), f"{tmp_path}/.written-"))
+    worker.take(Setup(agreed.to_json(), [(member.name, 0, 0) for member in agreed.members]))
+    meta = json.dumps({"groups": [], "paths": [["\u00e9" * 3_900_000, "weight"]]}, ensure_ascii=False)
+    tensor = {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}
+    header = json.dumps({"__metadata__": {"consilium": meta}, "000000": tensor}, ensure_ascii=False).encode()
+    file = tmp_path / "update"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    try:
+        with pytest.raises(ProtocolError, match="E-WIRE-06"):
+            worker.check(Update("one", "north", 0, TaskKind.TRAIN.value, str(file)))
+        assert worker.lives
+    finally:
+        worker.end()
 
 
 def programmed(code: str) -> subprocess.Popen[bytes]:
@@ -219,7 +257,8 @@ def programmed(code: str) -> subprocess.Popen[bytes]:
 
 
 def workers() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children() if "coordinator.worker" in " ".join(p.cmdline())]
+    children = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+    return [p for p in children if "coordinator.worker" in " ".join(p.cmdline())]
 
 
 def left_over(world: World) -> list[Path]:

@@ -171,6 +171,25 @@ def test_a_worker_that_cannot_start_is_an_error_with_its_status(
         Hospital(tmp_path / "home", run_round=None).start()
 
 
+def test_a_signal_to_every_process_of_a_service_ends_no_task(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would count as a kill, of which there are two in a run."""
+    hospital = serving(LONG)
+    hospital.offer()
+    until(lambda: "training" in hospital.events(), seconds=60)
+    os.killpg(pid_of(hospital), signal.SIGTERM)
+    hospital.close(included=False)
+    until(lambda: "stopped" in hospital.events(), seconds=60)
+    assert "killed" not in hospital.events()
+    assert hospital.service.store.count_kills() == []
+
+
+def test_of_a_worker_that_ended_by_itself_no_folder_is_left(serving: Serving) -> None:
+    hospital = serving()
+    folders = worker_of(hospital)._settings.home.scratch
+    os.killpg(pid_of(hospital), signal.SIGKILL)
+    until(lambda: not list(folders.iterdir()), seconds=60)
+
+
 # ---- giving up -------------------------------------------------------------------------------------------------------
 
 
@@ -300,7 +319,18 @@ def test_a_worker_gets_no_object_that_its_task_does_not_name(serving: Serving, m
 
 
 @pytest.mark.fault("a hospital's worker", "says what nobody understands", "ended; the service goes on")
-@pytest.mark.parametrize("said", ["{", "[]", "{}", '{"what": 1}', '{"fetch": 1, "accept": 2}', '{"staged": []}'])
+@pytest.mark.parametrize(
+    "said",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"what": 1}',
+        '{"fetch": 1, "accept": 2}',
+        '{"staged": []}',
+        '{"failed": {"kind": "RefusedError", "code": [1], "message": 2}}',
+    ],
+)
 def test_a_worker_that_says_what_nobody_understands_is_ended_and_the_service_goes_on(
     serving: Serving, monkeypatch: pytest.MonkeyPatch, said: str
 ) -> None:
