@@ -25,6 +25,7 @@ from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
+from service_core.storage.object_store import ObjectStore
 from tests.support import until
 from tests.support.coordinator import FAST, World, events
 from tests.support.federation import federation, manifest
@@ -136,7 +137,7 @@ def test_a_process_ends_with_its_service(tmp_path: Path) -> None:
         assert service.stdout is not None
         worker = psutil.Process(int(service.stdout.readline()))
         service.kill()
-    until(lambda: not worker.is_running(), "the end of the worker", 20)
+    until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, "the end of the worker", 20)
 
 
 def test_an_abort_ends_the_process_of_a_run(tmp_path: Path) -> None:
@@ -153,6 +154,28 @@ def test_an_abort_ends_the_process_of_a_run(tmp_path: Path) -> None:
 def test_a_process_that_cannot_begin_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no distribution 'nowhere'"):
         ProcessWorker(Place(str(tmp_path), f"{tmp_path}/.written-", ["nowhere"]))
+
+
+def test_a_worker_that_is_kept_is_free_of_its_last_run_before_another_can_take_it(tmp_path: Path) -> None:
+    class Watched:
+        lives = True
+
+        def __setattr__(self, name: str, value: object) -> None:
+            assert name == "service"
+            freed.append(kept._spare is None)
+
+    def start(place: Place) -> Watched:
+        left.append(Path(f"{place.written}x.part"))
+        left[0].touch()
+        return Watched()
+
+    freed, left = list[bool](), list[Path]()
+    kept = run_workers.RunWorkers(None, ObjectStore(tmp_path), start)  # type: ignore[arg-type]
+    with kept.opening():
+        pass
+    assert freed == [True]
+    assert kept._spare is not None
+    assert not left[0].exists()
 
 
 def test_an_abort_ends_a_process_that_does_not_answer(tmp_path: Path) -> None:
@@ -257,8 +280,13 @@ def programmed(code: str) -> subprocess.Popen[bytes]:
 
 
 def workers() -> list[psutil.Process]:
-    children = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
-    return [p for p in children if "coordinator.worker" in " ".join(p.cmdline())]
+    def is_one(process: psutil.Process) -> bool:
+        try:
+            return "coordinator.worker" in " ".join(process.cmdline())
+        except psutil.NoSuchProcess:  # or it has ended, and nobody has read its status yet
+            return False
+
+    return [process for process in psutil.Process().children() if is_one(process)]
 
 
 def left_over(world: World) -> list[Path]:
