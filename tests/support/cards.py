@@ -11,11 +11,11 @@ from consilium.report.card import (
     Card,
     CardShare,
     ClassFacts,
-    DerivedFacts,
     Hospital,
     Model,
     Privacy,
     Results,
+    RunFacts,
     TrainingDescription,
     Updates,
 )
@@ -47,7 +47,7 @@ def card(**other: object) -> Card:
         written_by="lead",
         intended_use="",
         licence="",
-        run=DerivedFacts("r1", "study", "finished", 2, 2, _now(), _now(), "digits", "1" * 64, "2" * 64),
+        run=RunFacts("r1", "study", "finished", 2, 2, _now(), _now(), "digits", "1" * 64, "2" * 64),
         model=Model("simple_cnn", {"width": 8}, 1234, (1, 8, 8), "Values are divided by 255."),
         method=TrainingDescription("fedavg", {}, "Average of locally trained models.", "", "lr 0.1", 0),
         classes=(

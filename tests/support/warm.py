@@ -154,11 +154,12 @@ def _become(asked: Mapping[str, Any], files: Sequence[int]) -> None:
         os.environ.update(asked["env"] | ciphers)
         sys.argv = asked["words"]
         sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
-        if sys.argv[0] == "silo":
-            if sys.argv[1] == "serve":
-                from tests.support import forked_workers
+        if sys.argv[1] == "serve":
+            from tests.support import forked_workers
 
-                forked_workers.fork_workers(forked_workers.SILO, _WORKERS)
+            side = forked_workers.SILO if sys.argv[0] == "silo" else forked_workers.COORDINATOR
+            forked_workers.fork_workers(side, _WORKERS)
+        if sys.argv[0] == "silo":
             from silo.cli.main import main
         else:
             from coordinator.cli.main import main

@@ -242,7 +242,10 @@ def test_a_round_that_is_being_stored_when_its_process_ends_is_closed_before_the
         made.world.finished(run.id, 120)
 
 
-def test_a_worker_that_has_ended_is_replaced_although_a_check_has_not_left_it_yet(tmp_path: Path) -> None:
+def test_a_worker_that_has_ended_is_replaced_although_a_check_has_not_left_it_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.runs.workers.IDLE_S", 0.0)
     with federation(tmp_path / "home", settings=PROCESSES) as made:
         run = made.world.submit(manifest(rounds=1))
         made.world.server.runs.abort(run.id)

@@ -44,7 +44,7 @@ def home(tmp_path: Path) -> Path:
     with closing(CoordinatorStore(place)) as store, store.database.write() as db:
         db.exec_driver_sql("PRAGMA defer_foreign_keys = ON")
         texts = "'r','r','q','{}','{}','m','fedavg','d',1,'[]','aborted',''"
-        db.exec_driver_sql(f"INSERT INTO runs VALUES ({texts},0,NULL,'',0,0,0,0,0,0,NULL)")
+        db.exec_driver_sql(f"INSERT INTO runs VALUES ({texts},0,NULL,'',0,0,0,0,0,0,NULL,NULL)")
         note_object(db, objects.put(b"a model"), "r", ObjectKind.STATE, 0, 7)
     objects.put(b"not needed")
     (place / OBJECTS / ".half.part").write_bytes(b"ha")
