@@ -32,7 +32,7 @@ $(STAMP): requirements.lock pyproject.toml
 demo: setup  ## One federation on this machine: coordinator, six hospitals, mutual TLS; FedAvg, FedGELA, closed form, closed form at epsilon 8
 	@$(BIN)/coordinator demo --out runs/demo
 
-test: setup  ## Fast tests, four minutes on 2 cores
+test: setup  ## Fast tests, three minutes on 2 cores
 	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not integration and not slow"
 
 test-integration: setup  ## Integration tests: whole services, processes and runs; nine minutes on 2 cores
