@@ -16,9 +16,9 @@ import torch  # noqa: E402
 
 from fl_core.aggregation import adaptive_guards  # noqa: E402
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, run_silo_round  # noqa: E402
-from fl_core.training.evaluation import GLOBAL_PARTS  # noqa: E402
 from fl_core.types.enums import TaskKind  # noqa: E402
 from fl_core.types.interfaces import LocalData  # noqa: E402
+from fl_core.types.metric_parts import GLOBAL_PARTS  # noqa: E402
 from fl_core.types.values import Bundle, Part, PartSpec, RoundContext, State  # noqa: E402
 from silo.cli import foreground  # noqa: E402
 from silo.settings import SiloSettings  # noqa: E402

@@ -38,11 +38,11 @@ from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, run_silo_round
-from fl_core.training.evaluation import METRIC_PARTS
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Coupling, TaskKind
 from fl_core.types.interfaces import Method, RoundData
+from fl_core.types.metric_parts import METRIC_PARTS
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import (
     AS_SCHEDULED,

@@ -23,6 +23,7 @@ from fl_core.aggregation import options as aggregators
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import MAX_NAME_CHARS, NamedOptions, RunManifest, StartPoint
 from fl_core.types.clinical import BASIC
+from fl_core.types.metric_parts import METRIC_PARTS, METRICS
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki import certificates
 from service_core.storage.private_files import Credentials
@@ -205,8 +206,6 @@ class Withdrawals:
 
     def _manifest(self, affected: AffectedRun, lead: str) -> RunManifest:
         """Describe the run that takes a hospital's sums out: they are sent alone, on the grid of the original sum."""
-        from fl_core.training.evaluation import METRIC_PARTS, METRICS  # with torch, which opening the run needs too
-
         manifest = RunManifest.from_json(affected.run.manifest)
         origin = RunManifest.from_json(self.store.runs.get(affected.given[0].run).manifest)
         options = dict(manifest.method.options)

@@ -255,8 +255,7 @@ class _OfRun:
 class RunWorkers:
     """The workers of a coordinator: each run under way has one; it opened a run before, and is there for others after.
 
-    Guarantees: at most one worker for each run; files that it wrote and nobody took over are deleted after
-    it.
+    Guarantees: at most one worker for each run; what it wrote and nobody took over is deleted.
     """
 
     def __init__(

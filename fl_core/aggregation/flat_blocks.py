@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fl_core.aggregation.fixed_point import FixedPointFormat
-from fl_core.training.evaluation import CLINICAL_PART, METRICS
+from fl_core.types.metric_parts import CLINICAL_PART, METRICS
 from fl_core.types.secagg import BLOCKS, CLASSES, MODEL
 from fl_core.types.values import Bundle, Layout, Part, PartRule, PartSpec
 

@@ -25,8 +25,8 @@ from fl_core.aggregation.contributor_floor import CENSUS
 from fl_core.aggregation.fixed_point import BUFFERS, FixedPointFormat, Ring
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, most_steps
 from fl_core.errors import ConfigError
-from fl_core.training.evaluation import CLINICAL_PART, GLOBAL_PARTS, METRICS, OWN, PERSONAL_PARTS
 from fl_core.types.enums import Weighing
+from fl_core.types.metric_parts import CLINICAL_PART, GLOBAL_PARTS, METRICS, OWN, PERSONAL_PARTS
 from fl_core.types.values import PartSpec
 
 VALUE, STATISTIC, FEATURE = 4.0, 4096.0, 64.0

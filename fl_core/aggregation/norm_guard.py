@@ -27,8 +27,8 @@ from fl_core.aggregation.options import MIN_UPDATES_FOR_MEDIAN, NormClipped
 from fl_core.aggregation.round_sum import NormHistory
 from fl_core.aggregation.update_check import norms
 from fl_core.errors import ProtocolError, RefusedError
-from fl_core.training.evaluation import METRIC_PARTS
 from fl_core.types.interfaces import Guard
+from fl_core.types.metric_parts import METRIC_PARTS
 from fl_core.types.values import Bundle, Layout, Part, PartRule, PartSpec, Tensors
 
 NORMS = "norms"

@@ -30,16 +30,8 @@ from fl_core.aggregation.fixed_point import BUFFERS, RING64_BOUND, FixedPointFor
 from fl_core.aggregation.number_blocks import blocks, split, sum_of_squares
 from fl_core.errors import ProtocolError
 from fl_core.training.clinical import answers
-from fl_core.training.evaluation import (
-    BY_HOSPITAL,
-    CLINICAL_PART,
-    METRIC_PARTS,
-    METRICS,
-    OWN,
-    PAIRED,
-    PERSONAL_PARTS,
-)
 from fl_core.types.enums import Weighing
+from fl_core.types.metric_parts import BY_HOSPITAL, CLINICAL_PART, METRIC_PARTS, METRICS, OWN, PAIRED, PERSONAL_PARTS
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Bundle, Layout, Part, PartRule, Tensors
 

@@ -20,18 +20,11 @@ from fl_core.rounds import closing, sampling
 from fl_core.rounds.silo_round import round_layout
 from fl_core.rounds.updates import MaskedSums, PlainSums
 from fl_core.training.clinical import clinical_metrics
-from fl_core.training.evaluation import (
-    CLINICAL_PART,
-    METRIC_PARTS,
-    METRICS,
-    PERSONAL_PARTS,
-    own_models,
-    personal_scores,
-    shown_result,
-)
+from fl_core.training.evaluation import own_models, personal_scores, shown_result
 from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.enums import Capability, TaskKind
 from fl_core.types.interfaces import Guard, Method, SiloPort
+from fl_core.types.metric_parts import CLINICAL_PART, METRIC_PARTS, METRICS, PERSONAL_PARTS
 from fl_core.types.records import HospitalResult, RoundRecord
 from fl_core.types.values import Bundle, RoundContext, State, Tensors
 

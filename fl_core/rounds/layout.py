@@ -8,18 +8,12 @@ from torch import Tensor, nn
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import EvaluationTerms
 from fl_core.rounds.silo_round import SiloRuntime, measure_global, run_silo_round
-from fl_core.training.evaluation import (
-    BY_HOSPITAL,
-    GLOBAL_PARTS,
-    METRICS,
-    consent,
-    evaluate_personal,
-    no_own_parts,
-)
+from fl_core.training.evaluation import consent, evaluate_personal, no_own_parts
 from fl_core.training.local_data import NOTHING_TO_TRAIN, PlainLocalData
 from fl_core.types.clinical import BASIC, CLINICAL
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Method, RoundData
+from fl_core.types.metric_parts import BY_HOSPITAL, GLOBAL_PARTS, METRICS
 from fl_core.types.records import Schema, TrainConfig
 from fl_core.types.values import Bundle, Examples, Layout, PartSpec, RoundContext
 

@@ -18,7 +18,11 @@ from fl_core.aggregation.flat_blocks import FlatLayout
 from fl_core.aggregation.round_sum import require_direction
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck
 from fl_core.errors import ProtocolError
-from fl_core.training.evaluation import (
+from fl_core.training.evaluation import consent, evaluate_global, evaluate_own, evaluate_personal, withheld
+from fl_core.types import tensor_maps
+from fl_core.types.enums import TaskKind
+from fl_core.types.interfaces import Guard, LocalData, Method
+from fl_core.types.metric_parts import (
     BY_HOSPITAL,
     CLINICAL_PART,
     CLOSING_PARTS,
@@ -29,15 +33,7 @@ from fl_core.training.evaluation import (
     PAIRED,
     PERSONAL,
     PERSONAL_PARTS,
-    consent,
-    evaluate_global,
-    evaluate_own,
-    evaluate_personal,
-    withheld,
 )
-from fl_core.types import tensor_maps
-from fl_core.types.enums import TaskKind
-from fl_core.types.interfaces import Guard, LocalData, Method
 from fl_core.types.secagg import CLASSES
 from fl_core.types.values import Bundle, Layout, Part, RoundContext, State, Tensors
 

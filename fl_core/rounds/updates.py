@@ -31,10 +31,10 @@ from fl_core.errors import ConfigError
 from fl_core.rounds import capabilities
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.silo_round import Masking, class_rows, require_expected, round_layout
-from fl_core.training.evaluation import METRICS
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability, TaskKind, Weighing
 from fl_core.types.interfaces import Method
+from fl_core.types.metric_parts import METRICS
 from fl_core.types.secagg import EACH, MASKS, READ_ALONE, Secagg, masking_bytes, masking_shapes
 from fl_core.types.values import Bundle, Layout, PartRule, PartSpec, RoundContext, State
 

@@ -41,28 +41,20 @@ from fl_core.training.clinical import answers, clinical_metrics, clinical_part, 
 from fl_core.training.delong import paired_auc
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import LocalData
+from fl_core.types.metric_parts import (
+    BY_HOSPITAL,
+    CLINICAL_PART,
+    METRICS,
+    OWN,
+    PAIRED,
+    PERSONAL,
+    PERSONAL_GA,
+    PERSONAL_PUBLIC,
+)
 from fl_core.types.records import HospitalResult, OwnModels
 from fl_core.types.targets import FOUND, NOT_FOUND, UNKNOWN, class_counts, has_class, is_multi_label
 from fl_core.types.values import BatchSums, Bundle, ClassSums, Examples, Part, Tensors
 
-METRICS = "metrics"
-"""The part that every bundle carries: correct answers over test examples, per class."""
-CLINICAL_PART = "clinical"
-"""In runs with exact evaluations that send more: see training/clinical.py."""
-GLOBAL_PARTS = (METRICS, CLINICAL_PART)
-"""Parts that measure the model received."""
-PERSONAL = "personal"
-PERSONAL_PUBLIC = "personal_public"
-PERSONAL_GA = "personal_ga"
-PERSONAL_PARTS = (PERSONAL, PERSONAL_PUBLIC, PERSONAL_GA)
-BY_HOSPITAL = "by_hospital"
-"""The hospital's consent to store its own part of the sums and to show it under its name."""
-OWN, PAIRED = "own", "paired"
-"""A hospital's local model on the same images as the received one; and their areas: delong.py."""
-CLOSING_PARTS = (BY_HOSPITAL, OWN, PAIRED)
-"""Parts only of the closing evaluation, in runs that ask for them."""
-METRIC_PARTS = frozenset({*GLOBAL_PARTS, *PERSONAL_PARTS, *CLOSING_PARTS})
-"""Parts with measurements: no method's `merge` sees them."""
 _SCORES = {PERSONAL: ("pa",), PERSONAL_PUBLIC: ("pm_l", "pm_v"), PERSONAL_GA: ("ga",)}
 
 

@@ -26,9 +26,9 @@ from fl_core.datasets.examples import TensorExamples
 from fl_core.errors import ConfigError
 from fl_core.models.split_model import SplitModel, behind_body, body_rows
 from fl_core.training.broken_records import name_of, read_readable, require_few
-from fl_core.training.evaluation import METRIC_PARTS
 from fl_core.training.local_data import eval_batch
 from fl_core.types.interfaces import Method
+from fl_core.types.metric_parts import METRIC_PARTS
 from fl_core.types.records import FEATURES, Schema, TrainConfig
 from fl_core.types.values import Examples, Layout
 

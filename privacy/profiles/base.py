@@ -14,10 +14,10 @@ from fl_core.aggregation.update_check import NoisyRows
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.memory_need import MadeUpExamples
 from fl_core.rounds.run_setup import Guards, RunSetup
-from fl_core.training.evaluation import CLINICAL_PART, METRICS
 from fl_core.training.local_data import PlainLocalData, eval_batch
 from fl_core.types.clinical import BASIC, CLINICAL
 from fl_core.types.interfaces import DataFactory, LocalData, RoundData
+from fl_core.types.metric_parts import CLINICAL_PART, METRICS
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Layout, RoundContext
 from privacy.accounting import ranges

@@ -16,9 +16,9 @@ from fl_core.rounds import capabilities
 from fl_core.rounds.memory_need import MadeUpExamples
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.training import optimizers
-from fl_core.training.evaluation import METRIC_PARTS
 from fl_core.types.enums import Capability
 from fl_core.types.interfaces import DataFactory, LocalData, RoundData
+from fl_core.types.metric_parts import METRIC_PARTS
 from fl_core.types.values import RoundContext
 from privacy.accounting.accountant import Bound, Mechanism, PrivacyFilter, RdpBound, epsilon_prv, epsilon_rdp
 from privacy.accounting.dry_run import dry_run

@@ -11,15 +11,9 @@ from dataclasses import dataclass
 
 from fl_core.datasets import SiloDataset
 from fl_core.survey.facts import names_patients
-from fl_core.training.evaluation import (
-    BY_HOSPITAL,
-    CLINICAL_PART,
-    METRIC_PARTS,
-    PAIRED,
-    WithoutScarceClasses,
-    scarce_class_names,
-)
+from fl_core.training.evaluation import WithoutScarceClasses, scarce_class_names
 from fl_core.types.clinical import CLINICAL
+from fl_core.types.metric_parts import BY_HOSPITAL, CLINICAL_PART, METRIC_PARTS, PAIRED
 from fl_core.types.values import Examples
 from privacy.accounting.release_plan import TEST
 from privacy.compiled_run import CompiledRun

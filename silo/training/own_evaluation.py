@@ -5,8 +5,8 @@ from __future__ import annotations
 from fl_core.aggregation import adaptive_guards
 from fl_core.rounds.silo_round import SiloRuntime, measure_global
 from fl_core.training.clinical import clinical_metrics
-from fl_core.training.evaluation import CLINICAL_PART, METRICS
 from fl_core.types.interfaces import LocalData
+from fl_core.types.metric_parts import CLINICAL_PART, METRICS
 from fl_core.types.values import Bundle, State
 from silo.storage.tasks import LocalEvaluation
 

@@ -24,13 +24,13 @@ from fl_core.rounds.memory_need import StepMemory, measure_pass, measure_step
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, require_expected, run_silo_round
 from fl_core.training import memory
 from fl_core.training.broken_records import UNREADABLE, EmptyWhereBroken, require_few, unreadable, without
-from fl_core.training.evaluation import METRIC_PARTS, METRICS, PERSONAL
 from fl_core.training.frozen_features import with_rows
 from fl_core.training.local_data import eval_batch, has_batch_norm
 from fl_core.types import tensor_maps
 from fl_core.types.columns import difference
 from fl_core.types.enums import Coupling, Split, TaskKind
 from fl_core.types.interfaces import LocalData, RoundData
+from fl_core.types.metric_parts import METRIC_PARTS, METRICS, PERSONAL
 from fl_core.types.values import Bundle, Examples, Progress, RoundContext, State, Tensors
 from privacy import profiles
 from privacy.accounting.release_plan import TEST, TRAIN

@@ -36,8 +36,8 @@ from fl_core import datasets
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.training.evaluation import GLOBAL_PARTS
 from fl_core.types import tensor_maps
+from fl_core.types.metric_parts import GLOBAL_PARTS
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Part
 from privacy.compiled_run import CompiledRun

@@ -27,7 +27,7 @@ from coordinator.runs.workers import in_this_process
 from coordinator.storage.records import RunState, StoredRun
 from coordinator.storage.store import CoordinatorStore
 from fl_core.rounds.manifest import RunManifest
-from fl_core.training.evaluation import METRICS
+from fl_core.types.metric_parts import METRICS
 from fl_core.types.values import Part, State
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc

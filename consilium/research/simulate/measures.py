@@ -23,18 +23,11 @@ from fl_core import rng
 from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.training.clinical import clinical_metrics
-from fl_core.training.evaluation import (
-    CLINICAL_PART,
-    METRICS,
-    evaluate,
-    evaluate_global,
-    evaluate_personal,
-    personal_scores,
-    weighted_accuracy,
-)
+from fl_core.training.evaluation import evaluate, evaluate_global, evaluate_personal, personal_scores, weighted_accuracy
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.clinical import CLINICAL
 from fl_core.types.interfaces import RoundData
+from fl_core.types.metric_parts import CLINICAL_PART, METRICS
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import Bundle, RoundContext, SgdOptions, State
 

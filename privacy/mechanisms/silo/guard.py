@@ -26,8 +26,8 @@ from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.aggregation.grid_bounds import NOISE_STDS
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.training.evaluation import GLOBAL_PARTS, METRICS
 from fl_core.types.interfaces import Guard
+from fl_core.types.metric_parts import GLOBAL_PARTS, METRICS
 from fl_core.types.values import Bundle, Layout, Part, Tensors
 from privacy.accounting.dry_run import SIZE, dry_run
 from privacy.accounting.shared_noise import SharedNoise

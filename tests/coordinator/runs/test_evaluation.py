@@ -14,8 +14,8 @@ from coordinator.cli import runs as lead
 from coordinator.storage.records import StoredRun
 from fl_core.errors import ConfigError, FederationError
 from fl_core.rounds.manifest import RunManifest
-from fl_core.training.evaluation import BY_HOSPITAL, METRIC_PARTS
 from fl_core.types.enums import TaskKind
+from fl_core.types.metric_parts import BY_HOSPITAL, METRIC_PARTS
 from tests.support import until
 from tests.support.coordinator import World
 from tests.support.federation import Hospital, hospitals

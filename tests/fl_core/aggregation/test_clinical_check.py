@@ -14,8 +14,9 @@ from fl_core.aggregation.update_check import clinical_fault
 from fl_core.errors import ProtocolError
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.training.clinical import answers, label_counts
-from fl_core.training.evaluation import CLINICAL_PART, METRICS, withheld
+from fl_core.training.evaluation import withheld
 from fl_core.types.enums import TaskKind
+from fl_core.types.metric_parts import CLINICAL_PART, METRICS
 from fl_core.types.values import Part, RoundContext
 from tests.fl_core.aggregation.test_update_check import SIZES
 from tests.support.federations import manifest, shares

@@ -22,9 +22,9 @@ from fl_core.aggregation.update_check import UpdateCheck
 from fl_core.errors import FederationError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.training.evaluation import METRICS
 from fl_core.types.enums import TaskKind, Weighing
 from fl_core.types.interfaces import SiloPort
+from fl_core.types.metric_parts import METRICS
 from fl_core.types.records import RoundRecord, TrainConfig
 from fl_core.types.values import Bundle, Layout, Part, PartRule, PartSpec, RoundContext, State
 from tests.oracles.equations import slow_lower_median

@@ -15,11 +15,11 @@ from fl_core.methods import METHODS, build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.silo_round import SiloRuntime, run_silo_round
-from fl_core.training.evaluation import METRIC_PARTS
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import RoundData
+from fl_core.types.metric_parts import METRIC_PARTS
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import RoundContext
 from tests.support.federations import METHOD_OPTIONS, SCHEMA, Given

@@ -12,11 +12,12 @@ from fl_core.methods import METHODS, build_method
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models import build_model
 from fl_core.rounds.capabilities import check_multi_label, check_supported
-from fl_core.training.evaluation import METRICS, evaluate_global
+from fl_core.training.evaluation import evaluate_global
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability
 from fl_core.types.interfaces import RoundData
+from fl_core.types.metric_parts import METRICS
 from fl_core.types.records import TrainConfig
 from fl_core.types.targets import UNKNOWN, one_of
 from fl_core.types.values import LocalResult, Losses

@@ -20,20 +20,12 @@ from fl_core.rounds.manifest import EvaluationTerms, NamedOptions, OtherModel, R
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import SiloRuntime, round_layout, run_silo_round
 from fl_core.training.delong import paired_auc
-from fl_core.training.evaluation import (
-    BY_HOSPITAL,
-    METRICS,
-    OWN,
-    PAIRED,
-    evaluate_own,
-    no_own_parts,
-    own_models,
-    shown_result,
-)
+from fl_core.training.evaluation import evaluate_own, no_own_parts, own_models, shown_result
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.clinical import CLINICAL
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import RoundData
+from fl_core.types.metric_parts import BY_HOSPITAL, METRICS, OWN, PAIRED
 from fl_core.types.records import FEATURES, RoundRecord, TrainConfig
 from fl_core.types.secagg import Secagg
 from fl_core.types.targets import FOUND, UNKNOWN

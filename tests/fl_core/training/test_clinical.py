@@ -32,7 +32,7 @@ from fl_core.training.clinical import (
     no_clinical_part,
     score_bins,
 )
-from fl_core.training.evaluation import CLINICAL_PART, METRICS, evaluate, evaluate_global
+from fl_core.training.evaluation import evaluate, evaluate_global
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.clinical import (
     CALIBRATION_BINS,
@@ -45,6 +45,7 @@ from fl_core.types.clinical import (
     binned_auc,
 )
 from fl_core.types.interfaces import RoundData
+from fl_core.types.metric_parts import CLINICAL_PART, METRICS
 from fl_core.types.records import TrainConfig
 from fl_core.types.targets import FOUND, UNKNOWN
 from fl_core.types.values import Part

@@ -16,10 +16,6 @@ from fl_core.aggregation.fixed_point_guard import FixedPoint
 from fl_core.datasets import TensorExamples
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.training.evaluation import (
-    METRICS,
-    PERSONAL,
-    PERSONAL_GA,
-    PERSONAL_PUBLIC,
     ConcatExamples,
     WithoutScarceClasses,
     _scored,
@@ -34,6 +30,7 @@ from fl_core.training.evaluation import (
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import RoundData
+from fl_core.types.metric_parts import METRICS, PERSONAL, PERSONAL_GA, PERSONAL_PUBLIC
 from fl_core.types.records import TrainConfig, fairness
 from fl_core.types.targets import FOUND, UNKNOWN
 from fl_core.types.values import Part, RoundContext

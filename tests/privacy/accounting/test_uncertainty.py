@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from fl_core.rounds.manifest import NamedOptions
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.training.evaluation import METRICS, evaluate
+from fl_core.training.evaluation import evaluate
+from fl_core.types.metric_parts import METRICS
 from fl_core.types.values import Part
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.uncertainty import (

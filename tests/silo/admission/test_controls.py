@@ -16,8 +16,8 @@ from fl_core import datasets
 from fl_core.datasets import DataRequest
 from fl_core.errors import RefusedError
 from fl_core.rounds.manifest import RunManifest, StartPoint
-from fl_core.training.evaluation import METRICS
 from fl_core.types.enums import TaskKind
+from fl_core.types.metric_parts import METRICS
 from fl_core.types.values import State
 from protos.wire.tasks import TaskKey
 from silo.admission.controls import (

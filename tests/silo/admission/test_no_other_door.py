@@ -16,8 +16,8 @@ from fl_core.aggregation.contributor_floor import CENSUS
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.errors import RefusedError
 from fl_core.rounds.manifest import NamedOptions, RunManifest
-from fl_core.training.evaluation import METRICS
 from fl_core.training.local_data import PlainLocalData
+from fl_core.types.metric_parts import METRICS
 from fl_core.types.secagg import Secagg
 from privacy.compiled_run import CompiledRun
 from privacy.mechanisms.record.private_data import DpSgdLocalData

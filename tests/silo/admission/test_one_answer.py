@@ -11,7 +11,7 @@ from consilium.pages.hospital.site import HospitalPage
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.methods import build_method
 from fl_core.rounds.manifest import make_members
-from fl_core.training.evaluation import METRICS
+from fl_core.types.metric_parts import METRICS
 from privacy.secagg.coordinator_side import SealedRound
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import BundleFile, pack_state
