@@ -53,6 +53,12 @@ def test_what_only_names_things_loads_no_torch(code: str) -> None:
     assert loaded_by(code) & {"torch", "torchvision", "scipy"} == set()
 
 
+@pytest.mark.parametrize("words", ["simulate", "demo", "data split", "methods", "models", "privacy preview"])
+def test_the_help_of_a_command_that_computes_loads_no_torch(words: str) -> None:
+    code = f"import sys; sys.argv = ['coordinator', *{words.split()}, '--help']\nfrom coordinator.cli.main import main"
+    assert "torch" not in loaded_by(f"{code}\ntry: main()\nexcept SystemExit: pass")
+
+
 @pytest.mark.parametrize("module", ["coordinator.api.server", "coordinator.cli.consortium", "silo.cli.foreground"])
 def test_a_service_imports_nothing_that_computes(module: str) -> None:
     assert loaded_by(f"import {module}") & {"torch", "torchvision", "scipy", "PIL", "pydicom", "hydra"} == set()

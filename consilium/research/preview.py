@@ -7,19 +7,19 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from coordinator.cli.options import Place
-from coordinator.config.hydra_config import compose_spec
-from coordinator.config.run_spec import RunSpec
-from coordinator.lead.tables import private_form
 from fl_core.errors import ConfigError
-from fl_core.rounds.manifest import RunManifest
 from service_core.command_line import command
 from service_core.console import ERR, CommandResult, make_table, pluralize
+
+if TYPE_CHECKING:
+    from coordinator.config.run_spec import RunSpec
+    from fl_core.rounds.manifest import RunManifest
 
 _FACTS = ("hospital", "size", "q", "steps", "rounds")
 _NUMBERS = {
@@ -79,6 +79,8 @@ def preview(
     Sizes are those given, those that the silos online declare (--online), or those of the simulated federation.
     """
     from coordinator.config import weights
+    from coordinator.config.hydra_config import compose_spec
+    from coordinator.lead.tables import private_form
     from privacy.accounting.projection import preview
     from privacy.compiled_run import CompiledRun
 

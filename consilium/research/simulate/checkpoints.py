@@ -21,6 +21,7 @@ from pathlib import Path
 from torch import Tensor
 
 from consilium.research.engines.in_process import ResumePoint, StateStore
+from consilium.research.simulate import EVERY
 from consilium.research.simulate.measures import BestHistory, EarlierRounds
 from consilium.research.simulate.results import differences
 from fl_core.converter import CONVERTER, parse_json, shown, structure
@@ -38,8 +39,6 @@ from service_core.storage.disk import disk_errors
 from service_core.storage.private_files import FolderLock, sync_path
 
 log = logging.getLogger(__name__)
-EVERY = 10
-"""Rounds between two checkpoints."""
 SECONDS = 60.0
 """Between two checkpoints, where so many rounds take longer: a checkpoint costs a second at most."""
 KEPT = 2

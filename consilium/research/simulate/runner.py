@@ -15,8 +15,8 @@ import torch
 
 from consilium.research import trackers
 from consilium.research.engines.in_process import ResumePoint, SiloShare, has_official_test, with_features
+from consilium.research.simulate import EVERY
 from consilium.research.simulate.checkpoints import (
-    EVERY,
     Checkpoints,
     RunIdentity,
     SimulationState,

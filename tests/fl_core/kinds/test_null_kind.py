@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from consilium.pages.lead.run_facts import headline
-from consilium.research.commands import _shown
 from consilium.research.simulate import runner
+from consilium.research.simulate.answer import _shown
 from coordinator.api.messages import run_info
 from coordinator.cli.runs import detail_lines
 from coordinator.config.hydra_config import compose_simulation, compose_spec

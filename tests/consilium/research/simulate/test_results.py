@@ -14,8 +14,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from consilium.research.commands import _say_where, simulate
+from consilium.research.commands import simulate
 from consilium.research.simulate import results, runner
+from consilium.research.simulate.answer import _say_where
 from consilium.research.simulate.results import Result, ResultFolder
 from consilium.research.simulate.runner import SimulationJob
 from consilium.research.simulate.sweep import SweepTable, folder_name, swept

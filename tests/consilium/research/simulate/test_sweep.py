@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from consilium.research import commands as research
 from consilium.research.commands import simulate
-from consilium.research.simulate import runner
+from consilium.research.simulate import answer, runner
 from consilium.research.simulate.engine import SimulationEngine
 from consilium.research.simulate.runner import SimulationJob
 from consilium.research.simulate.sweep import SweepTable, combinations, swept
@@ -55,15 +54,15 @@ def test_a_sweep_shows_a_table_of_its_runs_and_with_json_an_object_for_each(
     spent = {"overrides": ["privacy.epsilon=4", "seed=1"], "privacy": {"epsilon": 3.75, "delta": 1e-5}}
     noisy = {"overrides": ["privacy.epsilon=2", "seed=1"], "global_accuracy": None, "withheld": True, "privacy": None}
     results = [{**spent, "global_accuracy": 0.5, "best_global_accuracy": 0.625, "balanced_accuracy": 0.25}, noisy]
-    monkeypatch.setattr(research, "sweep", lambda *_: iter(results))
+    monkeypatch.setattr(answer, "sweep", lambda *_: iter(results))
     words = ["privacy=dp_record", "privacy.epsilon=4,2", "seed=1"]
-    research._simulate(SimulationJob(), words, 1, as_json=False)
+    answer.answer(SimulationJob(), words, 1, as_json=False)
     shown = capsys.readouterr()
     assert "{" not in shown.out
     assert "1 of 2 done, left 0 s  privacy.epsilon=4  accuracy 50.00 %" in shown.err
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.out.splitlines() if "│" in line]
     assert rows == [["2", "withheld", "-", "-", "-"], ["4", "50.00 %", "62.50 %", "25.00 %", "3.750"]]
-    research._simulate(SimulationJob(), words, 1, as_json=True)
+    answer.answer(SimulationJob(), words, 1, as_json=True)
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == results
     table = SweepTable(tmp_path, words)
     table.add(results[0])
