@@ -111,9 +111,7 @@ class ActiveRun:
         self.replaces = run.parent if lineage.removes_sums(run) else ""
         self._computes = True
         try:
-            with self.workers.of(self.id) as worker:
-                if self._interrupted:
-                    raise RunInterrupted(self.id)
+            with self.workers.of(self.id, self._require_wanted) as worker:
                 worker.service = self
                 self._compute(worker)
         except UnavailableError as error:
@@ -122,6 +120,10 @@ class ActiveRun:
             raise
         finally:
             self._computes = False
+
+    def _require_wanted(self) -> None:
+        if self._interrupted:
+            raise RunInterrupted(self.id)
 
     def _compute(self, worker: RunWorker) -> None:
         """Have the rounds that are left computed."""

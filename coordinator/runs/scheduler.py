@@ -116,6 +116,7 @@ class RunScheduler:
                 self.schedule_cleanup(run.id)
             else:
                 active.interrupt()
+        self.workers.interrupt(run.id)  # it may load, or check an update
         self.dispatcher.announce_end(run)
         return run
 

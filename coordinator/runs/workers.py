@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,24 +36,30 @@ from fl_core.types.values import RoundContext
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.storage.object_store import ObjectStore
 from service_core.workers.calls import Calls, OtherSideEndedError
-from service_core.workers.lines import Line, launch
+from service_core.workers.child import ChildProcess, Launch, launch
 
 if TYPE_CHECKING:
     from coordinator.worker.work import RunWork
 
 IDLE_S = 60.0
 """Seconds after which a worker that no run needs ends."""
-_END_S = 1.0
-"""Seconds that a worker has to end by itself."""
+START_S = 120.0
+"""Seconds that a worker has to load torch and extensions."""
 
 
 class RunWorker(Protocol):
-    """Computes what opens runs, then for one run. Every method may raise UnavailableError (E-RUN-56): it has ended."""
+    """Computes what opens runs, then for one run.
+
+    It may still load what it needs: every method waits for that, and may raise ConfigError (E-CFG-01) on extensions
+    that cannot be loaded, and UnavailableError (E-RUN-56): it has ended.
+    """
 
     service: RunService | None
     """Whom it asks while it runs rounds."""
-    extensions: Sequence[str]
-    """The methods and models that it has loaded, in words."""
+
+    @property
+    def extensions(self) -> Sequence[str]:
+        """The methods and models that it has loaded, in words."""
 
     def build(self, spec: str, silos: Sequence[str]) -> str:
         """Freeze a lead's configuration as a manifest. silos: messages SiloInfo in hex; raises as `build_manifest`."""
@@ -101,36 +106,55 @@ def in_this_process(place: Place) -> RunWork:
     return RunWork(place)
 
 
-launch_here = partial(launch, "coordinator.worker")
+launch_here: Launch = partial(launch, "coordinator.worker")
 
 
 class ProcessWorker:
-    """A process. Raises ConfigError (E-CFG-01) on extensions that cannot be loaded, and UnavailableError (E-RUN-56)."""
+    """A process, launched and not awaited: see `RunWorker`."""
 
     def __init__(self, place: Place) -> None:
+        """Launch it; raises UnavailableError (E-RUN-56)."""
         self.service: RunService | None = None
         try:
-            self._process = launch_here()
+            self._child = ChildProcess(launch_here)
         except OSError as error:
             raise _unavailable(f"none starts ({error})") from error
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        line = Line(self._process.stdout, self._process.stdin)
-        self._line, self._calls = line, Calls(line, self._answers(), ERRORS)
-        with suppress(OSError):
-            line.send(**place._asdict())
-        begun = line.read()
-        if begun is None:
-            raise self._ended()
-        if "failed" in begun:
+        self._first = Future[Mapping[str, Any] | None]()
+        self._calls = Calls(self._child.line, self._answers(), ERRORS)
+        name = f"worker-{self._child.pid}"
+        try:
+            threading.Thread(target=self._listen, args=(place,), name=name, daemon=True).start()
+        except BaseException:
             self.end()
-            raise ERRORS.read(begun["failed"])
-        self.extensions = begun["ready"]
-        threading.Thread(target=self._calls.listen, name=f"worker-{self._process.pid}", daemon=True).start()
+            raise
+
+    def _listen(self, place: Place) -> None:
+        first = None
+        try:
+            with suppress(OSError, ValueError), self._child.within(START_S, f"it was not ready within {START_S:g} s"):
+                self._child.line.send(**place._asdict())
+                first = self._child.line.read()
+        finally:
+            self._first.set_result(first)
+        self._calls.listen()
 
     @property
     def lives(self) -> bool:
-        return self._process.poll() is None and not self._line.outgoing.closed
+        return self._child.lives
+
+    @property
+    def extensions(self) -> Sequence[str]:
+        return self._loaded()
+
+    def _loaded(self) -> Sequence[str]:
+        first = self._first.result()
+        if first is None:
+            raise self._ended()
+        if "failed" in first:
+            self.end()
+            raise ERRORS.read(first["failed"])
+        loaded: Sequence[str] = first["ready"]
+        return loaded
 
     def build(self, spec: str, silos: Sequence[str]) -> str:
         return str(self._call("build", spec, silos))
@@ -161,31 +185,17 @@ class ProcessWorker:
         self._calls.settle()
 
     def end(self) -> None:
-        killing = threading.Timer(_END_S, self._kill)
-        killing.daemon = True
-        killing.start()
-        with suppress(OSError, ValueError):
-            self._line.outgoing.close()  # it ends with its pipe; one that reads nothing any more is killed
-        self._process.wait()
-        killing.cancel()
-        self._line.incoming.close()
-
-    def _kill(self) -> None:
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        self._child.end()
 
     def _call(self, name: str, *arguments: object) -> Any:  # noqa: ANN401 - as `Calls.call`
+        self._loaded()
         try:
             return self._calls.call(name, *arguments)
         except OtherSideEndedError as error:
             raise self._ended() from error
 
     def _ended(self) -> UnavailableError:
-        self.end()
-        status = self._process.returncode
-        number = next((kind.name for kind in signal.Signals if kind == -status), f"signal {-status}")
-        return _unavailable(f"it was killed by {number}" if status < 0 else f"it ended with status {status}")
+        return _unavailable(self._child.ending())
 
     def _answers(self) -> dict[str, Callable[..., object]]:
         """Return what the worker may ask: each is put to the service that there is then."""
@@ -219,8 +229,8 @@ class ProcessWorker:
 def _unavailable(what: str) -> UnavailableError:
     return UnavailableError(
         "E-RUN-56",
-        f"expected a process that computes for this run, found that {what}: if the machine ran out of memory, free "
-        "some or give the service more; then resume the run",
+        f"expected a process that computes for a run, found that {what}: if the machine ran out of memory, free some "
+        "or give the service more; then resume the run if it has paused, else give the command again",
     )
 
 
@@ -231,11 +241,6 @@ class _Started:
         self._objects, self._written = objects, f".worker-{secrets.token_hex(8)}-"
         self.worker = start(Place(str(objects), str(objects / self._written), extensions))
 
-    def end(self) -> None:
-        """End the worker."""
-        self.worker.end()
-        self.delete_files()
-
     def delete_files(self) -> None:
         """Delete the files that it wrote and nobody took over."""
         for file in self._objects.glob(f"{self._written}*"):
@@ -244,7 +249,7 @@ class _Started:
 
 @dataclass(slots=True)
 class _OfRun:
-    """Who computes for a run, and how many want it to. lock: held while the worker begins."""
+    """Who computes for a run, and how many want it to. lock: held while the worker loads, and takes the run."""
 
     users: int = 0
     failed: bool = False
@@ -255,7 +260,8 @@ class _OfRun:
 class RunWorkers:
     """The workers of a coordinator: each run under way has one; it opened a run before, and is there for others after.
 
-    Guarantees: at most one worker for each run; what it wrote and nobody took over is deleted.
+    Guarantees: at most one worker for each run; what it wrote and nobody took over is deleted. A worker is known here
+    from its launch on, so that `interrupt` and `close` end also one that hangs while it loads.
     """
 
     def __init__(
@@ -263,8 +269,9 @@ class RunWorkers:
     ) -> None:
         """Begin without a worker. extensions: as in `Place`."""
         self._store = store
-        self._begin = partial(_Started, objects.folder, start, extensions)
+        self._start = partial(_Started, objects.folder, start, extensions)
         self._lock = threading.Lock()
+        self._all: list[_Started] = []
         self._runs: dict[str, _OfRun] = {}
         self._spare: tuple[_Started, float] | None = None
         self._closed = False
@@ -272,24 +279,37 @@ class RunWorkers:
     @contextmanager
     def opening(self) -> Iterator[RunWorker]:
         """Use a worker without a run inside the block; it is kept for whoever needs one within `IDLE_S`."""
-        started = self._taken_spare() or self._begin()
+        started = self._idle_one()
         try:
             yield started.worker
         finally:
             self._keep(started)
 
     @contextmanager
-    def of(self, run_id: str) -> Iterator[RunWorker]:
-        """Use a run's worker inside the block, also beside others who do."""
+    def of(self, run_id: str, wanted: Callable[[], None] = lambda: None) -> Iterator[RunWorker]:
+        """Use a run's worker inside the block, also beside others who do.
+
+        wanted: is called once `interrupt` reaches the worker; raises where nobody wants one any more.
+        """
         with self._lock:
             entry = self._runs.setdefault(run_id, _OfRun())
             entry.users += 1
         try:
             with entry.lock:
                 if entry.started is not None and not entry.started.worker.lives:  # others may not have left it yet
-                    entry.started.end()
+                    self._end(entry.started)
                     entry.started = None
-                started = entry.started = entry.started or self._started_for(run_id)
+                anew = entry.started is None
+                try:
+                    started = entry.started = entry.started or self._idle_one()
+                    wanted()
+                    if anew:
+                        self._take(started, run_id)
+                except BaseException:
+                    if anew and entry.started is not None:
+                        self._end(entry.started)
+                        entry.started = None
+                    raise
             yield started.worker
         except BaseException:
             entry.failed = True
@@ -300,7 +320,7 @@ class RunWorkers:
                 if last := not entry.users:
                     del self._runs[run_id]
             if last and entry.started is not None:
-                (entry.started.end if entry.failed else partial(self._keep, entry.started))()
+                (self._end if entry.failed else self._keep)(entry.started)
 
     def interrupt(self, run_id: str) -> None:
         """End a run's worker in the middle of what it does; whoever uses it gets UnavailableError (E-RUN-56)."""
@@ -325,13 +345,22 @@ class RunWorkers:
             self._end_spare()
 
     def close(self) -> None:
-        """End a worker that no run needs, and keep none from now on."""
-        self._closed = True
+        """End all workers, whatever they do, and start none from now on."""
+        with self._lock:
+            self._closed, in_use = True, list(self._all)
         self._end_spare()
+        for started in in_use:
+            started.worker.end()  # its files are deleted by whoever uses it
 
     def _end_spare(self) -> None:
         if (spare := self._taken_spare()) is not None:
-            spare.end()
+            self._end(spare)
+
+    def _end(self, started: _Started) -> None:
+        started.worker.end()
+        started.delete_files()
+        with self._lock, suppress(ValueError):  # others may have ended it too
+            self._all.remove(started)
 
     def _keep(self, started: _Started) -> None:
         """Keep a worker for whoever needs one next; it ends where there is one already."""
@@ -342,21 +371,28 @@ class RunWorkers:
             if kept:
                 self._spare = started, time.monotonic()
         if not kept:
-            started.end()
+            self._end(started)
 
     def _taken_spare(self) -> _Started | None:
         with self._lock:
             spare, self._spare = self._spare, None
         if spare is not None and not spare[0].worker.lives:
-            spare[0].end()
+            self._end(spare[0])
             return None
         return None if spare is None else spare[0]
 
-    def _started_for(self, run_id: str) -> _Started:
-        started, runs = self._taken_spare() or self._begin(), self._store.runs
-        try:
-            started.worker.take(Setup(runs.get(run_id).manifest, runs.declared_sizes(run_id)))
-        except BaseException:
-            started.end()
-            raise
-        return started
+    def _idle_one(self) -> _Started:
+        """Take the spare worker, or launch one."""
+        if (spare := self._taken_spare()) is not None:
+            return spare
+        started = self._start()
+        with self._lock:
+            if not self._closed:
+                self._all.append(started)
+                return started
+        self._end(started)
+        raise UnavailableError("E-RUN-56", "expected a service that goes on, found that it stops: try again later")
+
+    def _take(self, started: _Started, run_id: str) -> None:
+        runs = self._store.runs
+        started.worker.take(Setup(runs.get(run_id).manifest, runs.declared_sizes(run_id)))

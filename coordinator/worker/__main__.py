@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 from coordinator.runs.exchange import Place
-from service_core.workers.lines import Line
+from service_core.workers.lines import own_streams
 
 
 def main() -> None:
-    """Read where it works, then answer calls; what other code prints goes to standard error."""
-    # systemd sends it to every process of a service; the service ends this one.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    line = Line(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
+    """Read where it works, then answer calls."""
+    line = own_streams()
     if (place := line.read()) is not None:
         from coordinator.worker import process  # loads torch
 

@@ -6,8 +6,8 @@ A line is one JSON object; tensors go by file.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
+import signal
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,10 +37,16 @@ def encoded(**message: object) -> bytes:
     return data
 
 
-def launch(module: str) -> subprocess.Popen[bytes]:
-    """Start a worker: a module that reads and writes lines, as the leader of a process group."""
-    words = [sys.executable, "-P", "-m", module]
-    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)  # noqa: S603
+def own_streams() -> Line:
+    """Take a worker's standard streams as its line; what other code prints goes to standard error from now on.
+
+    SIGTERM ends it no more: systemd sends it to every process of a service, and the service ends this one.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    line = Line(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    return line
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +68,17 @@ class Line:
             self.outgoing.flush()
 
     def read(self) -> Mapping[str, Any] | None:
-        """Return the next message; None where the other side has ended or sends what is none."""
-        try:
-            message = json.loads(self.incoming.readline(_MAX_LINE))
-        except (ValueError, RecursionError):
+        """Return the next message; None where the other side has ended. Raises ValueError on what is no message."""
+        data = self.incoming.readline(_MAX_LINE)
+        if len(data) < _MAX_LINE and not data.endswith(b"\n"):  # it may have ended in the middle of a line
             return None
-        return message if isinstance(message, dict) else None
+        try:
+            message = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise ValueError("a line that is no JSON") from error
+        if not isinstance(message, dict):
+            raise ValueError("a line that is no JSON object")
+        return message
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,6 @@ import math
 import os
 import re
 import secrets
-import signal
-import subprocess
 import sys
 import threading
 import time
@@ -27,8 +25,8 @@ from fl_core.types.enums import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TaskKey, contribution_id
 from service_core.storage.private_files import private_folder
-from service_core.workers.lines import Line, launch
-from silo.cancellation import CancelToken
+from service_core.workers.child import END_S, ChildProcess, Launch, launch
+from silo.cancellation import CancelledError, CancelToken
 from silo.events import EmitEvent, SiloEvent, event
 from silo.settings import SiloSettings
 from silo.storage.outbox import PendingEntry, read_manifest
@@ -40,8 +38,10 @@ if TYPE_CHECKING:
     from silo.worker.tasks import TaskWork
 
 T = TypeVar("T")
-ABORT_S = 1.0
-"""Seconds that a worker has to give up a task, or to end; then its whole process group is killed."""
+START_S = 1800.0
+"""Seconds that a worker has to load torch and a hospital's data."""
+ENTER_S = 600.0
+"""Seconds that it has to write an update to the disk."""
 IDLE_S = 60.0
 """Seconds after which a worker without a run under way ends."""
 MOST_WORKERS = 2
@@ -106,10 +106,6 @@ class ThreadWorker:
 
     def end(self) -> None:
         pass
-
-
-Launch = Callable[[], "subprocess.Popen[bytes]"]
-"""Starts a process that reads and writes lines (`silo.worker.exchange`) and is the leader of its process group."""
 
 
 launch_here: Launch = partial(launch, "silo.worker")
@@ -178,7 +174,7 @@ class CagedWorker:
     """A process in a cage (`silo.worker.cage`), for one run.
 
     It stays while its run is under way, and ends a minute after that, and at once when its run was aborted. A task that
-    is given up ends within `ABORT_S`: by itself, or killed with all its processes.
+    is given up ends within `END_S`: by itself, or killed with all its processes.
 
     silo: this hospital's name   computed: called with the seconds that a round took.
     """
@@ -193,7 +189,7 @@ class CagedWorker:
     ) -> None:
         self._settings, self._silo, self._emit, self._computed = settings, silo, emit, computed
         self._launch = launch or launch_here
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: ChildProcess | None = None
         self._run_id, self._since = "", time.monotonic()
         self._manifest, self._named = "", set[str]()
         self.without_extensions = True
@@ -202,7 +198,7 @@ class CagedWorker:
     @property
     def pid(self) -> int | None:
         """Return the process, where there is one."""
-        return None if self._process is None or self._process.poll() is not None else self._process.pid
+        return self._child.pid if self._child is not None and self._child.lives else None
 
     def describe(self) -> Description:
         self.begin("", CancelToken())
@@ -217,8 +213,7 @@ class CagedWorker:
         self._run_id = run_id
         if self.pid is None:
             self.end()
-            with self._cancelled_by(stop):
-                self._start()
+            self._start(stop)
         return self._walls
 
     def preflight(self, request: pb.Preflight, service: ServiceSide) -> PreflightReadiness:
@@ -238,8 +233,10 @@ class CagedWorker:
 
         def wait() -> None:
             if not entered.done():
+                late = f"it wrote no update to the disk within {ENTER_S:g} s"
                 try:
-                    self._until("entered", bool, service)
+                    with self._cancelled_by(service.stop), self._running.within(ENTER_S, late):
+                        self._until("entered", bool, service)
                     entered.set_result(None)
                 except Exception as error:
                     entered.set_exception(error)
@@ -257,74 +254,68 @@ class CagedWorker:
             self.end()
 
     def end(self) -> None:
-        if self._process is None:
+        if self._child is None:
             return
-        with suppress(OSError, ValueError):
-            self._line.outgoing.close()  # it ends with its pipe
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(ABORT_S)
-        self._kill()
-        self._process.wait()
-        self._line.incoming.close()
-        self._process = None
+        self._child.end()
+        self._child = None
         rmtree(self._scratch, ignore_errors=True)
 
     # ---- the process -----------------------------------------------------------------------------------------------
 
-    def _start(self) -> None:
+    @property
+    def _running(self) -> ChildProcess:
+        assert self._child is not None
+        return self._child
+
+    def _start(self, stop: CancelToken) -> None:
         home, self._scratch = self._settings.home, self._settings.home.scratch / secrets.token_hex(4)
         private_folder(self._scratch)
-        self._process = process = self._launch()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._line = Line(process.stdout, process.stdin)
         try:
-            self._ask(
-                settings=self._settings.as_json(),
-                service=os.getpid(),
-                scratch=str(self._scratch),
-                writable=sorted({str(home.path), str(home.ledger.parent), str(home.ledger_key.parent)}),
-                log_level=logging.getLogger().getEffectiveLevel(),
-            )
-            self._about, self._walls = self._until("ready", _description, None)
-        except WorkerEndedError as error:
+            self._child = ChildProcess(self._launch)
+            late = f"it was not ready within {START_S:g} s"
+            with self._cancelled_by(stop), self._child.within(START_S, late):
+                self._ask(
+                    settings=self._settings.as_json(),
+                    service=os.getpid(),
+                    scratch=str(self._scratch),
+                    writable=sorted({str(home.path), str(home.ledger.parent), str(home.ledger_key.parent)}),
+                    log_level=logging.getLogger().getEffectiveLevel(),
+                )
+                self._about, self._walls = self._until("ready", _description, None)
+        except BaseException as error:
             self.end()
-            raise StateError("E-RUN-55", f"expected a worker that starts, found that {error}") from error
-        except BaseException:
-            self.end()
+            rmtree(self._scratch, ignore_errors=True)
+            if isinstance(error, (WorkerEndedError, OSError)):
+                raise StateError("E-RUN-55", f"expected a worker that starts, found that {error}") from error
             raise
         self._since = time.monotonic()
         if self._run_id:
             self.announce()
 
-    def _kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
     @contextmanager
     def _cancelled_by(self, stop: CancelToken) -> Iterator[None]:
         """End what the worker does when that is given up: whatever became of it then, it is no failure."""
-        killing = threading.Timer(ABORT_S, self._kill)
+        child = self._running
+        killing = threading.Timer(END_S, child.kill)
         killing.daemon = True
 
         def give_up() -> None:
-            with suppress(OSError, ValueError):
-                self._line.send(cancel=stop.reason)
             with suppress(RuntimeError):  # it was given up before
                 killing.start()
+            with suppress(OSError, ValueError):
+                child.line.send(cancel=stop.reason)  # waits for one that reads nothing, until it is killed
 
         try:
             with stop.on_cancel(give_up):
                 yield
-        except (WorkerEndedError, StateError):
-            stop.raise_if_cancelled()
+        except (WorkerEndedError, StateError, CancelledError):
+            stop.raise_if_cancelled()  # with the reason that is known here
             raise
         finally:
             killing.cancel()
             self._since = time.monotonic()
             if self._busy and sys.exc_info()[0] is not None:
-                self._kill()  # it works on what nobody waits for any more
+                child.kill()  # it works on what nobody waits for any more
 
     # ---- what is said ----------------------------------------------------------------------------------------------
 
@@ -335,7 +326,7 @@ class CagedWorker:
     def _ask(self, **message: object) -> None:
         self._busy = True
         with suppress(OSError, ValueError):  # it has ended, which is noticed where its answer is read
-            self._line.send(**message)
+            self._running.line.send(**message)
 
     def _until(self, last: str, read: Callable[[Any], T], service: ServiceSide | None, over: bool = True) -> T:
         """Do what the worker asks until it says `last`, and return what that reads as. over: then it is done.
@@ -343,10 +334,9 @@ class CagedWorker:
         Raises what the worker failed with, and WorkerEndedError where it ended, or says what nobody understands.
         """
         while True:
-            message = self._line.read()
             try:
-                if message is None:
-                    raise ValueError("it ended, or said nothing that can be read")
+                if (message := self._running.line.read()) is None:
+                    raise self._ended()
                 if last in message:
                     said, self._busy = read(message[last]), not over
                     return said
@@ -354,13 +344,16 @@ class CagedWorker:
                     self._do(message, service)
                     continue
                 failure = ERRORS.read(message["failed"])
+                if isinstance(failure, CancelledError) and (service is None or not service.stop.is_cancelled):
+                    raise ValueError("it gave up what nobody else had")
             except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-                self._kill()
-                assert self._process is not None
-                status = self._process.wait()
-                raise WorkerEndedError(f"its process ended with status {status}: {error}") from error
+                raise self._ended(f"it said what nobody understands ({error})") from error
             self._busy = False
             raise failure
+
+    def _ended(self, why: str = "") -> WorkerEndedError:
+        self._running.kill(why)
+        return WorkerEndedError(self._running.ending())
 
     def _entry(self, offer: pb.Offer, facts: Sequence[Any]) -> OutboxEntry:
         digest, size, state, mirrored, attested = facts
@@ -394,7 +387,10 @@ class CagedWorker:
             service.progress(*facts)
         elif what == "accept":
             service.accept()
-        elif what == "tell" and isinstance(told := ERRORS.read(facts), FederationError):
+        elif what == "tell":
+            told = ERRORS.read(facts)
+            if not isinstance(told, FederationError) or isinstance(told, CancelledError):
+                raise ValueError(f"found {told!r} to be told")
             service.tell(told)
         elif what == "begin":
             service.training_begins(facts)
@@ -413,9 +409,9 @@ class CagedWorker:
         except Exception as error:
             if not isinstance(error, FederationError):
                 log.exception("an object could not be fetched")
-            self._line.send(failed=ERRORS.write(error))
+            self._running.line.send(failed=ERRORS.write(error))
         else:
-            self._line.send(fetched=str(path))
+            self._running.line.send(fetched=str(path))
 
 
 def _description(facts: Mapping[str, Any]) -> tuple[Description, Walls]:

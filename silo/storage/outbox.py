@@ -14,6 +14,7 @@ from fl_core.types.values import Bundle, State
 from protos.wire import codec
 from protos.wire.tasks import TaskKey, contribution_id
 from service_core.storage.object_store import ObjectStore
+from silo.cancellation import CancelledError
 from silo.storage.store import SiloStore
 from silo.storage.tasks import Attestation, LocalEvaluation, OutboxEntry
 
@@ -47,10 +48,12 @@ class PendingEntry:
     def finish(self) -> None:
         """Wait until the update is on the disk and entered; raises StateError (E-STATE-63) if writing fails.
 
-        Retrying does not help here, unlike where it is written.
+        Retrying does not help here, unlike where it is written. Raises CancelledError if the task is given up.
         """
         try:
             self._wait()
+        except CancelledError:
+            raise
         except UnavailableError as error:
             raise StateError(error.code, error.message) from error
 

@@ -5,23 +5,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 from pathlib import Path
 
+from service_core.workers.lines import own_streams
 from silo.worker import cage
 
 
 def main() -> None:
-    """Enter the cage before anything large is loaded; what other code prints goes to standard error."""
-    # systemd sends it to every process of a service; the service ends this one.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    setup = json.loads(incoming.readline())
+    """Enter the cage before anything large is loaded."""
+    line = own_streams()
+    if (setup := line.read()) is None:
+        return
     os.environ["TMPDIR"] = setup["scratch"]
     walls = cage.enter(map(Path, setup["writable"]))
     cage.end_with_parent(signal.SIGKILL)
@@ -29,7 +26,7 @@ def main() -> None:
         sys.exit(1)  # it ended before it could be followed
     from silo.worker import process  # loads torch
 
-    process.serve(setup, walls, incoming, outgoing)
+    process.serve(setup, walls, line)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from fl_core.errors import FederationError
 from protos.consilium.v1 import federation_pb2 as pb
@@ -31,9 +31,8 @@ PROGRESS_S = 0.1
 log = logging.getLogger(__name__)
 
 
-def serve(setup: Mapping[str, Any], walls: Walls, incoming: IO[bytes], outgoing: IO[bytes]) -> None:
+def serve(setup: Mapping[str, Any], walls: Walls, line: Line) -> None:
     """Do tasks until the service ends or closes its pipe; then this process ends at once, whatever it does."""
-    line = Line(incoming, outgoing)
     logging.basicConfig(level=setup["log_level"], handlers=[_LogLines(line)], force=True)
     try:
         settings = SiloSettings.of_json(setup["settings"])
@@ -76,15 +75,17 @@ class _PipedService:
 
     def listen(self) -> None:
         """Read what the service says; ends the process with it."""
-        while (message := self.line.read()) is not None:
-            if "cancel" in message:
-                self.stop.cancel(message["cancel"])
-            elif "preflight" in message or "offer" in message:
-                self.stop = CancelToken()
-                self.tasks.put(message)
-            else:
-                self._answers.put(message)
-        os._exit(0)
+        try:
+            while (message := self.line.read()) is not None:
+                if "cancel" in message:
+                    self.stop.cancel(message["cancel"])
+                elif "preflight" in message or "offer" in message:
+                    self.stop = CancelToken()
+                    self.tasks.put(message)
+                else:
+                    self._answers.put(message)
+        finally:
+            os._exit(0)
 
     def fetch(self, digest: str, size: int = 0, most: int = MANIFEST_BYTES) -> Path:
         self.line.send(fetch=[digest, size, most])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from coordinator.runs.exchange import Place, Setup, Update
 from coordinator.runs.tasks import RunInterrupted
 from coordinator.runs.workers import ProcessWorker
 from coordinator.storage.records import RunState
-from fl_core.errors import ConfigError, ProtocolError
+from fl_core.errors import ConfigError, ProtocolError, UnavailableError
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types import tensor_maps
@@ -130,7 +131,7 @@ def test_a_process_ends_with_its_service(tmp_path: Path) -> None:
     import time
     from coordinator.runs.exchange import Place
     from coordinator.runs.workers import ProcessWorker
-    print(ProcessWorker(Place({str(tmp_path)!r}, {f"{tmp_path}/.written-"!r}))._process.pid, flush=True)
+    print(ProcessWorker(Place({str(tmp_path)!r}, {f"{tmp_path}/.written-"!r}))._child.pid, flush=True)
     time.sleep(600)
     """
     with programmed(code) as service:
@@ -153,7 +154,7 @@ def test_an_abort_ends_the_process_of_a_run(tmp_path: Path) -> None:
 
 def test_a_process_that_cannot_begin_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no distribution 'nowhere'"):
-        ProcessWorker(Place(str(tmp_path), f"{tmp_path}/.written-", ["nowhere"]))
+        _ = ProcessWorker(Place(str(tmp_path), f"{tmp_path}/.written-", ["nowhere"])).extensions
 
 
 def test_a_worker_that_is_kept_is_free_of_its_last_run_before_another_can_take_it(tmp_path: Path) -> None:
@@ -187,6 +188,81 @@ def test_an_abort_ends_a_process_that_does_not_answer(tmp_path: Path) -> None:
         made.world.server.runs.abort(run.id)
         assert made.world.ended(run.id).state is RunState.ABORTED
         until(lambda: not workers(), "its worker to end")
+
+
+HANGS = """
+    import threading
+    from coordinator.worker import __main__, process
+    process.serve = lambda *_: threading.Event().wait()
+    __main__.main()
+    """
+
+
+def submitted_before_its_worker_hangs(world: World, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Submit a run whose worker hangs while it loads: that which opened the run is not kept for it."""
+    monkeypatch.setattr(run_workers.RunWorkers, "_keep", run_workers.RunWorkers._end)
+    launches = iter([run_workers.launch_here])
+    monkeypatch.setattr(run_workers, "launch_here", lambda: next(launches, lambda: programmed(HANGS))())
+    return world.submit(manifest(rounds=1)).id
+
+
+@pytest.mark.fault("a run's worker", "hangs while it loads", "an abort, and the end of the service, end it")
+def test_an_abort_ends_a_process_that_hangs_while_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with federation(tmp_path / "home", settings=PROCESSES) as made:
+        run_id = submitted_before_its_worker_hangs(made.world, monkeypatch)
+        made.come()
+        until(workers, "its worker", 60)
+        made.world.server.runs.abort(run_id)
+        assert made.world.ended(run_id).state is RunState.ABORTED
+        until(lambda: not workers(), "its worker to end", 10)
+        assert not left_over(made.world)
+
+
+def test_a_service_that_stops_ends_processes_that_hang_while_they_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with federation(tmp_path / "home", settings=PROCESSES) as made:
+        run_id = submitted_before_its_worker_hangs(made.world, monkeypatch)
+        made.come()
+        until(workers, "its worker", 60)
+        errors = list[UnavailableError]()
+
+        def submit() -> None:
+            with pytest.raises(UnavailableError, match=r"E-RUN-56.*give the command again") as raised:
+                made.world.submit(manifest(rounds=2), "another")
+            errors.append(raised.value)
+
+        opening = threading.Thread(target=submit, daemon=True)
+        opening.start()
+        until(lambda: len(workers()) == 2, "the worker that opens another run", 60)
+        port, began = made.world.port, time.monotonic()
+        made.world.stop()
+        assert time.monotonic() - began < 20
+        assert not workers()
+        opening.join(30)
+        assert len(errors) == 1
+        monkeypatch.undo()
+        made.world.start(port)
+        made.world.finished(run_id, 120)
+
+
+def test_a_process_that_is_not_ready_in_time_pauses_its_run_and_the_reason_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with federation(tmp_path / "home", settings=PROCESSES) as made:
+        made.come()
+        monkeypatch.setattr(run_workers, "launch_here", lambda: programmed(HANGS))
+        monkeypatch.setattr(run_workers, "START_S", 0.5)
+        with pytest.raises(UnavailableError, match=r"E-RUN-56.*not ready within 0\.5 s.*give the command again"):
+            made.world.submit(manifest(rounds=1))
+        monkeypatch.undo()
+        run_id = submitted_before_its_worker_hangs(made.world, monkeypatch)
+        monkeypatch.setattr(run_workers, "START_S", 0.5)
+        paused = made.world.ended(run_id)
+        assert paused.state is RunState.PAUSED
+        assert paused.reason.startswith("E-RUN-56")
+        assert "not ready within 0.5 s" in paused.reason
+        assert not workers()
 
 
 def test_a_service_that_stops_ends_a_process_that_computes_and_continues_its_run(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from fl_core.errors import StateError
@@ -209,19 +211,13 @@ def test_an_aborted_step_ends_within_two_seconds_with_its_process(
     hospital = serving()
     hospital.offer()
     until(lambda: "training" in hospital.events(), seconds=60)
-    pid = pid_of(hospital)
-    began = time.monotonic()
-    hospital.control.last.send(run_ended=pb.RunEnded(run_id=hospital.run_id, state="aborted"))
-    until(lambda: gone(pid), seconds=20)
-    assert time.monotonic() - began < 2.0
-    until(lambda: "ended" in hospital.events())
-    assert hospital.service.store.count_kills() == []
+    aborted_within_two_seconds(hospital, pid_of(hospital))
 
 
 def test_a_step_that_can_be_given_up_leaves_the_worker_for_the_next_round(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "ABORT_S", 60.0)
+    monkeypatch.setattr(workers, "END_S", 60.0)
     hospital = serving(LONG)
     hospital.offer()
     until(lambda: "training" in hospital.events(), seconds=60)
@@ -231,6 +227,108 @@ def test_a_step_that_can_be_given_up_leaves_the_worker_for_the_next_round(
     hospital.offer(1)
     until(lambda: hospital.events().count("training") == 2, seconds=60)
     assert pid_of(hospital) == pid
+
+
+def aborted_within_two_seconds(hospital: Hospital, pid: int) -> None:
+    began = time.monotonic()
+    hospital.control.last.send(run_ended=pb.RunEnded(run_id=hospital.run_id, state="aborted"))
+    until(lambda: gone(pid), seconds=20)
+    assert time.monotonic() - began < 2.0
+    until(lambda: "ended" in hospital.events())
+    until(lambda: "stopped" in hospital.events())
+    assert hospital.service.store.count_kills() == []
+    assert hospital.service.lives()
+
+
+HANGS = """
+    import threading
+    import silo.worker.process
+    silo.worker.process.serve = lambda *_: threading.Event().wait()
+    """
+
+
+def replaced(hospital: Hospital, monkeypatch: pytest.MonkeyPatch, before: str) -> None:
+    """End the worker, and have the next one run Python before it begins."""
+    programmed(monkeypatch, before)
+    os.killpg(pid_of(hospital), signal.SIGKILL)
+    until(lambda: not hospital.service._runner.worker._workers)
+
+
+@pytest.mark.fault("a hospital's worker", "hangs while it loads", "an abort, and the end of the service, end it")
+def test_a_worker_that_hangs_while_it_loads_is_ended_by_an_abort(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hospital = serving()
+    replaced(hospital, monkeypatch, HANGS)
+    hospital.offer()
+    until(lambda: hospital.service._runner.worker._workers and worker_of(hospital).pid)
+    aborted_within_two_seconds(hospital, pid_of(hospital))
+
+
+def test_a_worker_that_hangs_while_it_loads_is_ended_with_the_service(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hospital = serving()
+    replaced(hospital, monkeypatch, HANGS)
+    hospital.offer()
+    until(lambda: hospital.service._runner.worker._workers and worker_of(hospital).pid)
+    pid, began = pid_of(hospital), time.monotonic()
+    hospital.stop()
+    assert time.monotonic() - began < 10.0
+    assert gone(pid)
+
+
+def test_a_worker_that_is_not_ready_in_time_is_ended_and_the_error_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programmed(monkeypatch, HANGS)
+    monkeypatch.setattr(workers, "START_S", 0.5)
+    with pytest.raises(StateError, match=r"E-RUN-55.*not ready within 0\.5 s"):
+        Hospital(tmp_path / "home", run_round=None).start()
+
+
+def test_a_launcher_that_cannot_start_a_process_is_an_error_of_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch() -> subprocess.Popen[bytes]:
+        raise FileNotFoundError("sbatch")
+
+    monkeypatch.setattr(workers, "launch_here", launch)
+    with pytest.raises(StateError, match=r"E-RUN-55.*sbatch"):
+        Hospital(tmp_path / "home", run_round=None).start()
+
+
+STOPS_ONCE_STAGED = """
+    import os, signal
+    import silo.worker.__main__
+    from silo.storage.outbox import PendingEntry
+    PendingEntry.finish = lambda self: os.kill(os.getpid(), signal.SIGSTOP)
+    """
+
+
+@pytest.mark.fault(
+    "a hospital's worker", "is stopped while its update goes to the disk", "an abort ends it; the service goes on"
+)
+def test_a_worker_that_is_stopped_between_staged_and_entered_is_ended_by_an_abort(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programmed(monkeypatch, STOPS_ONCE_STAGED)
+    hospital = serving()
+    hospital.offer()
+    until(lambda: psutil.Process(pid_of(hospital)).status() == psutil.STATUS_STOPPED, seconds=60)
+    until(lambda: hospital.transfer.uploads, "the upload to begin")
+    aborted_within_two_seconds(hospital, pid_of(hospital))
+
+
+def test_a_worker_that_never_enters_its_update_is_ended_and_another_one_tries(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programmed(monkeypatch, STOPS_ONCE_STAGED)
+    monkeypatch.setattr(workers, "ENTER_S", 0.5)
+    hospital = serving()
+    hospital.offer()
+    assert hospital.refused().code == "E-RUN-46"
+    assert hospital.events().count("killed") == 2
 
 
 # ---- how long it stays -----------------------------------------------------------------------------------------------
@@ -255,11 +353,10 @@ def test_a_finished_run_leaves_its_worker_for_a_minute_and_an_aborted_one_does_n
     made = []
     for state in ("running", "finished", "", "asked", "aborted", "failed"):
         worker = CagedWorker.__new__(CagedWorker)
-        worker._process, worker._run_id, worker._since = subprocess.Popen(["sleep", "60"]), "run-1", time.monotonic()
+        worker._child = SimpleNamespace(pid=1, lives=True)  # type: ignore[assignment]
+        worker._run_id, worker._since = "run-1", time.monotonic()
         worker.end = lambda state=state: made.append(state)  # type: ignore[method-assign]
         worker.rest(lambda run, state=state: state)
-        worker._process.kill()
-        worker._process.wait()
     assert made == ["aborted", "failed"]
 
 
@@ -350,6 +447,33 @@ def test_a_worker_that_says_what_nobody_understands_is_ended_and_the_service_goe
     hospital.offer()
     assert hospital.refused().code == "E-RUN-46"
     assert hospital.service.lives()
+
+
+@pytest.mark.fault(
+    "a hospital's worker", "says that a task was given up, with any words as the reason", "ended; nobody reads them"
+)
+@pytest.mark.parametrize("said", ["raise CancelledError(WORDS)", "service.tell(CancelledError(WORDS))"])
+def test_a_worker_cannot_say_in_its_own_words_that_a_task_was_given_up(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    programmed(
+        monkeypatch,
+        f"""
+        import silo.worker.__main__
+        from silo.cancellation import CancelledError
+        from silo.worker.tasks import TaskWork
+        WORDS = "Jane Doe"
+        def train(self, offer, service):
+            {said}
+            service.stop.wait(600)
+        TaskWork.train = train
+        """,
+    )
+    hospital = serving()
+    hospital.offer()
+    assert hospital.refused().code == "E-RUN-46"
+    assert "stopped" not in hospital.events()
+    assert "Jane Doe" not in repr([hospital.notices, hospital.answers()])
 
 
 # ---- the policy ------------------------------------------------------------------------------------------------------
