@@ -36,21 +36,24 @@ class Warm:
         stderr: IO[Any] | None = None,
         *,
         env: Mapping[str, str],
+        stdin: IO[Any] | None = None,
         cwd: Path | None = None,
         limits: Mapping[int, int] | None = None,
     ) -> None:
         """words: of the command line, the program (coordinator or silo) first   limits: RLIMIT_* and their value."""
         with Path(os.devnull).open("r+b") as nothing:
-            files = [(f or nothing).fileno() for f in (nothing, stdout, stderr)]
+            files = [(f or nothing).fileno() for f in (stdin, stdout, stderr)]
             place, bounds = str(cwd or Path.cwd()), [*(limits or {}).items()]
             about = {"words": [*words], "env": {**env}, "cwd": place, "limits": bounds}
             self.pid: int = _parent().ask(about, files)
         self.returncode: int | None = None
+        self._lock = threading.Lock()
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = _parent().ask({"poll": self.pid})
-        return self.returncode
+        with self._lock:
+            if self.returncode is None:
+                self.returncode = _parent().ask({"poll": self.pid})
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         began = time.monotonic()
@@ -69,6 +72,21 @@ class Warm:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+class WarmWorker(Warm):
+    """A worker of this process (`silo.worker` or `coordinator.worker`), the leader of its process group.
+
+    before: Python that it runs first, outside of the cage
+    """
+
+    def __init__(self, module: str, before: str = "") -> None:
+        theirs_in, to_worker = os.pipe()
+        from_worker, theirs_out = os.pipe()
+        with os.fdopen(theirs_in, "rb") as stdin, os.fdopen(theirs_out, "wb") as stdout:
+            words = [module, before, str(os.getpid())]
+            super().__init__(words, stdout, sys.__stderr__, env=os.environ, stdin=stdin)
+        self.stdin, self.stdout = os.fdopen(to_worker, "wb"), os.fdopen(from_worker, "rb")
 
 
 class _Parent:
@@ -154,6 +172,8 @@ def _become(asked: Mapping[str, Any], files: Sequence[int]) -> None:
         os.environ.update(asked["env"] | ciphers)
         sys.argv = asked["words"]
         sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+        if sys.argv[0].endswith(".worker"):
+            _work(*sys.argv)
         if sys.argv[1] == "serve":
             from tests.support import forked_workers
 
@@ -173,6 +193,15 @@ def _become(asked: Mapping[str, Any], files: Sequence[int]) -> None:
         atexit._run_exitfuncs()
         sys.stdout.flush()
     os._exit(code)
+
+
+def _work(module: str, before: str, service: str) -> None:
+    """Be a worker, whose service is no parent of it."""
+    os.setsid()
+    os.getppid = lambda: int(service)
+    exec(before, {"__name__": "before"})
+    importlib.import_module(f"{module}.__main__").main()
+    raise SystemExit
 
 
 def _import_all() -> None:

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,10 +32,20 @@ from tests.support import until
 from tests.support.coordinator import FAST, World, events
 from tests.support.federation import federation, manifest
 from tests.support.federations import shares
+from tests.support.warm import WarmWorker
 
 pytestmark = pytest.mark.integration
 
 PROCESSES = replace(FAST, start_worker=ProcessWorker)
+LAUNCHED = list[WarmWorker]()
+
+
+@pytest.fixture(autouse=True)
+def _launches() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(run_workers, "launch_here", programmed)
+        yield
+        LAUNCHED.clear()
 
 
 def test_a_process_computes_the_model_of_the_simulation_and_the_next_run_and_ends_when_no_run_needs_it(
@@ -102,7 +113,6 @@ def test_an_update_whose_check_is_killed_is_taken_once_a_process_can_check_it(
     import os, signal
     from coordinator.worker import __main__, work
     work.RunWork.check = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    __main__.main()
     """
     with federation(tmp_path / "home", settings=PROCESSES) as made:
         with monkeypatch.context() as patched:
@@ -134,7 +144,8 @@ def test_a_process_ends_with_its_service(tmp_path: Path) -> None:
     print(ProcessWorker(Place({str(tmp_path)!r}, {f"{tmp_path}/.written-"!r}))._child.pid, flush=True)
     time.sleep(600)
     """
-    with programmed(code) as service:
+    words = [sys.executable, "-P", "-c", textwrap.dedent(code)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as service:
         assert service.stdout is not None
         worker = psutil.Process(int(service.stdout.readline()))
         service.kill()
@@ -194,7 +205,6 @@ HANGS = """
     import threading
     from coordinator.worker import __main__, process
     process.serve = lambda *_: threading.Event().wait()
-    __main__.main()
     """
 
 
@@ -353,19 +363,15 @@ def test_a_name_of_millions_of_characters_in_an_update_ends_no_process(tmp_path:
         worker.end()
 
 
-def programmed(code: str) -> subprocess.Popen[bytes]:
-    words = [sys.executable, "-P", "-c", textwrap.dedent(code)]
-    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+def programmed(before: str = "") -> WarmWorker:
+    """Launch a worker that runs Python before it begins."""
+    LAUNCHED.append(WarmWorker("coordinator.worker", textwrap.dedent(before)))
+    return LAUNCHED[-1]
 
 
 def workers() -> list[psutil.Process]:
-    def is_one(process: psutil.Process) -> bool:
-        try:
-            return "coordinator.worker" in " ".join(process.cmdline())
-        except psutil.NoSuchProcess:  # or it has ended, and nobody has read its status yet
-            return False
-
-    return [process for process in psutil.Process().children() if is_one(process)]
+    """Return those that run, the oldest first."""
+    return [psutil.Process(worker.pid) for worker in LAUNCHED if worker.poll() is None]
 
 
 def left_over(world: World) -> list[Path]:

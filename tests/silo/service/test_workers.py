@@ -26,6 +26,7 @@ from silo.service.workers import CagedWorker, CagedWorkers
 from tests.support import until
 from tests.support.fake_coordinator import Hospital, manifest
 from tests.support.privacy import budgeted, private
+from tests.support.warm import WarmWorker
 
 pytestmark = pytest.mark.integration
 
@@ -35,9 +36,10 @@ LONG = replace(manifest(), train=TrainConfig(epochs=10_000, batch_size=8))
 
 
 @pytest.fixture
-def serving(tmp_path: Path) -> Iterator[Serving]:
+def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
     """Start hospitals whose worker is a process."""
     started: list[Hospital] = []
+    programmed(monkeypatch, "")
 
     def serve(run: RunManifest | None = None, folder: Path | None = None, **settings: object) -> Hospital:
         hospital = Hospital(folder or tmp_path / f"home{len(started)}", run, run_round=None, **settings)
@@ -72,13 +74,7 @@ def gone(pid: int) -> bool:
 
 def programmed(monkeypatch: pytest.MonkeyPatch, before: str) -> None:
     """Have workers started that run Python before they begin, outside of the cage."""
-    code = f"{textwrap.dedent(before)}\nfrom silo.worker.__main__ import main\nmain()"
-    words = [sys.executable, "-P", "-c", code]
-
-    def launch() -> subprocess.Popen[bytes]:
-        return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-
-    monkeypatch.setattr(workers, "launch_here", launch)
+    monkeypatch.setattr(workers, "launch_here", lambda: WarmWorker("silo.worker", textwrap.dedent(before)))
 
 
 def uploaded(hospital: Hospital) -> list[str]:
