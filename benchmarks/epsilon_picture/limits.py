@@ -19,7 +19,7 @@ import math
 
 from scipy.special import ndtr, ndtri
 
-from privacy.mechanisms.silo.config import analytic_noise
+from privacy.accounting.gaussian import mu_of
 
 
 def right(epsilon: float, delta: float) -> float:
@@ -40,17 +40,17 @@ def belief(epsilon: float, before: float) -> float:
 
 def gaussian_right(epsilon: float, delta: float) -> float:
     """Return the same as `right` of one Gaussian release that has exactly this epsilon at this delta."""
-    return float(ndtr(0.5 / analytic_noise(epsilon, delta)))
+    return float(ndtr(0.5 * mu_of(epsilon, delta)))
 
 
 def gaussian_picked(epsilon: float, delta: float) -> float:
     """Return the largest AUC of one Gaussian release that has exactly this epsilon at this delta."""
-    return float(ndtr(math.sqrt(0.5) / analytic_noise(epsilon, delta)))
+    return float(ndtr(math.sqrt(0.5) * mu_of(epsilon, delta)))
 
 
 def gaussian_found(epsilon: float, delta: float, wrong: float) -> float:
     """Return the same as `found` of one Gaussian release that has exactly this epsilon at this delta."""
-    return float(ndtr(ndtri(wrong) + 1 / analytic_noise(epsilon, delta)))
+    return float(ndtr(ndtri(wrong) + mu_of(epsilon, delta)))
 
 
 def of_group(epsilon: float, delta: float, records: int) -> tuple[float, float]:

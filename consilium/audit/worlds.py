@@ -17,12 +17,12 @@ from fl_core.types.enums import Coupling
 from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import ClassSums, Examples, Losses, LossFn, MomentSums, RoundContext, SgdOptions
-from privacy.accounting.accountant import Mechanism, epsilon_rdp
+from privacy.accounting.accountant import Mechanism, epsilon_of
+from privacy.accounting.gaussian import epsilon_of as gaussian_epsilon
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
 from privacy.mechanisms.noise.sources import NoiseSource, SecureNoise
 from privacy.mechanisms.record.private_data import DpSgdLocalData
-from privacy.mechanisms.silo.config import analytic_epsilon
 
 DELTA = 1e-5
 CONTEXT = RoundContext(1, 4, 1, 0, 1).for_silo(0, 0)
@@ -53,7 +53,7 @@ class Attack:
 
     @property
     def printed(self) -> float:
-        return epsilon_rdp([Mechanism(self.noise)], DELTA)
+        return epsilon_of([Mechanism(self.noise)], DELTA)
 
     def released(self, with_record: bool, noise: NoiseSource) -> Tensor:
         data = self.both if with_record else self.others
@@ -108,8 +108,8 @@ def judged(attack: Attack, without: Floats, with_record: Floats) -> AttackResult
     a, b = (np.nan_to_num(s, nan=1e300, posinf=1e300, neginf=-1e300) for s in (without, with_record))
     lower = max(epsilon_bound(a, b, DELTA, CONFIDENCE / 2), epsilon_bound(-a, -b, DELTA, CONFIDENCE / 2))
     mu = mu_bound(a, b)
-    gaussian = analytic_epsilon([Mechanism(1 / mu)], DELTA) if mu > 0 else 0.0
-    return AttackResult(attack.name, attack.printed, lower, gaussian)
+    curve = gaussian_epsilon(mu, DELTA) if mu > 0 else 0.0
+    return AttackResult(attack.name, attack.printed, lower, curve)
 
 
 def _direction(attack: Attack) -> Tensor:

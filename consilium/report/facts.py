@@ -388,7 +388,7 @@ def _privacy(run: CompiledRun, manifest: RunManifest) -> Privacy:
         subject=run.profile.subject,
         epsilon=terms.epsilon,
         delta=terms.delta,
-        planned=planned["epsilon"],
+        planned=max((s["epsilon_tight"] for s in planned["silos"]), default=None),
         alone=max((s["epsilon_alone"] for s in planned["silos"]), default=None) if shared else None,
         collusion=SharedNoise.of(manifest).colluding if shared else 0,
         test_data=terms.test_data,

@@ -26,7 +26,7 @@ _NUMBERS = {
     "noise z": "noise",
     "epsilon": "epsilon",
     "with reserve": "epsilon_most",
-    "tighter bound": "epsilon_tight",
+    "truly spent": "epsilon_tight",
     "of a record": "epsilon_record",
     "of a test record": "epsilon_test",
 }
@@ -37,7 +37,7 @@ _SHARED = {"all honest": "epsilon_all_honest", "masks fail": "epsilon_alone"}
 _LEGEND = (
     "q: share of a hospital's records in one step; noise z: standard deviation of the noise over the clipping norm; "
     "epsilon: what the run spends, and what decides; with reserve: where a round must be repeated after a crash; "
-    "tighter bound: of the same run, for information; of a record, of a test record: what one training "
+    "truly spent: by the privacy loss of all releases together; of a record, of a test record: what one training "
     "or test image bears"
 )
 
@@ -69,9 +69,9 @@ def preview(
 ) -> CommandResult:
     """Show what a run would cost each hospital, before anyone starts: its epsilon, and the noise that this takes.
 
-    The noise leaves a reserve (privacy.reserve_rounds), so that a round may be repeated after a crash: "epsilon" is
-    what a run spends that needs none of it, "with reserve" what it spends if it needs all. The ledgers stop it at the
-    epsilon that was asked for.
+    In a run of several rounds the noise leaves a reserve (privacy.reserve_rounds), so that a round may be repeated
+    after a crash: "epsilon" is what a run spends that needs none of it, "with reserve" what it spends if it needs all.
+    The ledgers stop it at the epsilon that was asked for.
 
     --expect 3 says between which accuracies to expect the model: of three simulations on the data that the words name
     and this machine has, such as a public set like the hospitals' own (data=folder data.path=... federation=p5c2).
@@ -123,9 +123,14 @@ def _parts(found: Mapping[str, Any]) -> str:
             f"a reserve to repeat {pluralize(again, 'round')} after a crash takes {with_reserve - spent:.2f} (with "
             f"privacy.reserve_rounds=0 the run has it: noise z {most['noise_unreserved']:.3f}, not {most['noise']:.3f})"
         )
+    text = (
+        f"of epsilon {target:g} {most['name']} plans {spent:.2f}, and truly spends {most['epsilon_tight']:.2f}; {kept}"
+    )
+    if most["rate"] == 1:
+        return text
     return (
-        f"of epsilon {target:g} {most['name']} plans {spent:.2f}; {kept}; {target - with_reserve:.2f} is the price of "
-        "a budget that holds whatever is run later: a ledger counts at one Renyi order that is fixed before any run"
+        f"{text}; {target - with_reserve:.2f} is the price of a budget that holds whatever is run later: a ledger "
+        "counts training steps at one Renyi order that is fixed before any run"
     )
 
 

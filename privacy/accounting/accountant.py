@@ -2,9 +2,11 @@
 
 A history is a list of mechanisms (z, q, steps): the Gaussian mechanism with noise z times the l2 sensitivity, over a
 Poisson sample of rate q, applied `steps` times. Two accountants of Opacus compose it: RDP (Mironov, CSF 2017) and PRV
-(Gopi, Lee and Wutschitz, NeurIPS 2021). Budgets are kept with RDP at one fixed order, a valid privacy filter for
-adaptively chosen jobs (Feldman and Zrnic, NeurIPS 2021); PRV is tighter, and only informs. Adjacency: add or remove one
-unit.
+(Gopi, Lee and Wutschitz, NeurIPS 2021). Releases over all records, of rate 1, have an exact curve (gaussian.py).
+
+A budget is kept by one of two filters, both valid for releases that are chosen after seeing earlier ones: the exact
+Gaussian one, which admits rate 1 alone, or RDP at one fixed order (Feldman and Zrnic, NeurIPS 2021), which admits
+training steps too. PRV is tighter for these, and only informs. Adjacency: add or remove one unit.
 """
 
 from __future__ import annotations
@@ -13,14 +15,15 @@ import importlib
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fl_core.errors import ConfigError
+from privacy.accounting import gaussian
 from privacy.postponed_import import postpone
 
 ORDERS: tuple[float, ...] = (
@@ -132,6 +135,34 @@ def _epsilon_prv(history: Sequence[tuple[float, float, int]], delta: float, erro
         return float(accountant.get_epsilon(delta=delta, eps_error=error))
 
 
+def gaussian_cost(history: Iterable[Mechanism]) -> float:
+    """Return sum 1 / z^2 of releases over all records: infinite with a subsampled step, or without noise."""
+    entries = aggregated(history)
+    if any(m.rate != 1 or m.noise < _MIN_NOISE for m in entries):
+        return math.inf
+    return math.fsum(m.steps / min(m.noise, _MAX_NOISE) ** 2 for m in entries)
+
+
+def epsilon_of(history: Iterable[Mechanism], delta: float) -> float:
+    """Return epsilon at delta as budgets count it: exact for releases over all records, else by RDP."""
+    entries = aggregated(history)
+    return _exact(entries, delta) if _all_over_all(entries) else epsilon_rdp(entries, delta)
+
+
+def epsilon_spent(history: Iterable[Mechanism], delta: float) -> float:
+    """Return epsilon at delta by the privacy loss of all releases: exact over all records, else PRV's upper bound."""
+    entries = aggregated(history)
+    return _exact(entries, delta) if _all_over_all(entries) else epsilon_prv(entries, delta)
+
+
+def _exact(history: Iterable[Mechanism], delta: float) -> float:
+    return gaussian.epsilon_of(math.sqrt(gaussian_cost(history)), _valid(delta))
+
+
+def _all_over_all(history: Iterable[Mechanism]) -> bool:
+    return all(m.rate == 1 for m in history)
+
+
 _MAX_EXPONENT = 700.0
 """Below the logarithm of the largest float."""
 
@@ -142,23 +173,42 @@ def replace_one(epsilon: float, delta: float) -> tuple[float, float]:
     return 2 * epsilon, min(1.0, factor * delta) if delta > 0 else 0.0
 
 
+FilterName = Literal["auto", "gaussian", "renyi"]
+AUTO: FilterName = "auto"
+GAUSSIAN: FilterName = "gaussian"
+RENYI: FilterName = "renyi"
+
+
+def filter_named(name: str) -> FilterName:
+    """Raise ConfigError (E-PRIV-20) on another name."""
+    if name not in get_args(FilterName):
+        raise ConfigError("E-PRIV-20", f"expected a filter of {', '.join(get_args(FilterName))}, found {name!r}")
+    return cast(FilterName, name)
+
+
 @dataclass(frozen=True, slots=True)
 class PrivacyFilter:
-    """A budget (epsilon, delta) kept at one fixed Renyi order: a history fits while its RDP is at most `bound`."""
+    """A budget (epsilon, delta), and the filter that keeps it.
+
+    order: of RDP   filter: "gaussian" admits releases over all records while sum 1 / z^2 is within the exact curve;
+    "renyi" admits any while RDP at `order` is at most `bound`; "auto": the first charge decides, before any record is
+    read. A first charge with a subsampled step makes it "renyi", another one "gaussian".
+    """
 
     epsilon: float
     delta: float
     order: float
+    filter: FilterName = RENYI
 
     @classmethod
-    def of(cls, epsilon: float, delta: float) -> PrivacyFilter:
+    def of(cls, epsilon: float, delta: float, filter: FilterName = AUTO) -> PrivacyFilter:
         """Choose the order for a budget: 1 + sqrt(ln(1/delta) / rho), where rho is the zCDP that it allows."""
         if not 0 < epsilon < math.inf:
             raise ConfigError("E-PRIV-20", f"expected a finite budget epsilon > 0, found {epsilon}")
         log = math.log(1 / _valid(delta))
         rho = (math.sqrt(epsilon + log) - math.sqrt(log)) ** 2
         wanted = 1 + math.sqrt(log / rho) if rho > 0 else ORDERS[-1]  # of less than a float can tell there is nothing
-        return cls(epsilon, delta, min(ORDERS, key=lambda order: abs(order - wanted)))
+        return cls(epsilon, delta, min(ORDERS, key=lambda order: abs(order - wanted)), filter)
 
     @property
     def bound(self) -> float:
@@ -166,11 +216,49 @@ class PrivacyFilter:
         a = self.order
         return self.epsilon + (math.log(self.delta) + math.log(a)) / (a - 1) - math.log((a - 1) / a)
 
+    @property
+    def mu(self) -> float:
+        return gaussian.mu_of(self.epsilon, self.delta)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is too small for any release."""
+        return self.filter == RENYI and self.bound <= 0
+
+    def decided(self, spent: Iterable[Mechanism]) -> FilterName:
+        """Return the filter in force after this spending; "auto" before the first charge.
+
+        A history with both kinds began with a step, or was merged from copies of a ledger: RDP counts both.
+        """
+        charged = list(spent)
+        if self.filter != AUTO or not charged:
+            return self.filter
+        return GAUSSIAN if _all_over_all(charged) else RENYI
+
+    def kept_like(self, budget: PrivacyFilter | None) -> PrivacyFilter:
+        """Return this limit with the filter of a collection's budget, so that one filter counts for both."""
+        return self if budget is None else replace(self, filter=budget.filter)
+
     def admits(self, spent: Iterable[Mechanism], requested: Iterable[Mechanism]) -> bool:
-        return float(rdp([*spent, *requested], [self.order])[0]) <= self.bound
+        before, more = list(spent), list(requested)
+        everything = [*before, *more]
+        if self.decided(before or more) == RENYI:
+            return float(rdp(everything, [self.order])[0]) <= self.bound
+        return gaussian_cost(everything) <= self.mu**2
 
     def used(self, spent: Iterable[Mechanism]) -> float:
-        return float(rdp(spent, [self.order])[0]) / self.bound
+        charged = list(spent)
+        if self.decided(charged) == RENYI:
+            return float(rdp(charged, [self.order])[0]) / self.bound
+        return gaussian_cost(charged) / self.mu**2
+
+    def remedy(self, spent: Iterable[Mechanism], requested: Iterable[Mechanism]) -> str:
+        """Say which filter would admit a request that this one refuses; empty if none would."""
+        before, more = list(spent), list(requested)
+        other = GAUSSIAN if self.decided(before or more) == RENYI else RENYI
+        if self.admits(before, more) or not replace(self, filter=other).admits(before, more):
+            return ""
+        return f"; the {other} filter would admit it: silo ledger budget set --filter {other}"
 
 
 @dataclass(frozen=True, slots=True)

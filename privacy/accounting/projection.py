@@ -34,7 +34,7 @@ class Preview(TypedDict):
 def preview(run: CompiledRun) -> Preview:
     manifest, terms, silos = run.manifest, run.profile.terms, run.profile.project()
     least = silos
-    if terms and terms.reserve_rounds:
+    if terms and any(s.reserve for s in silos):
         stated = NamedOptions(manifest.privacy.name, {**manifest.privacy.options, "reserve_rounds": 0})
         least = CompiledRun.of(replace(manifest, privacy=stated)).profile.project()
     return {
@@ -45,7 +45,7 @@ def preview(run: CompiledRun) -> Preview:
         "delta": terms.delta if terms else None,
         "epsilon": max((s.epsilon for s in silos), default=None),
         "epsilon_most": max((s.epsilon_most for s in silos), default=None),
-        "reserve_rounds": terms.reserve_rounds if terms else 0,
+        "reserve_rounds": max((s.reserve for s in silos), default=0),
         "delta_of_sampling": sampling_delta(manifest, silos) if silos else None,
         "silos": [asdict(s) | {"noise_unreserved": other.noise} for s, other in zip(silos, least, strict=True)],
     }

@@ -78,6 +78,7 @@ _GROUPS: tuple[tuple[AllowedRange, tuple[str, ...]], ...] = (
         ),
     ),
     (AllowedRange(1, 10**6, True), ("privacy.max_per_unit",)),
+    (AllowedRange(-1, 10**3), ("privacy.reserve_rounds",)),
     (AllowedRange(1e-6, 1e3), ("train.lr", "method.server_lr", "method.feature_lr")),
     (AllowedRange(1e-6, 0.999, True), ("train.momentum",)),
     (AllowedRange(1e-12, 10, True), ("train.weight_decay", "method.weight_decay")),

@@ -22,6 +22,8 @@ from fl_core.validate import (
 
 COUPLED = ("split", "micro", "off")
 MAX_RESERVED = 1000
+WRITTEN = {"reserve_rounds": 1}
+"""What a manifest means that leaves an option out, where today's default is another."""
 Delta = Annotated[Positive, bounded(below, 1e-3)]
 Rng = Annotated[str, bounded(one_of, ("secure", "test"))]
 
@@ -36,7 +38,8 @@ class DpConfig:
         metric_noise: noise / sensitivity of evaluation
         test_data: "private" (evaluation is noisy and charged) or "public", if test examples are published anyway
         weights: "size" (hospitals count by declared size) or "uniform" (each counts once, whatever its size)
-        reserve_rounds: repetitions of the costliest round, after a crash, that fit into the budget besides the run
+        reserve_rounds: repetitions of the costliest round, after a crash, that fit into the budget besides the run; -1:
+            one in a run of several rounds, none in a run of one, which is submitted again instead
         rng: "secure", or "test", which is reproducible and private to nobody
         placement: "local" (each silo's noise is enough alone) or "distributed" (each adds a part, under masks)
     """
@@ -47,7 +50,7 @@ class DpConfig:
     metric_noise: Positive = 20.0
     test_data: Annotated[str, bounded(one_of, ("private", "public"))] = "private"
     weights: Annotated[str, bounded(one_of, ("size", "uniform"))] = "size"
-    reserve_rounds: Annotated[int, bounded(between, 0, MAX_RESERVED)] = 1
+    reserve_rounds: Annotated[int, bounded(between, -1, MAX_RESERVED)] = -1
     rng: Rng = "secure"
     placement: Annotated[str, bounded(one_of, ("local", "distributed"))] = "local"
 
@@ -63,6 +66,10 @@ class DpConfig:
     def distributed(self) -> bool:
         """Whether noise is shared, so that only sums have enough (`shared_noise`)."""
         return self.placement == "distributed"
+
+    def reserved(self, rounds: int) -> int:
+        """Return the repetitions that are kept in reserve in a run of so many rounds with a release."""
+        return int(rounds > 1) if self.reserve_rounds < 0 else self.reserve_rounds
 
     def derived(self, rounds: int) -> Mapping[str, float]:  # noqa: ARG002
         """Return products of options that have a range of their own."""
@@ -106,7 +113,7 @@ class RecordDpConfig(DpConfig):
     @classmethod
     def of(cls, options: Mapping[str, object]) -> RecordDpConfig:
         """Read the options of the profile; raises ConfigError (E-CFG-01, E-CFG-02, E-PRIV-20)."""
-        return read_options(cls, "privacy profile dp_record", options)
+        return read_options(cls, "privacy profile dp_record", {**WRITTEN, **options})
 
     @property
     def coupled_clip(self) -> float:

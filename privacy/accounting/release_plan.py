@@ -296,12 +296,18 @@ class ReleasePlan:
         return releases + (self._releases(self.rounds, False, False, False, None) if self.closing_steps else [])
 
     @property
+    def reserve(self) -> int:
+        """Return how often the costliest round fits once more: a run of one release has no other round to save."""
+        trains = self.steps_per_call or self.prototype_sums or self.closing_steps
+        return self.terms.reserved(self.rounds if trains else 1)
+
+    @property
     def _costliest_round(self) -> int:
         return max(0, self.moment_round, self.survey_round)
 
     def _history(self, noise: float) -> History:
         """List the whole run on the training records at training noise z: every round, its end, and the reserve."""
-        counts, again = self.needs_class_counts or self.personal, self.terms.reserve_rounds
+        counts, again = self.needs_class_counts or self.personal, self.reserve
         repeated = (*range(self.rounds), *[self._costliest_round] * again)
         rounds = [self._releases(t, True, True, t == 0 and counts, noise) for t in repeated]
         ends = [self._releases(self.rounds, False, False, False, noise)] * (1 + again)

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fl_core.errors import RefusedError
-from privacy.accounting.accountant import Bound, Mechanism, PrivacyFilter, aggregated
+from privacy.accounting.accountant import RENYI, Bound, Mechanism, PrivacyFilter, aggregated, filter_named
 from privacy.accounting.shared_noise import SharedNoise
 from privacy.ledger.event_chain import LedgerEvent
 
@@ -125,7 +125,8 @@ class Budget:
     def detail(self) -> str:
         f = self.filter
         facts = {"epsilon": f.epsilon, "delta": f.delta, "order": f.order}
-        return json.dumps(facts | {"operator": self.operator, "reason": self.reason})
+        named = {"filter": f.filter} if f.filter != RENYI else {}  # absent in budgets from before there was another
+        return json.dumps(facts | named | {"operator": self.operator, "reason": self.reason})
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,8 @@ class Account:
                 self._register(event.subject, event.created_at, facts)
             elif event.state == "BUDGET":
                 facts = json.loads(event.detail)
-                kept = PrivacyFilter(float(facts["epsilon"]), float(facts["delta"]), float(facts["order"]))
+                filter, order = filter_named(facts.get("filter", RENYI)), float(facts["order"])
+                kept = PrivacyFilter(float(facts["epsilon"]), float(facts["delta"]), order, filter)
                 self.budgets.append(Budget(event.subject, kept, facts["operator"], facts["reason"], event.created_at))
             elif event.state == "KEPT":
                 facts = json.loads(event.detail)
@@ -338,8 +340,10 @@ def refused(
             f"expected a budget for {collection!r}, found none: `silo ledger budget set` gives one",
         )
     spent = account.history(collection)
+    cap = cap and cap.kept_like(budget)
     if not (budget.admits(spent, requested) and (cap is None or cap.admits(spent, requested))):
         message = f"the privacy budget of {collection!r} does not cover round {task.round + 1} of this run"
+        message += budget.remedy(spent, requested)
         return RefusedError("E-BUDGET-01", message)
     before = [e for e in account.of_run(task.run, task.manifest, collection) if e.charged and task.may_be_of(e)]
     tried = times_charged(account, collection, task)

@@ -2,7 +2,7 @@
 
 Reserve before the first record is read, start, commit once the output is safe; open entries after a crash count as
 spent. The newest head is repeated in every signed message, so that a restored backup is noticed. A budget belongs to a
-collection of records and covers all its versions. Admission is the fixed-order filter of accountant.py.
+collection of records and covers all its versions. Admission is by the filter of its budget (accountant.py).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
 import sqlite3
 import threading
 from collections import Counter
@@ -18,8 +19,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fl_core.errors import RefusedError, StateError
-from privacy.accounting.accountant import Bound, History, Mechanism, PrivacyFilter, epsilon_prv, epsilon_rdp
+from fl_core.errors import ConfigError, RefusedError, StateError
+from privacy.accounting.accountant import (
+    AUTO,
+    GAUSSIAN,
+    Bound,
+    FilterName,
+    History,
+    Mechanism,
+    PrivacyFilter,
+    epsilon_of,
+    epsilon_spent,
+    filter_named,
+    gaussian_cost,
+)
 from privacy.ledger import before_the_key, owners
 from privacy.ledger.account import (
     ATTEMPTS,
@@ -59,7 +72,8 @@ _ELSEWHERE = "SELECT collection FROM unit_digest WHERE digest=? AND collection<>
 class BudgetStatus:
     """A collection's budget; epsilon and delta are None without one; used: the share of the filter's bound.
 
-    spent_alone: by RDP, if the masks over shared noise failed; otherwise spent_rdp.
+    spent_rdp: as the budget counts it, which is exact over all records   spent_prv: by the privacy loss of all releases
+    spent_alone: if the masks over shared noise failed; otherwise spent_rdp   filter: that keeps it; empty without one.
     """
 
     collection: str
@@ -70,6 +84,7 @@ class BudgetStatus:
     spent_prv: float | None
     used: float | None
     spent_alone: float
+    filter: str = ""
 
 
 class Ledger:
@@ -248,10 +263,19 @@ class Ledger:
             self.chain.write(db, None, collection, "REGISTERED", detail)
         return version is None
 
-    def set_budget(self, collection: str, epsilon: float, delta: float, operator: str, reason: str) -> None:
+    def set_budget(
+        self,
+        collection: str,
+        epsilon: float,
+        delta: float,
+        operator: str,
+        reason: str,
+        filter: FilterName | None = None,
+    ) -> None:
         """Set a collection's budget; spending stays. No network call can do this.
 
-        Raises StateError (E-BUDGET-04) for an unregistered collection, ConfigError (E-PRIV-20) on an invalid budget.
+        filter: that keeps it; None: that of its last budget, "auto" for the first. Raises StateError (E-BUDGET-04) for
+        an unregistered collection, ConfigError (E-PRIV-20) on an invalid budget, or "gaussian" after training steps.
         """
         with self.writing() as (db, account):
             if collection not in account.collections:
@@ -259,7 +283,15 @@ class Ledger:
                     "E-BUDGET-04",
                     f"expected one of the collections {sorted(account.collections)}, found {collection!r}",
                 )
-            made = Budget(collection, PrivacyFilter.of(float(epsilon), float(delta)), operator, reason, now())
+            before = account.budget(collection)
+            named = filter_named(filter or (before.filter if before else AUTO))
+            if filter == GAUSSIAN and math.isinf(gaussian_cost(account.history(collection))):
+                raise ConfigError(
+                    "E-PRIV-20",
+                    f"expected the filter renyi for {collection!r}, which training steps over samples were charged to, "
+                    "found gaussian, which cannot count them",
+                )
+            made = Budget(collection, PrivacyFilter.of(float(epsilon), float(delta), named), operator, reason, now())
             self.chain.write(db, None, collection, "BUDGET", made.detail(), made.created_at)
 
     def release_unused(self, entry: str) -> None:
@@ -412,7 +444,7 @@ class Ledger:
             return account.history(collection)
 
     def status(self, collection: str, prv: bool = True, planned: Iterable[Mechanism] = ()) -> BudgetStatus:
-        """Return a collection's spending by RDP and PRV at its budget's delta, 1e-5 without a budget.
+        """Return a collection's spending at its budget's delta, 1e-5 without a budget.
 
         planned: counted as if it were spent as well; nothing is reserved.
         """
@@ -426,10 +458,11 @@ class Ledger:
             unit,
             budget.epsilon if budget else None,
             budget.delta if budget else None,
-            epsilon_rdp(spent, delta),
-            epsilon_prv(spent, delta) if prv else None,
+            epsilon_of(spent, delta),
+            epsilon_spent(spent, delta) if prv else None,
             budget.used(spent) if budget else None,
-            epsilon_rdp(alone, delta),
+            epsilon_of(alone, delta),
+            budget.decided(spent) if budget else "",
         )
 
     def statement(self) -> tuple[ChainHead, bytes, int]:

@@ -114,9 +114,9 @@ def _cost(account: Account, name: str, planned: Sequence[PlannedRelease]) -> flo
 
 
 def _all_of(budget: PrivacyFilter) -> PlannedRelease:
-    """Return a release that spends the whole budget: RDP alpha / (2 z^2) = its bound."""
+    """Return a release that spends the whole budget by either filter: RDP alpha / (2 z^2) = its bound, and 1 / mu."""
     bound = max(budget.bound, 1e-6)
-    return PlannedRelease("everything", Mechanism(math.sqrt(budget.order / (2 * bound))))
+    return PlannedRelease("everything", Mechanism(min(math.sqrt(budget.order / (2 * bound)), 1 / budget.mu)))
 
 
 def _nothing() -> StateError:

@@ -99,13 +99,15 @@ class RunLedger:
                     "E-BUDGET-02",
                     f"expected a budget for {collection!r}, found none: `silo ledger budget set` gives one",
                 )
-            for limit in filter(None, (budget, self._caps.get(collection))):
+            cap = self._caps.get(collection)
+            for limit in (budget, *([cap.kept_like(budget)] if cap else [])):
                 if not limit.admits(spent_before, mechanisms):
                     raise RefusedError(
                         "E-BUDGET-01",
                         f"expected all rounds to fit the budget of {collection!r} (epsilon {limit.epsilon:g}), found "
                         f"that it takes {limit.used(mechanisms):.0%} of it where {1 - limit.used(spent_before):.0%} is "
-                        "left: ask for fewer rounds or a smaller epsilon, or set another budget",
+                        "left: ask for fewer rounds or a smaller epsilon, or set another budget"
+                        f"{limit.remedy(spent_before, mechanisms)}",
                     )
         for split, mechanisms in whole.items():
             task, bounds = self._task(0, True, split), self._bounds.get(split, ())

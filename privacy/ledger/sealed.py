@@ -59,7 +59,7 @@ def seal(secret: bytes, head: ChainHead, restored: int, figures: SpendingSummary
     plain_figures = {
         "spent": {c: [[m.noise, m.rate, m.steps] for m in spent] for c, spent in figures.spent.items()},
         "worst": {c: plain(planned) for c, planned in figures.worst.items()},
-        "budgets": {c: [f.epsilon, f.delta, f.order] for c, f in figures.budgets.items()},
+        "budgets": {c: [f.epsilon, f.delta, f.order, f.filter] for c, f in figures.budgets.items()},
     }
     raw = zlib.compress(json.dumps(plain_figures, separators=(",", ":")).encode(), 9)
     raw = len(raw).to_bytes(4, "big") + raw

@@ -21,7 +21,7 @@ from fl_core.types.metric_parts import CLINICAL_PART, METRICS
 from fl_core.types.records import TrainConfig
 from fl_core.types.values import Layout, RoundContext
 from privacy.accounting import ranges
-from privacy.accounting.accountant import Bound, Mechanism, PrivacyFilter, epsilon_rdp, replace_one
+from privacy.accounting.accountant import Bound, Mechanism, PrivacyFilter, epsilon_of, epsilon_spent, replace_one
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import TEST, TRAIN, Release
 from privacy.accounting.shared_noise import SharedFigures
@@ -42,18 +42,16 @@ PLACEMENTS = {
     "distributed": "shared out: each hospital adds a part under masks, enough in sums alone",
 }
 """Placements of noise, for reports."""
-Epsilon = Callable[[list[Mechanism], float], float]
-"""Epsilon of a history at a delta."""
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
     """One hospital's part: N, q, training steps and rounds in all, z, and epsilon at the run's delta.
 
-    used: share of the budget, by the ledger's filter   epsilon_tight: by the tighter accountant, for information
+    used: share of the run's budget, by its filter   epsilon_tight: truly spent, by the privacy loss of all releases
     epsilon_record, epsilon_test: of one training or test record (0 where test records are public)   epsilon_most: with
-    the reserve used up as well, the costliest round repeated   epsilon_all_honest, epsilon_alone: where noise is shared
-    out, with all hospitals there and honest, and where masks fail; else epsilon.
+    the reserve used up as well, the costliest round repeated `reserve` times   epsilon_all_honest, epsilon_alone: where
+    noise is shared out, with all hospitals there and honest, and where masks fail; else epsilon.
     """
 
     name: str
@@ -70,6 +68,7 @@ class Projection:
     epsilon_most: float
     epsilon_all_honest: float
     epsilon_alone: float
+    reserve: int
 
 
 class MadeUpStep(NamedTuple):
@@ -217,9 +216,9 @@ class PrivateProfile(PrivacyProfile):
     terms: Config
 
     def projection(
-        self, index: int, tight: Epsilon, costliest: Iterable[Release], rate: float, steps: int, noise: float
+        self, index: int, costliest: Iterable[Release], reserve: int, rate: float, steps: int, noise: float
     ) -> Projection:
-        """Project one member's part; costliest: the releases of a round that is repeated."""
+        """Project one member's part; costliest: the releases of a round that is repeated `reserve` times."""
         member, terms, releases = self.run.manifest.members[index], self.terms, self.releases(index)
         charged, train, test = (mechanisms(releases, c) for c in (self.promised, TRAIN, TEST))
         again = mechanisms(costliest, self.promised)
@@ -230,14 +229,15 @@ class PrivateProfile(PrivacyProfile):
             steps=steps,
             rounds=len(self.run.training_rounds[index]),
             noise=noise,
-            epsilon=epsilon_rdp(charged, terms.delta),
-            epsilon_tight=tight(charged, terms.delta),
-            epsilon_record=epsilon_rdp(train, terms.delta),
-            epsilon_test=epsilon_rdp(test, terms.delta),
+            epsilon=epsilon_of(charged, terms.delta),
+            epsilon_tight=epsilon_spent(charged, terms.delta),
+            epsilon_record=epsilon_of(train, terms.delta),
+            epsilon_test=epsilon_of(test, terms.delta),
             used=PrivacyFilter.of(terms.epsilon, terms.delta).used(charged),
-            epsilon_most=epsilon_rdp([*charged, *again * terms.reserve_rounds], terms.delta),
-            epsilon_all_honest=epsilon_rdp(mechanisms(releases, self.promised, lambda r: r.of_all), terms.delta),
-            epsilon_alone=epsilon_rdp(mechanisms(releases, self.promised, lambda r: r.alone), terms.delta),
+            epsilon_most=epsilon_of([*charged, *again * reserve], terms.delta),
+            epsilon_all_honest=epsilon_of(mechanisms(releases, self.promised, lambda r: r.of_all), terms.delta),
+            epsilon_alone=epsilon_of(mechanisms(releases, self.promised, lambda r: r.alone), terms.delta),
+            reserve=reserve,
         )
 
     def _noise(self, sent: EvaluationNoise | None, rows: NoisyRows | None = None) -> RunNoise:
@@ -247,12 +247,10 @@ class PrivateProfile(PrivacyProfile):
         counts |= {METRICS: 0.0 if sent is None else sent.std, CLINICAL_PART: 0.0}
         return RunNoise(sent, frozenset(scores), counts, rows)
 
-    def spent(
-        self, logs: Sequence[Sequence[Release]], tight_name: str, tight: Epsilon, **facts: object
-    ) -> Mapping[str, object]:
+    def spent(self, logs: Sequence[Sequence[Release]], tight_name: str, **facts: object) -> Mapping[str, object]:
         """Report what the run cost its members, beside more facts; `private` is False where noise came from a seed."""
         terms, histories = self.terms, [mechanisms(log, self.promised) for log in logs]
-        spent = [epsilon_rdp(h, terms.delta) for h in histories]
+        spent = [epsilon_of(h, terms.delta) for h in histories]
         twice, more = replace_one(max(spent), terms.delta)
         return {
             **facts,
@@ -263,7 +261,7 @@ class PrivateProfile(PrivacyProfile):
             "delta": terms.delta,
             "epsilon_target": terms.epsilon,
             "epsilon": max(spent),
-            tight_name: tight(histories[spent.index(max(spent))], terms.delta),
+            tight_name: epsilon_spent(histories[spent.index(max(spent))], terms.delta),
             "epsilon_replace_one": {"epsilon": twice, "delta": more},
             "epsilon_by_silo": dict(zip([m.name for m in self.run.manifest.members], spent, strict=True)),
         }
@@ -284,7 +282,7 @@ class PrivateProfile(PrivacyProfile):
         if not shared or shared[0].shared is None:
             return None
         promised, honest, unmasked = (
-            epsilon_rdp([getattr(r, name) for r in made if r.collection == self.promised], self.terms.delta)
+            epsilon_of([getattr(r, name) for r in made if r.collection == self.promised], self.terms.delta)
             for name in ("mechanism", "of_all", "alone")
         )
         return SharedFigures(shared[0].shared, promised, honest, unmasked, min(r.alone.noise for r in shared))

@@ -20,7 +20,7 @@ from fl_core.types.enums import Capability
 from fl_core.types.interfaces import DataFactory, LocalData, RoundData
 from fl_core.types.metric_parts import METRIC_PARTS
 from fl_core.types.values import RoundContext
-from privacy.accounting.accountant import Bound, Mechanism, PrivacyFilter, RdpBound, epsilon_prv, epsilon_rdp
+from privacy.accounting.accountant import Bound, Mechanism, PrivacyFilter, RdpBound, epsilon_of
 from privacy.accounting.dry_run import dry_run
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import (
@@ -181,19 +181,19 @@ class RecordProfile(PrivateProfile):
             steps = [r.mechanism for r in self.releases(k) if r.purpose in main and r.collection == TRAIN]
             rate, least = (steps[0].rate, min(m.noise for m in steps)) if steps else (0.0, 0.0)
             number = sum(m.steps for m in steps)
-            projections.append(self.projection(k, epsilon_prv, self.plan(k).costliest, rate, number, least))
+            plan = self.plan(k)
+            projections.append(self.projection(k, plan.costliest, plan.reserve, rate, number, least))
         return projections
 
     def report(self, logs: Sequence[Sequence[Release]]) -> Mapping[str, object]:
         return self.spent(
             logs,
             "epsilon_prv",
-            epsilon_prv,
             unit="record, or the group that the data names",
             adjacency="add or remove one unit",
-            accountant="RDP; PRV for information",
+            accountant="RDP; PRV for information; exact Gaussian curve where every release is over all records",
             noise=PLACEMENTS[self.terms.placement],
-            epsilon_test_data=max(epsilon_rdp(mechanisms(log, TEST), self.terms.delta) for log in logs),
+            epsilon_test_data=max(epsilon_of(mechanisms(log, TEST), self.terms.delta) for log in logs),
             note=CLASSES_SHOW,
         )
 
@@ -201,7 +201,7 @@ class RecordProfile(PrivateProfile):
         """Bound training records by the run's epsilon, test records by its evaluations, both by the policy."""
         of_run, terms = PrivacyFilter.of(self.terms.epsilon, self.terms.delta), self.terms
         measured, manifest = self.run.method.has_global_model, self.run.manifest
-        personal, again = manifest.personal, terms.reserve_rounds
+        personal, again = manifest.personal, self.plan(0).reserve
         at_end = 1 + again if self.run.method.personal_at_end else manifest.rounds + again
         times = (manifest.rounds + again) * measured + at_end * personal + measured
         released = [Mechanism(terms.metric_noise, 1.0, times)] if times and terms.test_data == "private" else []

@@ -22,11 +22,11 @@ from fl_core.rounds.run_setup import Guards
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.interfaces import DataFactory, LocalData, RoundData
 from fl_core.types.values import Layout
-from privacy.accounting.accountant import Bound, Mechanism, PrivacyFilter, RdpBound, epsilon_rdp
+from privacy.accounting.accountant import Bound, Mechanism, PrivacyFilter, RdpBound, epsilon_of
 from privacy.accounting.release_plan import HOSPITAL, TEST, TRAIN, Release
 from privacy.accounting.uncertainty import GRID_SLACK, EvaluationNoise, RunNoise
 from privacy.mechanisms.silo import adaptive_clipping
-from privacy.mechanisms.silo.config import SiloDpConfig, analytic_epsilon
+from privacy.mechanisms.silo.config import SiloDpConfig
 from privacy.mechanisms.silo.guard import SiloDpGuard, coordinates, silo_level
 from privacy.profiles.base import PLACEMENTS, Config, PrivateProfile, Projection, mechanisms
 from privacy.profiles.prototype_filter import NO_LIMITS, DisclosureLimits, with_prototype_filter
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RECORD_OF_A_SILO = 4.0
-"""RDP of a record per RDP of its hospital: alpha / (2 (z/2)^2) over alpha / (2 z^2)."""
+"""RDP of a record per RDP of its hospital, which is alpha mu^2 / 2: alpha / (2 (z/2)^2) over alpha / (2 z^2)."""
 HOSPITAL_HIDDEN = (
     "Silo-level privacy hides, within epsilon, what all data of a hospital change, and so which classes it treats; "
     "that it takes part is not hidden."
@@ -114,9 +114,12 @@ class SiloProfile(PrivateProfile):
         return silo_releases(self.guard, True) * rounds + silo_releases(self.guard, False)
 
     def project(self) -> list[Projection]:
-        costliest = silo_releases(self.guard, True)
+        costliest, reserve = (
+            silo_releases(self.guard, True),
+            self.terms.reserved(max(map(len, self.run.training_rounds))),
+        )
         return [
-            self.projection(k, analytic_epsilon, costliest, 1.0, len(taken), self.guard.noise)
+            self.projection(k, costliest, reserve, 1.0, len(taken), self.guard.noise)
             for k, taken in enumerate(self.run.training_rounds)
         ]
 
@@ -126,14 +129,13 @@ class SiloProfile(PrivateProfile):
         return self.spent(
             logs,
             "epsilon_analytic",
-            analytic_epsilon,
             unit="hospital: all its records",
             adjacency="add or remove one hospital's data; its place in the roster stays",
-            accountant="RDP, q = 1 per round taken part in; exact Gaussian curve for information",
+            accountant="exact Gaussian curve, q = 1 per round taken part in",
             noise=PLACEMENTS[terms.placement],
             noise_multiplier=self.guard.noise,
             coordinates=coordinates(self.run.manifest.layout),
-            epsilon_record=max(epsilon_rdp(mechanisms(log, TRAIN), terms.delta) for log in logs),
+            epsilon_record=max(epsilon_of(mechanisms(log, TRAIN), terms.delta) for log in logs),
             clipping=terms.clipping,
             rounds_by_silo=dict(zip(names, map(len, self.run.training_rounds), strict=True)),
             test_data=terms.test_data,
@@ -144,7 +146,7 @@ class SiloProfile(PrivateProfile):
         """Bound the hospital by the run's epsilon and the policy's, its records by the resulting epsilon."""
         of_run = PrivacyFilter.of(self.terms.epsilon, self.terms.delta)
         promised = (of_run, policy) if policy else (of_run,)
-        record = tuple(RdpBound(f.order, RECORD_OF_A_SILO * f.bound) for f in promised)
+        record = tuple(RdpBound(f.order, RECORD_OF_A_SILO * f.order * f.mu**2 / 2) for f in promised)
         return {HOSPITAL: promised, TRAIN: record, TEST: record}
 
     def noise(self) -> RunNoise:

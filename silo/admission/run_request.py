@@ -10,6 +10,7 @@ from fl_core.errors import ConfigError
 from fl_core.methods.shared.prototypes import features_of
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.records import FEATURES
+from privacy.accounting.accountant import epsilon_spent
 from privacy.accounting.release_plan import TEST
 from privacy.compiled_run import CompiledRun
 from service_core.console import pluralize
@@ -63,13 +64,17 @@ def request_of(
     """
     manifest, profile = run.manifest, run.profile
     contents, terms = update_contents(run), profile.terms
+    spends = None
     try:
         index = manifest.index(silo)
     except ConfigError:
         member, charges, shared = None, None, None
     else:
         member = manifest.members[index]
-        charges = charges_of(profile.charges(index, submits and member.prototypes))
+        charged = profile.charges(index, submits and member.prototypes)
+        charges = charges_of(charged)
+        if terms is not None:
+            spends = epsilon_spent(charged.get(profile.promised, ()), terms.delta)
         shared = profile.shared_figures(index)
     return RunRequest(
         method=manifest.method.name,
@@ -99,6 +104,7 @@ def request_of(
         survey=survey,
         models=manifest.rounds + 1 if run.kind.measures and TEST not in profile.protected else 0,
         few=tuple(few),
+        spends=spends,
     )
 
 

@@ -103,8 +103,9 @@ def spending(
     updates: the home's list of unprotected updates.
     """
     status, cap = ledger.status(name, prv=False, planned=planned), None if policy is None else policy.caps().get(name)
-    limits = [limit for limit in (ledger.budget(name), cap) if limit is not None]
-    closed, spent = any(limit.bound <= 0 for limit in limits), [*ledger.history(name), *planned]
+    budget = ledger.budget(name)
+    limits = [limit.kept_like(budget) for limit in (budget, cap) if limit is not None]
+    closed, spent = any(limit.closed for limit in limits), [*ledger.history(name), *planned]
     return Spending(
         collection=name,
         unit=status.unit,
@@ -153,10 +154,10 @@ def preview(
         name = _collection(ledger, collections, split, fingerprint)
         if name is None:
             return None
-        limits: list[PrivacyFilter] = [f for f in (ledger.budget(name),) if f is not None]
-        limits += [] if policy is None else [cap for key, cap in policy.caps().items() if key == name]
-        history = ledger.history(name)
-        fits = ledger.budget(name) is not None and all(limit.admits(history, mechanisms) for limit in limits)
+        history, budget = ledger.history(name), ledger.budget(name)
+        limits: list[PrivacyFilter] = [] if budget is None else [budget]
+        limits += [] if policy is None else [cap.kept_like(budget) for key, cap in policy.caps().items() if key == name]
+        fits = budget is not None and all(limit.admits(history, mechanisms) for limit in limits)
         before, after = spending(ledger, policy, name), spending(ledger, policy, name, mechanisms)
         previews.append(SpendingPreview(before, after, fits))
     return tuple(previews)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -21,11 +22,12 @@ from benchmarks.epsilon_picture import __main__ as picture
 from benchmarks.epsilon_picture import limits
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS, build_method
-from privacy.accounting.accountant import replace_one
+from privacy.accounting.accountant import FilterName, replace_one
+from privacy.accounting.gaussian import delta_of, mu_of
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.mechanisms.noise.discrete_gaussian import MIN_SIGMA, TOTAL_VARIATION
 from privacy.mechanisms.noise.grid import SLACK
-from privacy.mechanisms.silo.config import SiloDpConfig, analytic_delta, analytic_noise
+from privacy.mechanisms.silo.config import SiloDpConfig
 from privacy.policy import Policy
 from privacy.profiles import PROFILES
 from silo.cli.main import program as silo
@@ -35,6 +37,7 @@ PAGES = sorted((ROOT / "docs/privacy").glob("*.md"))
 PICTURE = ROOT / "benchmarks/epsilon_picture/README.md"
 DELTA = RecordDpConfig().delta
 SAID = ("policy.toml", "ledger.key", "hospital", "CONSILIUM_SILO_LEDGER", "accuracy_low", "accuracy_high", "withheld")
+SAID += get_args(FilterName)
 """What people type or read that is no name in Python."""
 TEXT = {page.name: page.read_text() for page in PAGES}
 EPSILON = TEXT["epsilon.md"]
@@ -88,8 +91,8 @@ def test_limits_are_those_of_the_worst_mechanism(epsilon: float, delta: float) -
 
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 8.0, 20.0])
 def test_limits_of_gaussian_noise_are_those_of_two_normal_distributions(epsilon: float) -> None:
-    z = analytic_noise(epsilon, DELTA)
-    assert analytic_delta(z, epsilon) == pytest.approx(DELTA, rel=1e-6)
+    z = 1 / mu_of(epsilon, DELTA)
+    assert delta_of(1 / z, epsilon) == pytest.approx(DELTA, rel=1e-6)
     cuts = np.linspace(-8, 12, 200_001)
     false, true = norm.sf(cuts), norm.sf(cuts, loc=1 / z)
     assert limits.gaussian_right(epsilon, DELTA) == pytest.approx(float((1 + true - false).max() / 2), abs=1e-6)

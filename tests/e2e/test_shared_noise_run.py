@@ -10,7 +10,7 @@ import pytest
 from consilium.research.simulate import runner
 from coordinator.config.hydra_config import compose_spec
 from fl_core import datasets
-from privacy.accounting.accountant import epsilon_rdp
+from privacy.accounting.accountant import epsilon_of
 from privacy.accounting.shared_noise import SharedNoise
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
@@ -64,6 +64,6 @@ def test_runs_with_shared_noise_equal_their_simulation_and_are_charged_as_promis
                 mine = [(entry, planned) for entry, _, planned in book.entries(collection)]
                 of_run = [p for entry, planned in mine for p in planned if entry.startswith(f"{run}/")]
                 assert {p.shared for p in of_run} == {SharedNoise(4, m, 1)}
-                spent = epsilon_rdp([p.mechanism for p in of_run], DELTA)
+                spent = epsilon_of([p.mechanism for p in of_run], DELTA)
                 assert spent == pytest.approx(printed["epsilon_by_silo"][name])
-                assert epsilon_rdp([p.alone for p in of_run], DELTA) == pytest.approx(printed["epsilon_masks_broken"])
+                assert epsilon_of([p.alone for p in of_run], DELTA) == pytest.approx(printed["epsilon_masks_broken"])

@@ -10,7 +10,7 @@ import pytest
 from consilium.research.simulate import runner
 from coordinator.config.hydra_config import compose_spec
 from fl_core import datasets
-from privacy.accounting.accountant import epsilon_rdp
+from privacy.accounting.accountant import epsilon_of
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
 from silo.storage.home import Home
@@ -68,5 +68,5 @@ def test_silo_level_runs_are_charged_as_printed_and_equal_the_simulation(tmp_pat
                     mine = [e for e in book.entries(collection) if e[0].startswith(f"{run}/")]
                     assert {state for _, state, _ in mine} == {"SPENT"}
                     releases = [p.mechanism for _, _, planned in mine for p in planned]
-                    assert epsilon_rdp(releases, DELTA) == pytest.approx(wanted)
+                    assert epsilon_of(releases, DELTA) == pytest.approx(wanted)
             assert 6 < printed["epsilon"] <= 8 < printed["epsilon_record"] < 20

@@ -24,7 +24,7 @@ class NoiseSource(Protocol):
     """Whether results with this noise may be called private."""
 
     def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> Tensor:
-        """Draw int64 noise of standard deviation `sigma`, in units of the grid that it is added on."""
+        """Draw int64 noise that is as private as the Gaussian of standard deviation `sigma`, in units of its grid."""
         ...
 
     def uniform(self, n: int) -> Tensor:

@@ -1,26 +1,20 @@
 """The terms of a run with silo-level differential privacy, and the resulting noise.
 
 All releases are Gaussian with sampling rate 1: cohorts are public, so partial participation gives no amplification.
-Gaussian releases of noise z_i together are one with 1/z^2 = sum 1/z_i^2, whose exact curve is (Balle and Wang, ICML
-2018, theorem 8)
-
-delta(eps) = Phi(1/(2z) - eps z) - e^eps Phi(-1/(2z) - eps z)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
-
-from scipy.special import log_ndtr, ndtr  # the normal distribution; scipy.stats takes a second to import
 
 from fl_core.converter import read_options
 from fl_core.errors import ConfigError
 from fl_core.validate import Positive, at_most, below, bounded, one_of
 from privacy.accounting.accountant import Mechanism, solve_noise
-from privacy.accounting.record_config import DpConfig
+from privacy.accounting.record_config import WRITTEN, DpConfig
 
 BIT = 0.5
 """How far a silo can move the sum of the bits, which are -1/2 and 1/2."""
@@ -81,7 +75,7 @@ class SiloDpConfig(DpConfig):
     @classmethod
     def of(cls, options: Mapping[str, object]) -> SiloDpConfig:
         """Read the options of the profile; raises ConfigError (E-CFG-01, E-CFG-02, E-PRIV-20)."""
-        return read_options(cls, "privacy profile dp_silo_small", options)
+        return read_options(cls, "privacy profile dp_silo_small", {**WRITTEN, **options})
 
     def clip_at(self, round: int) -> float:
         return self.clip * self.clip_decay**round
@@ -99,33 +93,5 @@ class SiloDpConfig(DpConfig):
 
     def noise(self, trained: int, measured: int) -> float:
         """Return the smallest z of the update with which so many rounds and evaluations fit, including the reserve."""
-        more = self.reserve_rounds
+        more = self.reserved(trained)
         return solve_noise(self.epsilon, self.delta, lambda z: self.history(z, trained + more, measured + more))
-
-
-def analytic_delta(noise: float, epsilon: float) -> float:
-    """Return the exact delta of one Gaussian release of noise / sensitivity `noise`."""
-    first = ndtr(1 / (2 * noise) - epsilon * noise)
-    return float(first - math.exp(epsilon + log_ndtr(-1 / (2 * noise) - epsilon * noise)))
-
-
-def analytic_noise(epsilon: float, delta: float, releases: int = 1) -> float:
-    """Return the z with which so many Gaussian releases are exactly (epsilon, delta)-private together."""
-    return math.sqrt(releases) * _root(lambda z: analytic_delta(z, epsilon) > delta, 1e-3, 1e4)
-
-
-def analytic_epsilon(history: list[Mechanism], delta: float) -> float:
-    """Return the exact epsilon of releases of rate 1; raises ConfigError (E-PRIV-20) on a subsampled one."""
-    if any(m.rate != 1 for m in history):
-        raise ConfigError("E-PRIV-20", f"expected releases of rate 1, found {history}")
-    if not history:
-        return 0.0
-    noise = sum(m.steps / m.noise**2 for m in history) ** -0.5
-    return _root(lambda e: analytic_delta(noise, e) > delta, 0.0, 1e4)
-
-
-def _root(low_side: Callable[[float], bool], low: float, high: float) -> float:
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if low_side(middle) else (low, middle)
-    return high

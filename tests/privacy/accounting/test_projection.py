@@ -12,7 +12,7 @@ from consilium.research.engines.in_process import RoundHistory, simulate
 from coordinator.cli.main import program
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import NamedOptions, RunManifest
-from privacy.accounting.accountant import epsilon_rdp
+from privacy.accounting.accountant import epsilon_of
 from privacy.accounting.projection import preview
 from privacy.accounting.release_plan import TRAIN
 from privacy.compiled_run import CompiledRun
@@ -44,7 +44,7 @@ def test_what_is_projected_is_what_the_books_then_hold() -> None:
     for k, silo in enumerate(found):
         assert sorted(map(repr, CompiledRun.of(run).profile.releases(k))) == sorted(map(repr, logs[k].releases))
         assert silo.epsilon == spent["epsilon_by_silo"][silo.name]  # type: ignore[index]
-        assert silo.epsilon == epsilon_rdp([r.mechanism for r in logs[k].releases if r.collection == TRAIN], 1e-5)
+        assert silo.epsilon == epsilon_of([r.mechanism for r in logs[k].releases if r.collection == TRAIN], 1e-5)
         assert silo.epsilon <= 8
     assert max(s.epsilon for s in found) == preview(CompiledRun.of(run))["epsilon"]
     assert max(s.epsilon_test for s in found) == spent["epsilon_test_data"]
@@ -102,5 +102,5 @@ def test_preview_of_a_simulated_federation_and_of_silo_level_privacy() -> None:
     found = projected(*words, "privacy.allow_large=true")
     silos = found["silos"]
     assert [s["name"] for s in silos] == [f"hospital{k}" for k in range(5)]  # type: ignore[attr-defined]
-    assert all(s["rate"] == 1 and 5 < s["epsilon_tight"] < s["epsilon"] < s["epsilon_most"] <= 8 for s in silos)  # type: ignore[attr-defined]
+    assert all(s["rate"] == 1 and 5 < s["epsilon_tight"] == s["epsilon"] < s["epsilon_most"] <= 8 for s in silos)  # type: ignore[attr-defined]
     assert all(s["epsilon"] < s["epsilon_record"] < 20 for s in silos)  # type: ignore[attr-defined]

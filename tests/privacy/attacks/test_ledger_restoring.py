@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fl_core.errors import RefusedError, StateError
-from privacy.accounting.accountant import Mechanism, aggregated, epsilon_rdp
+from privacy.accounting.accountant import Mechanism, aggregated, epsilon_of
 from privacy.ledger.account import ATTEMPTS
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.recovery import SeenHead, charge_unknown_spending
@@ -113,8 +113,8 @@ def test_spending_survives_any_number_of_copies_put_back(tmp_path: Path) -> None
         charge_unknown_spending(ledger, seen, "dpo")
     else:
         raise AssertionError("the budget never ran out")
-    assert epsilon_rdp(spent, 1e-5) <= 4.0
-    assert epsilon_rdp(ledger.history(SKIN), 1e-5) >= epsilon_rdp(aggregated(spent), 1e-5)
+    assert epsilon_of(spent, 1e-5) <= 4.0
+    assert epsilon_of(ledger.history(SKIN), 1e-5) >= epsilon_of(aggregated(spent), 1e-5)
 
 
 def test_without_the_key_or_the_figures_all_of_every_budget_is_gone(tmp_path: Path) -> None:

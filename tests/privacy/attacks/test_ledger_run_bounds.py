@@ -11,7 +11,7 @@ import pytest
 from fl_core import datasets
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.run_setup import RunSetup
-from privacy.accounting.accountant import Mechanism, PrivacyFilter, epsilon_rdp
+from privacy.accounting.accountant import Mechanism, PrivacyFilter, epsilon_of
 from privacy.accounting.release_plan import HOSPITAL, Release
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import ATTEMPTS, Ledger, LedgerTask, PlannedRelease
@@ -64,7 +64,7 @@ def test_a_run_never_passes_its_own_epsilon_however_it_is_asked(tmp_path: Path) 
         run_ledger = run_ledger_of(ledger, run, id=f"run-{attempt}")
         codes = [asked(run_ledger, t, plan.releases(t, True)) for t in range(4)]
     assert "E-BUDGET-12" in codes
-    assert 0.3 < epsilon_rdp(ledger.history(TRAIN), 1e-5) <= 0.5
+    assert 0.3 < epsilon_of(ledger.history(TRAIN), 1e-5) <= 0.5
 
 
 def test_a_policys_epsilon_holds_where_the_manifest_asks_for_more(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_another_run_is_another_request_that_the_data_sets_budget_bounds(tmp_pat
     fit = codes.count("")
     assert 2 <= fit < 20
     assert codes == [""] * fit + ["E-BUDGET-01"] * (20 - fit)
-    assert epsilon_rdp(ledger.history(TRAIN), 1e-5) <= 1.2
+    assert epsilon_of(ledger.history(TRAIN), 1e-5) <= 1.2
 
 
 @pytest.mark.fault("a crash", "ends a round of a private run whose budget equals its epsilon", "the round is repeated")
@@ -135,7 +135,7 @@ def test_a_crash_in_the_middle_leaves_room_to_repeat_that_round_and_a_second_one
             run_ledger = run_ledger_of(again, run, epsilon=2.0)
         code = asked(run_ledger, 2, plan.releases(2, True))
         assert code == last or (last and code == "E-BUDGET-01")
-        assert epsilon_rdp(ledger.history(TRAIN), 1e-5) <= 2.0
+        assert epsilon_of(ledger.history(TRAIN), 1e-5) <= 2.0
     without = replace(private(epsilon=2.0, test_data="public", reserve_rounds=0), rounds=3)
     assert release_plan(RunSetup.of(without), 1).noise < plan.noise
 
@@ -151,7 +151,7 @@ def test_a_run_with_silo_level_privacy_is_held_to_it_for_the_hospital_and_four_t
     whole, record = Release("update", HOSPITAL, Mechanism(12.0)), Release("update", "train", Mechanism(6.0))
     codes = [asked(run_ledger, t, [whole, record]) for t in range(40)]
     assert 1 < codes.index("E-BUDGET-12") < 30
-    assert epsilon_rdp(ledger.history(HOSPITAL), 1e-5) <= 1.0
+    assert epsilon_of(ledger.history(HOSPITAL), 1e-5) <= 1.0
     assert asked(run_ledger, 50, [Release("update", "train", Mechanism(0.5))]) == "E-BUDGET-12"
 
 

@@ -26,7 +26,8 @@ from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.manifest import NamedOptions, RunManifest, RunMember
 from fl_core.types.secagg import Secagg
 from fl_core.types.values import Bundle, Part, PartSpec
-from privacy.accounting.accountant import Mechanism, epsilon_rdp
+from privacy.accounting.accountant import Mechanism, epsilon_of
+from privacy.accounting.gaussian import mu_of
 from privacy.accounting.projection import preview
 from privacy.accounting.release_plan import HOSPITAL
 from privacy.accounting.shared_noise import SharedNoise
@@ -38,7 +39,7 @@ from privacy.mechanisms.noise.discrete_gaussian import MIN_SIGMA
 from privacy.mechanisms.noise.sources import SeededNoise
 from privacy.mechanisms.record import moments
 from privacy.mechanisms.record.class_sums import PrivacyUnits
-from privacy.mechanisms.silo.config import SiloDpConfig, analytic_epsilon, analytic_noise
+from privacy.mechanisms.silo.config import SiloDpConfig
 from privacy.mechanisms.silo.guard import SiloDpGuard
 from privacy.policy import Policy
 from privacy.policy_terms import Floors
@@ -85,10 +86,10 @@ def test_the_table_of_epsilons_by_who_is_honest(
 
     One more colluder than promised leaves m - c - 1 noises. The specification prints 10.3 for six, where it is 10.247.
     """
-    found, z = SharedNoise.of(run_over(n, collusion=c)), analytic_noise(8.0, 1e-5, 50)
+    found, z = SharedNoise.of(run_over(n, collusion=c)), math.sqrt(50) / mu_of(8.0, 1e-5)
 
     def epsilon(noise: float) -> float:
-        return analytic_epsilon([Mechanism(noise, 1.0, 50)], 1e-5)
+        return epsilon_of([Mechanism(noise, 1.0, 50)], 1e-5)
 
     own = found.alone(z)
     assert (1 / math.sqrt(n), round(found.of_all(1.0) / n, 3), 1 / n) == pytest.approx(stds, abs=6e-4)
@@ -102,7 +103,7 @@ def test_the_table_of_epsilons_by_who_is_honest(
 
 def least_hospitals(d: int, rounds: int, placement: str) -> int:
     """Search for the least n whose noise on the mean is no longer than the longest update, z sqrt(d) <= sqrt(...)."""
-    needed = analytic_noise(8.0, 1e-5, rounds) ** 2 * d
+    needed = rounds / mu_of(8.0, 1e-5) ** 2 * d
 
     def enough(n: int) -> bool:
         m = max(3, -(-2 * n // 3))
@@ -126,7 +127,7 @@ def test_the_page_says_from_how_many_hospitals_on_silo_level_noise_is_no_longer_
         for cell, rounds in zip(row[2:], (1, 10, 50), strict=True):
             said = [int(n.replace(",", "")) for n in cell.split(" / ")]
             assert said == [least_hospitals(d, rounds, p) for p in ("local", "distributed", "central")]
-    z = analytic_noise(8.0, 1e-5, 50)
+    z = math.sqrt(50) / mu_of(8.0, 1e-5)
     for n, times in ((6, 3340), (20, 880), (50, 349)):
         shared = SharedNoise.of(run_over(n))
         assert shared.of_all(z) * math.sqrt(11_183_582) / n == pytest.approx(times, rel=2e-3)
@@ -462,7 +463,7 @@ def test_three_epsilons_are_planned_and_reported() -> None:
         ("epsilon_all_honest", "epsilon_all_honest", z * math.sqrt(2)),
         ("epsilon_masks_broken", "epsilon_alone", z / math.sqrt(3)),
     ):
-        assert report[key] == first[planned] == pytest.approx(epsilon_rdp([Mechanism(noise)], 1e-5))
+        assert report[key] == first[planned] == pytest.approx(epsilon_of([Mechanism(noise)], 1e-5))
     assert report["epsilon_all_honest"] < 8.0001 < report["epsilon_masks_broken"]  # type: ignore[operator]
     assert report["noise_shared"] == {
         "silos": 6,
@@ -488,7 +489,7 @@ def test_a_hospital_level_run_shares_out_the_noise_of_update_and_bit() -> None:
     figures = run.profile.shared_figures(0)
     assert figures is not None
     assert figures.all_honest < figures.promised <= 8 < figures.alone
-    assert figures.alone == pytest.approx(epsilon_rdp([r.alone for r in releases if r.collection == HOSPITAL], 1e-5))
+    assert figures.alone == pytest.approx(epsilon_of([r.alone for r in releases if r.collection == HOSPITAL], 1e-5))
     history = RoundHistory()
     simulate(run, shares(), history)
     assert history.records[-1].included == tuple(sorted(NAMES))
@@ -533,7 +534,7 @@ def test_the_question_to_a_hospital_names_all_three_epsilons() -> None:
     again = RunRequest.from_json(asked.to_json())
     assert again == asked
     (row,) = [r for r in asked.compare(Policy()) if r.what == "Noise on updates"]
-    assert "epsilon 7.94 while at most 1 of the others colludes" in row.asked
+    assert "epsilon 8.00 while at most 1 of the others colludes" in row.asked
     assert "if the masks fail" in row.asked
     assert row.policy == "its own"
     accepting = Policy(privacy=Floors(min_noise_alone=0.25))
@@ -560,8 +561,8 @@ def test_the_ledger_charges_the_promise_and_keeps_what_it_rests_on(tmp_path: Pat
     assert found[entry] == [PlannedRelease("moments", Mechanism(z), shared)]
     assert again.history(COLLECTION) == [Mechanism(z, 1.0, 2)]
     status = again.status(COLLECTION, prv=False)
-    assert status.spent_rdp == pytest.approx(epsilon_rdp([Mechanism(z, 1.0, 2)], 1e-5))
-    assert status.spent_alone == pytest.approx(epsilon_rdp([Mechanism(z), Mechanism(z / math.sqrt(3))], 1e-5))
+    assert status.spent_rdp == pytest.approx(epsilon_of([Mechanism(z, 1.0, 2)], 1e-5))
+    assert status.spent_alone == pytest.approx(epsilon_of([Mechanism(z), Mechanism(z / math.sqrt(3))], 1e-5))
     assert again.verify() > 0
     shown = collection_json(again, COLLECTION)
     assert shown["epsilon_masks_broken"] == status.spent_alone > shown["epsilon"]

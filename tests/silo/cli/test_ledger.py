@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from privacy.accounting.accountant import Mechanism, epsilon_rdp
+from privacy.accounting.accountant import Mechanism, epsilon_of
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.registration import version
 from privacy.policy import Policy
@@ -97,9 +97,9 @@ def test_a_hospital_registers_gives_a_budget_and_sees_both(capsys, tmp_path):
     by_name = {c["collection"]: c for c in shown["collections"]}
     assert by_name[TEST]["epsilon"] == 0
     assert by_name[TEST]["entries"] == []
-    assert by_name[TRAIN]["epsilon"] == epsilon_rdp([ROUND[0].mechanism], 1e-5)
+    assert by_name[TRAIN]["epsilon"] == epsilon_of([ROUND[0].mechanism], 1e-5)
     assert by_name[TRAIN]["epsilon_replace_one"]["epsilon"] == 2 * by_name[TRAIN]["epsilon"]
-    assert by_name[TRAIN]["budget"] == {"epsilon": 2.0, "delta": 1e-5}
+    assert by_name[TRAIN]["budget"] == {"epsilon": 2.0, "delta": 1e-5, "filter": "renyi"}
     (entry,) = by_name[TRAIN]["entries"]
     assert entry["releases"] == [{"purpose": "training", "noise": 2.85, "rate": 0.032, "steps": 31}]
     assert run(["ledger", "show", "--entries", *home]) == 0
@@ -109,7 +109,7 @@ def test_a_hospital_registers_gives_a_budget_and_sees_both(capsys, tmp_path):
     assert printed.startswith("Of the budgets of 2 collections at most ")
     assert f"% is spent ({TRAIN})" in printed
     heads = [line.split() for line in printed.splitlines()]
-    assert ["collection", "unit", "budget", "spent", "(RDP)"] in [head[:5] for head in heads]
+    assert ["collection", "unit", "budget", "filter", "counted"] in [head[:5] for head in heads]
     assert ["entry", "state", "for", "noise", "rate", "steps"] in heads
     assert answer(capsys, "ledger", "verify", *home)["events"] == shown["events"]
 

@@ -14,7 +14,7 @@ from fl_core.models import build_model
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import EvaluationTerms, NamedOptions
 from fl_core.types.values import Part
-from privacy.accounting.accountant import ORDERS
+from privacy.accounting.accountant import ORDERS, RENYI
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.run_ledger import RunLedger
 from privacy.policy import Policy
@@ -208,7 +208,8 @@ def test_a_known_error_is_kept_as_words(tmp_path) -> None:
 
 @pytest.mark.parametrize("epsilon", [1e-40, 1e-3])
 def test_a_budget_too_small_for_anything_is_said_to_be_and_fits_nothing(tmp_path, epsilon) -> None:
-    ledger = budgeted(tmp_path / "home", epsilon=epsilon, policy=SECURE)
+    ledger = budgeted(tmp_path / "home", policy=SECURE)
+    ledger.set_budget(TRAIN, epsilon, 1e-5, "dpo", "nothing", RENYI)
     found = spending(ledger, None, TRAIN)
     assert (found.closed, found.used) == (True, None)
     assert "too small for any run" in found.sentence()
@@ -235,11 +236,14 @@ def test_a_request_stands_beside_what_the_policy_says_of_it() -> None:
     run = private(epsilon=2.0, rng="secure")
     request = replace(request_of(CompiledRun.of(run), "center1", True), lead="bob", extensions=("a:B of d 1",))
     found = {c.what: (c.asked, c.policy) for c in request.compare(policy)}
+    assert request.spends is not None
+    assert 1 < request.spends < 2
     assert found["Asked for by"] == ("bob", "anna")
     assert found["Method"] == ("fedavg", "fedmr")
     assert found["Code of others"] == ("a:B of d 1", "their-methods")
     assert found["Privacy"] == (
-        "epsilon 2 at delta 1e-05 for each record (dp_record)",
+        f"epsilon 2 at delta 1e-05 for each record (dp_record); {request.spends:.2f} is truly spent if no round is "
+        "repeated",
         "at most epsilon 4 at delta 1e-05, only dp_record",
     )
     assert found["Noise"] == ("from a secret source", "only secret noise")

@@ -11,7 +11,7 @@ from fl_core.errors import StateError
 from fl_core.methods import build_method
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import run_silo_round
-from privacy.accounting.accountant import aggregated, epsilon_rdp
+from privacy.accounting.accountant import aggregated, epsilon_of
 from privacy.compiled_run import CompiledRun
 from privacy.profiles.record import release_plan
 from privacy.release_log import InMemoryReleaseLog
@@ -163,7 +163,7 @@ def test_a_hospital_that_ends_between_charge_and_upload_has_paid_for_its_one_rel
     hospital.sent()
     twice = ledger.history(TRAIN)
     assert [m.steps for m in twice] == [2]
-    assert epsilon_rdp(twice, 1e-5) <= 8.0
+    assert epsilon_of(twice, 1e-5) <= 8.0
     hospital.stop()
     hospital.transfer.receipts.clear()
     hospital.transfer.uploads.clear()

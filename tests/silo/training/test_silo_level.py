@@ -18,7 +18,7 @@ from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import run_silo_round
 from fl_core.types.interfaces import RoundData
 from fl_core.types.values import RoundContext
-from privacy.accounting.accountant import aggregated, epsilon_rdp
+from privacy.accounting.accountant import aggregated, epsilon_of
 from privacy.compiled_run import CompiledRun
 from privacy.ledger.ledger import Ledger
 from privacy.ledger.registration import register
@@ -81,9 +81,9 @@ def test_rounds_are_charged_as_planned_and_equal_the_simulation_bit_for_bit(make
         assert aggregated(ledger.history(collection)) == wanted
         assert {state for _, state, _ in ledger.entries(collection)} == {"SPENT"}
     assert 0.65 < ledger.status(HOSPITAL).used <= 0.67  # solved for these two rounds and the repetition of one
-    assert 6 < epsilon_rdp(ledger.history(HOSPITAL), 1e-5) <= 8
+    assert 6 < epsilon_of(ledger.history(HOSPITAL), 1e-5) <= 8
     assert ledger.status(HOSPITAL).unit == "hospital"
-    assert 8 < epsilon_rdp(ledger.history(TRAIN), 1e-5) < ROOM
+    assert 8 < epsilon_of(ledger.history(TRAIN), 1e-5) < ROOM
     assert len({detail for _, _, state, detail, _ in ledger.events() if state == "SPENT"}) == 3
     (opened,) = list(hospital.transfer.opened.values())[-1:]
     assert disclosures_of(hospital.service.store).verdict == "No image has left this hospital"
@@ -166,7 +166,7 @@ def test_runs_of_records_and_of_hospitals_share_the_records_budget(make, tmp_pat
         hospital.stop()
     assert [m.rate < 1 for m in ledger.history(TRAIN)] == [False, True]
     assert len(ledger.entries(HOSPITAL)) == 1
-    assert ledger.status(TRAIN).spent_rdp > epsilon_rdp([m for m in ledger.history(TRAIN) if m.rate == 1], 1e-5)
+    assert ledger.status(TRAIN).spent_rdp > epsilon_of([m for m in ledger.history(TRAIN) if m.rate == 1], 1e-5)
 
 
 def test_the_hospital_has_one_budget_whatever_it_serves_under_whatever_names(tmp_path):

@@ -13,7 +13,7 @@ from scipy import stats
 from fl_core.errors import ConfigError
 from privacy.accounting.accountant import ORDERS, Mechanism, rdp
 from privacy.mechanisms.noise import discrete_gaussian
-from privacy.mechanisms.noise.discrete_gaussian import MAX_SIGMA, MAX_TABLE, MIN_SIGMA, STEP, TOTAL_VARIATION
+from privacy.mechanisms.noise.discrete_gaussian import MAX_SIGMA, MAX_TABLE, MIN_SIGMA, STEP, TOTAL_VARIATION, WIDENING
 from privacy.mechanisms.noise.sources import SecureNoise, SeededNoise
 
 
@@ -63,7 +63,7 @@ def test_total_variation_of_a_table_is_a_sixth_of_what_is_stated_at_most(sigma: 
 def test_draws_have_the_right_scale_and_shape_and_not_two_thirds_or_three_halves_of_it(make, sigma: float) -> None:  # type: ignore[no-untyped-def]
     drawn = make().discrete_gaussian((60_000,), sigma).double().numpy()
     smooth = drawn + np.random.default_rng(1).uniform(-0.5, 0.5, len(drawn))  # a staircase becomes a slope
-    wide = math.sqrt(sigma**2 + 1 / 12)
+    wide = math.sqrt(sigma**2 + WIDENING**2 + 1 / 12)
     assert stats.kstest(smooth / wide, "norm").pvalue > 1e-5
     for wrong in (2 / 3, 3 / 2):
         assert stats.kstest(smooth / (wide * wrong), "norm").pvalue < 1e-12
@@ -72,9 +72,9 @@ def test_draws_have_the_right_scale_and_shape_and_not_two_thirds_or_three_halves
 def test_small_draws_have_their_probabilities() -> None:
     """Chi-square over every value, at a sigma whose staircase is steep."""
     drawn = SeededNoise(3, "chi").discrete_gaussian((200_000,), 4.0)
-    values = torch.arange(-13, 14)
-    p = torch.exp(-(values.double() ** 2) / 32)
-    p = p / torch.exp(-(torch.arange(-80, 81).double() ** 2) / 32).sum()
+    values, twice = torch.arange(-13, 14), 2 * (4.0**2 + WIDENING**2)
+    p = torch.exp(-(values.double() ** 2) / twice)
+    p = p / torch.exp(-(torch.arange(-80, 81).double() ** 2) / twice).sum()
     found = torch.stack([(drawn == v).sum() for v in values]).double()
     assert float(((found - len(drawn) * p) ** 2 / (len(drawn) * p)).sum()) < 60  # 27 cells: p > 1e-3
 

@@ -17,7 +17,7 @@ from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.types.records import Schema
 from fl_core.types.values import MomentSums
-from privacy.accounting.accountant import Mechanism, PrivacyFilter, epsilon_prv
+from privacy.accounting.accountant import Mechanism, PrivacyFilter, epsilon_of, epsilon_prv
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleasePlan
 from privacy.mechanisms.noise import grid
@@ -25,7 +25,6 @@ from privacy.mechanisms.noise.discrete_gaussian import MAX_SIGMA
 from privacy.mechanisms.noise.sources import SecureNoise, SeededNoise
 from privacy.mechanisms.record import moments
 from privacy.mechanisms.record.class_sums import PrivacyUnits
-from privacy.mechanisms.silo.config import analytic_epsilon
 from tests.support.federations import SCHEMA, Given
 from tests.support.privacy import PLAIN, NoNoise, examples, extreme_records, private_data, records
 
@@ -210,18 +209,23 @@ def test_epsilon_by_two_other_accountants_is_within_what_was_asked_for(epsilon: 
     plan = replace(plan_of(), terms=replace(TERMS, epsilon=epsilon, reserve_rounds=0))
     release = plan.moments.mechanism
     assert release == Mechanism(plan.noise)
-    assert analytic_epsilon([release], 1e-5) <= epsilon
-    assert epsilon_prv([release], 1e-5) <= epsilon + 0.01
+    assert epsilon_of([release], 1e-5) <= epsilon
+    assert epsilon_prv([release], 1e-5) <= epsilon + 0.0101  # whose error is 0.01
     assert PrivacyFilter.of(epsilon, 1e-5).used([release]) > 0.999  # and nothing is left over
 
 
+def test_a_run_of_one_release_keeps_no_reserve_unless_it_asks_for_one() -> None:
+    assert (replace(plan_of(), terms=TERMS).reserve, replace(plan_of(), terms=TERMS).noise) == (0, plan_of().noise)
+
+
 def test_a_reserve_is_room_for_the_release_once_more() -> None:
-    one, two = plan_of(), replace(plan_of(), terms=TERMS)
+    kept = replace(TERMS, reserve_rounds=1)
+    one, two = plan_of(), replace(plan_of(), terms=kept)
     assert two.noise == pytest.approx(math.sqrt(2) * one.noise, rel=1e-3)
     assert [r.purpose for r in two.costliest if r.collection == "train"] == ["moments"]
-    late = replace(plan_of(class_weights="balanced"), terms=TERMS)
+    late = replace(plan_of(class_weights="balanced"), terms=kept)
     assert "moments" in [r.purpose for r in late.costliest]
-    assert analytic_epsilon([late.moments.mechanism] * 2, 1e-5) <= 8
+    assert epsilon_of([late.moments.mechanism] * 2, 1e-5) <= 8
 
 
 def test_a_second_release_is_refused_before_an_example_is_read() -> None:

@@ -19,7 +19,7 @@ from fl_core.types.interfaces import RoundData
 from fl_core.types.records import TrainConfig
 from fl_core.types.survey import parse_questions
 from fl_core.types.values import SurveySums
-from privacy.accounting.accountant import epsilon_rdp
+from privacy.accounting.accountant import epsilon_of
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan
 from privacy.mechanisms.noise.sources import SecureNoise, SeededNoise
@@ -85,7 +85,7 @@ def test_whoever_knows_all_others_finds_nothing_at_the_stated_epsilon():
     """A differencing attack with and without one patient, by the likelihood ratio: the strongest there is."""
     plan = planned(RecordDpConfig(epsilon=2.0, delta=DELTA, reserve_rounds=0, rng="test"))
     z = plan.survey[0].mechanism.noise
-    epsilon = epsilon_rdp([plan.survey[0].mechanism], DELTA)
+    epsilon = epsilon_of([plan.survey[0].mechanism], DELTA)
     assert epsilon <= 2.0
     there, gone = released(NoNoise(0)), released(NoNoise(0), without="0 3")
     direction, std = there - gone, z * survey.sensitivity(QUERY)
@@ -132,7 +132,7 @@ def test_an_answer_is_charged_to_both_splits_once_and_then_given_again():
 
 def test_the_noise_uses_the_budget_up():
     plan = planned(RecordDpConfig(epsilon=1.0, delta=DELTA, reserve_rounds=0))
-    spent = epsilon_rdp([r.mechanism for r in plan.releases(0, True) if r.collection == "train"], DELTA)
+    spent = epsilon_of([r.mechanism for r in plan.releases(0, True) if r.collection == "train"], DELTA)
     assert 0.9 < spent <= 1.0
     assert math.isclose(plan.survey[0].mechanism.rate, 1.0)
 

@@ -20,10 +20,11 @@ from fl_core.rounds.manifest import NamedOptions, RunManifest, RunMember
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import Bundle, Part, PartSpec
-from privacy.accounting.accountant import Mechanism, epsilon_rdp
+from privacy.accounting.accountant import Mechanism, epsilon_of
+from privacy.accounting.gaussian import delta_of, mu_of
 from privacy.accounting.release_plan import Release
 from privacy.compiled_run import CompiledRun
-from privacy.mechanisms.silo.config import SiloDpConfig, analytic_delta, analytic_epsilon, analytic_noise
+from privacy.mechanisms.silo.config import SiloDpConfig
 from privacy.mechanisms.silo.guard import SiloDpGuard, coordinates, silo_level
 from privacy.profiles.silo import silo_releases
 from tests.support import some
@@ -173,17 +174,15 @@ def test_central_noise_is_added_once_to_the_sum() -> None:
 def test_noise_of_full_participation(epsilon: float, row: tuple[float, ...]) -> None:
     """Specification 5.2: z for T = 1, 10, 50, 100 releases at delta 1e-5 (analytic Gaussian)."""
     for releases, expected in zip((1, 10, 50, 100), row, strict=True):
-        z = analytic_noise(epsilon, 1e-5, releases)
+        z = math.sqrt(releases) / mu_of(epsilon, 1e-5)
         assert z == pytest.approx(expected, rel=5e-3)
-        assert analytic_epsilon([Mechanism(z, 1.0, releases)], 1e-5) == pytest.approx(epsilon, rel=1e-6)
+        assert epsilon_of([Mechanism(z, 1.0, releases)], 1e-5) == pytest.approx(epsilon, rel=1e-6)
 
 
 def test_t_8_analytic_epsilon() -> None:
     for z, epsilon in ((1, 4.3772), (2, 1.9931), (4, 0.9263), (10, 0.3407)):
-        assert analytic_epsilon([Mechanism(float(z))], 1e-5) == pytest.approx(epsilon, abs=1e-4)
-    assert analytic_delta(1.0, 4.3772) == pytest.approx(1e-5, rel=1e-3)
-    with pytest.raises(ConfigError):
-        analytic_epsilon([Mechanism(1.0, 0.5)], 1e-5)
+        assert epsilon_of([Mechanism(float(z))], 1e-5) == pytest.approx(epsilon, abs=1e-4)
+    assert delta_of(1.0, 4.3772) == pytest.approx(1e-5, rel=1e-3)
 
 
 def logs_of(run: RunManifest) -> list[list[Release]]:
@@ -203,9 +202,9 @@ def test_each_participated_round_is_charged_at_rate_one() -> None:
     assert sum(taken) == 12
     z = silo_level(RunSetup.of(run)).noise
     for name, rounds in zip(NAMES, taken, strict=True):
-        assert found["epsilon_by_silo"][name] == epsilon_rdp([Mechanism(z, 1.0, rounds)], 1e-5)  # type: ignore[index]
+        assert found["epsilon_by_silo"][name] == epsilon_of([Mechanism(z, 1.0, rounds)], 1e-5)  # type: ignore[index]
     assert 0.85 * 8 < found["epsilon"] <= 8  # type: ignore[operator]
-    assert found["epsilon_analytic"] < found["epsilon"]  # type: ignore[operator]
+    assert found["epsilon_analytic"] == found["epsilon"]  # type: ignore[operator]
     assert found["private"] is False
     private_tests = run_of(rounds=6, reserve_rounds=0)
     charged = CompiledRun.of(private_tests).profile.report(logs_of(private_tests))
