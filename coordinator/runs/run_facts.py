@@ -64,6 +64,8 @@ class DerivedFacts:
         return ClassCoverage(tuple(classes), tuple(hospitals), partial, self.least, self.masked, why)
 
 
+CANDIDATES = "right"
+"""The tensor in layouts of runs of version 0.1.0 that chose lambda in one more exchange."""
 _SIMPLE = tuple(field.name for field in fields(DerivedFacts) if field.name != "noise")
 
 
@@ -80,8 +82,9 @@ def computed(manifest: str) -> DerivedFacts:
         from privacy.compiled_run import CompiledRun
 
         run = CompiledRun(read)
+        chose = any(CANDIDATES in spec.shapes for spec in read.layout.values())
         facts = DerivedFacts(
-            run.method.exchanges,
+            run.method.exchanges + chose,
             private=run.private,
             masked=run.masked,
             counts_classes=run.counts_classes,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from coordinator.runs import lineage
 from coordinator.runs.lineage import GivenModel, RunLineage
+from coordinator.runs.run_facts import CANDIDATES
 from coordinator.storage.records import RunState, StoredRun
 from coordinator.storage.runs import FETCHED, WITHDRAWN
 from coordinator.storage.store import CoordinatorStore
@@ -24,6 +25,7 @@ from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import MAX_NAME_CHARS, NamedOptions, RunManifest, StartPoint
 from fl_core.types.clinical import BASIC
 from fl_core.types.metric_parts import METRIC_PARTS, METRICS
+from fl_core.types.values import PartSpec
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki import certificates
 from service_core.storage.private_files import Credentials
@@ -216,7 +218,7 @@ class Withdrawals:
             name=f"withdraw-{affected.silo}-{manifest.name}"[:MAX_NAME_CHARS],
             method=NamedOptions(manifest.method.name, options),
             members=(origin.members[origin.index(affected.silo)],),
-            layout={n: spec for n, spec in manifest.layout.items() if n == METRICS or n not in METRIC_PARTS},
+            layout={n: _of_sums(spec) for n, spec in manifest.layout.items() if n == METRICS or n not in METRIC_PARTS},
             grid=origin.grid,
             rounds=len(affected.given),
             cohort=0,
@@ -228,6 +230,11 @@ class Withdrawals:
             lead=lead,
             software=version(),
         )
+
+
+def _of_sums(spec: PartSpec) -> PartSpec:
+    """Leave out the right answers of lambdas, which runs of version 0.1.0 had beside sums."""
+    return replace(spec, shapes={name: shape for name, shape in spec.shapes.items() if name != CANDIDATES})
 
 
 def _is_incomplete(run: StoredRun) -> bool:

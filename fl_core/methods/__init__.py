@@ -59,7 +59,10 @@ def programs() -> Mapping[str, type[Traits]]:
     return OnDemand({**METHODS.places, **{kind.name: kind.program for kind in kinds.kinds() if kind.program}})
 
 
-_WRITTEN: Mapping[str, Mapping[str, object]] = {"fedmr": {"mu1": 0.01, "mu2": 0.001, "eps": 1e-8}}
+_WRITTEN: Mapping[str, Mapping[str, object]] = {
+    "analytic": {"ridge": 1e-3},
+    "fedmr": {"mu1": 0.01, "mu2": 0.001, "eps": 1e-8},
+}
 """First defaults of options whose default has changed since: what a manifest means that leaves the option out."""
 _RETIRED: Mapping[str, frozenset[str]] = {"survey": frozenset({"weights"})}
 """Options that did nothing and are gone; manifests of 0.1.0 have them."""

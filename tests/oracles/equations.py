@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -297,3 +298,18 @@ def slow_delong(first: Vector, second: Vector, labels: Sequence[int]) -> tuple[f
         centre = sum(values) / len(values)
         variance += sum((v - centre) ** 2 for v in values) / (len(values) - 1) / len(values)
     return sum(rows) / len(rows), variance
+
+
+def slow_gcv(z: np.ndarray, target: np.ndarray, weights: np.ndarray, ridge: float) -> float:
+    """Return the generalised cross-validation error of standardised ridge from records, by their hat matrix (n, n).
+
+    z: (n, d)   target: (n, C)   weights: (n,), of the squared errors.
+    """
+    n, root = len(z), np.sqrt(weights)[:, None]
+    mean = weights @ z / weights.sum()
+    scaled = (z - mean) / np.sqrt(weights @ (z - mean) ** 2 / weights.sum())
+    rows = np.concatenate((scaled, np.ones((n, 1))), axis=1) * root
+    penalty = np.diag([ridge * weights.sum()] * z.shape[1] + [0.0])
+    hat = rows @ np.linalg.inv(rows.T @ rows + penalty) @ rows.T
+    residuals = target * root - hat @ (target * root)
+    return float((residuals**2).sum() / n / (1 - np.trace(hat) / n) ** 2)

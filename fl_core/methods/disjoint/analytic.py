@@ -8,14 +8,19 @@ behind it, y its class and w_y a weight that all silos share,
     A_k = sum_i w_{y_i} z_i z_i^T     B_k = sum_i w_{y_i} z_i e_{y_i}^T     n_k = examples per class
     A = sum_k A_k,  B = sum_k B_k,  n = sum_k n_k,  N = sum_c w_c n_c,  s = mean square of a feature
 
-    ridge:  W = (A + lambda s N I)^-1 B                            the constant is not penalised
-    lda:    m_c = B_c / (w_c n_c),  S = (A - sum_c w_c n_c m_c m_c^T) / N + lambda s I    over the features
+    ridge:  W = (A + lambda N U)^-1 B                            the constant is not penalised
+    lda:    m_c = B_c / (w_c n_c),  S = (A - sum_c w_c n_c m_c m_c^T) / N + lambda U      over the features
             W_c = S^-1 m_c,  b_c = -m_c^T W_c / 2 + log(w_c n_c / N)
     ncm:    the nearest class mean: W_c = m_c,  b_c = -|m_c|^2 / 2
 
-Exchanges, each with the same layout: counts of classes, where these give the weights w_c = N / (C n_c); the moments;
-and where lambda is chosen, the moments of four fifths of the examples, then those of the last fifth with how often a
-head of each lambda was right about them. A hash of the example says where it belongs, so every one is summed once.
+U = s I where lambda is given. Where it is not, U holds the variances of the features, which are in A: the head is then
+that of standardised features, and lambda the one with the least generalised cross-validation error of ridge
+(`closed_forms.choose_ridge`), which follows from A, B and n. lda takes the same lambda: it is ridge regression on class
+scores (Hastie, Buja and Tibshirani, "Penalized Discriminant Analysis", Annals of Statistics 1995).
+
+Exchanges, each with the same layout: counts of classes, where these give the weights w_c = N / (C n_c); the moments.
+(Version 0.1.0 chose lambda on a fifth of the examples, by a hash of each, and summed the moments of the others first.
+What a hospital added so is taken out in the same two exchanges.)
 
 What is summed does not know how examples are divided, so the model is that of one hospital with all of them. To the
 last bit: entries of sqrt(w_y) z are rounded to multiples of 2^-14 and bounded by 32 before they are multiplied, so that
@@ -25,7 +30,7 @@ out again: it sends its sums once more, and the digest of each says that they ar
 
 A personal model weighs the hospital's own sums A_k, B_k once more, after the last exchange and at the hospital alone:
 
-    W_k = (A + beta A_k + lambda s N I)^-1 (B + beta B_k)
+    W_k = (A + beta A_k + lambda N U)^-1 (B + beta B_k)
 
 Private runs take another form, one release (Wang, "Revisiting Differentially Private Linear Regression", UAI 2018,
 AdaSSP; Dwork, Talwar, Thakurta and Zhang, "Analyze Gauss", STOC 2014). With R = bound, k = 1/4, weights r_y^2 <= 1,
@@ -48,7 +53,7 @@ Exploiting Mean Distributions for Training-free Federated Learning", NeurIPS 202
 `per_label`, the form of runs with several labels at once: a head for each label l, of those in whom it was looked for,
 
     A_l = sum_i z_i z_i^T,  B_l = sum_i t_il z_i   over known t_il, 1 where found and -1 where not
-    W_l = (A_l + lambda s_l n_l I)^-1 B_l          0 where nobody looked
+    W_l = (A_l + lambda_l n_l U_l)^-1 B_l          0 where nobody looked
 
 S_c is the class's covariance without bias where its examples are divided at random. FedCOF counts a class with K_c = 1
 as one without any variance, has ridge without the part of A between classes, and unit rows of W; its shrinkage is
@@ -72,6 +77,7 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.shared.closed_forms import (
     CONSTANT,
     balanced,
+    choose_ridge,
     estimated_moments,
     nearest_mean,
     packed,
@@ -79,7 +85,7 @@ from fl_core.methods.shared.closed_forms import (
     solve_lda,
     solve_penalised,
     solve_ridge,
-    squares,
+    units,
     unpacked,
 )
 from fl_core.methods.shared.prototypes import features_of
@@ -105,8 +111,6 @@ from fl_core.validate import NonNegative, Positive
 MOMENTS, CLASSES = "moments", "classes"
 STEP, MAX_ENTRY = 2.0**-14, 32.0
 """The grid of the entries, and their bound."""
-LAMBDAS = tuple(10.0**k for k in range(-6, 1))
-"""What lambda is chosen from."""
 BETAS = (0.0, 1.0, 3.0, 10.0, 30.0, 100.0)
 """What beta is chosen from; 0 is the global model."""
 FIT, ALL, REST, COUNT, NOTHING = "fit", "all", "rest", "count", "nothing"
@@ -125,8 +129,8 @@ class Analytic(FedAvg):
 
     Attributes:
         head: "ridge", "lda" or "ncm"
-        ridge: lambda, in units of the features' mean square; 0: of seven powers of ten the one with the best balanced
-            accuracy on a fifth of the training examples, in one more exchange
+        ridge: lambda, in units of the features' mean square; 0: features are standardised, and lambda is chosen from
+            the sums, in no further exchange
         class_weights: "balanced" gives every class the same share, in one more exchange, which counts
         release: "noisy" is the form of private runs, where lambda follows from the noise, and ridge comes on top of it
         bound: of the root mean square of a record's features in that form: longer ones are shortened
@@ -153,7 +157,7 @@ class Analytic(FedAvg):
     exact: ClassVar[bool] = True
     personal_at_end: ClassVar[bool] = True
     head: Literal["ridge", "lda", "ncm"] = "ridge"
-    ridge: NonNegative = 1e-3
+    ridge: NonNegative = 0.0
     class_weights: Literal["none", "balanced"] = "none"
     release: Literal["exact", "noisy"] = "exact"
     bound: Positive = 1.0
@@ -168,19 +172,18 @@ class Analytic(FedAvg):
             raise ConfigError(
                 "E-CFG-02", f"expected head=ridge beside personal_head=true, found {self.head}: leave one of them out"
             )
-        if self._estimates and (self.head == "ncm" or not self.ridge):
-            choice = "method.head=ncm, which has none" if self.head == "ncm" else "method.ridge=0, chosen by moments"
+        if self._estimates and self.head == "ncm":
             raise ConfigError(
                 "E-CFG-02",
-                f"expected method.head=lda or ridge and a method.ridge > 0 for a covariance from means, found {choice}"
-                ": change it, or leave method.covariance out",
+                "expected method.head=lda or ridge for a covariance from means, found method.head=ncm, which has none: "
+                "change it, or leave method.covariance out",
             )
-        plain = self.head == "ridge" and self.ridge and self.class_weights == "none" and self._adds_up
+        plain = self.head == "ridge" and self.class_weights == "none" and self._adds_up
         if self.per_label and (not plain or self.personal_head):
             raise ConfigError(
                 "E-CFG-02",
-                "expected method.head=ridge with a method.ridge > 0, no class_weights, exact sums of moments and no "
-                "personal_head for a head for each label, found another choice: leave these options out",
+                "expected method.head=ridge, no class_weights, exact sums of moments and no personal_head for a head "
+                "for each label, found another choice: leave these options out",
             )
         if not re.fullmatch("[0-9a-f,]*", self.withdraws):
             raise ConfigError("E-CFG-02", "expected digests in method.withdraws, found others: leave it out")
@@ -241,12 +244,7 @@ class Analytic(FedAvg):
     def _plan(self) -> tuple[str, ...]:
         if self.withdraws:
             return (ALL,) if "," not in self.withdraws else (FIT, REST)
-        counts = (COUNT,) if self.class_weights == "balanced" else ()
-        return (*counts, FIT, REST) if self._chooses else (*counts, ALL)
-
-    @property
-    def _chooses(self) -> bool:
-        return not self.ridge and self.head != "ncm" and not self._is_noisy
+        return (COUNT, ALL) if self.class_weights == "balanced" else (ALL,)
 
     @property
     def unsupported(self) -> Mapping[Capability, str]:
@@ -282,11 +280,10 @@ class Analytic(FedAvg):
         moments = {} if self._estimates else {"a": (classes, *triangle) if self.per_label else triangle}
         last = {"variance": ()} if self._is_noisy else {"n": (classes,)}
         shapes = {**moments, "b": (classes, width), **last}
-        candidates = {"candidates": torch.zeros(len(LAMBDAS), classes, width)} if self._chooses else {}
         return {
             "w": {name: torch.zeros_like(v) for name, v in everything.items() if self.shared(name)},
             "frozen": {name: v for name, v in everything.items() if not self.shared(name)},
-            "asked": {"root": torch.ones(classes, dtype=torch.float64), **candidates},
+            "asked": {"root": torch.ones(classes, dtype=torch.float64)},
             "sums": {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()},
             "chosen": {"ridge": torch.tensor(float(self.ridge), dtype=torch.float64)},
         }
@@ -320,16 +317,13 @@ class Analytic(FedAvg):
         if not self._estimates:
             shape = (classes, width, width) if self.per_label else (width, width)
             sums["a"] = torch.zeros(shape, dtype=torch.float64)
-        if self._chooses:
-            sums["right"] = torch.zeros(classes, len(LAMBDAS), dtype=torch.float64)
         if context.prototypes and about == COUNT:
             sums["n"] = data.class_counts().double()
         elif context.prototypes and about != NOTHING:
             part_of = lambda x, y: held_out(x) == (about == REST)  # noqa: E731, ARG005
             of_batch = BatchSums(lambda x, y: self._sums(net, request, about, x, y), None if about == ALL else part_of)
             sums |= data.sum(of_batch)
-        classwise: Tensors = {name: value for name, value in sums.items() if name in ("b", "right")}
-        parts = {CLASSES: Part(classwise, sums["n"].float())}
+        parts = {CLASSES: Part({"b": sums["b"]}, sums["n"].float())}
         if not self._estimates:
             weight = sums["n"] if self.per_label else sums["n"].sum()
             parts[MOMENTS] = Part({"a": packed(sums["a"])}, weight.float())
@@ -345,8 +339,6 @@ class Analytic(FedAvg):
         sums = {"b": one_hot.T @ weighed, "n": one_hot.sum(0)}
         if not self._estimates:
             sums["a"] = weighed.T @ weighed
-        if about == REST and "candidates" in request:
-            sums["right"] = _judged(z, y, request["candidates"].to(z.device))["right"]
         return sums
 
     def _released(self, net: SplitModel, request: Tensors, about: str, data: LocalData, context: RoundContext) -> Part:
@@ -393,18 +385,10 @@ class Analytic(FedAvg):
         sums = {name: server["sums"][name] + sign * value.double() for name, value in new.items()}
         if not bool(sums["n"].sum() > 0):
             return {**server, "sums": sums}
-        chosen = self.ridge or LAMBDAS[len(LAMBDAS) // 2]
-        request = dict(server["asked"])
-        if self.withdraws:
-            chosen = float(server["chosen"]["ridge"])
-        elif about == FIT:
-            heads = [self._solved(sums, request["root"], ridge).float() for ridge in LAMBDAS]
-            request["candidates"] = torch.stack(heads)
-        elif about == REST:
-            chosen = LAMBDAS[best(total[CLASSES].total["right"].double(), counts)]
-        head = _head(self._solved(sums, request["root"], chosen))
+        chosen, W = self._solved(sums, server["asked"]["root"])
+        head = _head(W)
         kept = {"sums": sums, "chosen": {"ridge": torch.tensor(chosen, dtype=torch.float64)}}
-        return {**server, "w": {name: head[name] for name in server["w"]}, "asked": request, **kept}
+        return {**server, "w": {name: head[name] for name in server["w"]}, **kept}
 
     def _merged_release(self, server: State, release: Tensors, about: str) -> State:
         if about == COUNT:
@@ -445,20 +429,27 @@ class Analytic(FedAvg):
         b = torch.minimum(torch.maximum(each.total["b"].double(), -bound), bound)
         sums, weighted = {"b": b.sum(0), "n": n.sum(0)}, b * request["root"].unsqueeze(1)
         A = estimated_moments(weighted, n, request["root"].square())
-        W = self._solved({**sums, "a": packed(A)}, request["root"], self.ridge)
-        head = _head(W)
+        head = _head(self._solved({**sums, "a": packed(A)}, request["root"])[1])
         return {**server, "w": {name: head[name] for name in server["w"]}, "sums": sums}
 
-    def _solved(self, sums: Tensors, root: Tensor, ridge: float) -> Tensor:
+    def _solved(self, sums: Tensors, root: Tensor) -> tuple[float, Tensor]:
+        """Return lambda, 0 where each label has its own, and W (C, d + 1)."""
         if self.per_label:
             looked = sums["n"] >= 1.0
-            each = zip(sums["a"], sums["b"], looked.tolist(), strict=True)
-            rows = [solve_ridge(unpacked(a), b.unsqueeze(0), ridge)[0] if any_ else 0 * b for a, b, any_ in each]
-            return torch.stack(rows)
+            each = zip(sums["a"], sums["b"], sums["n"], looked.tolist(), strict=True)
+            rows = [self._ridge(unpacked(a), b.unsqueeze(0), n, n)[1][0] if any_ else 0 * b for a, b, n, any_ in each]
+            return self.ridge, torch.stack(rows)
         A, B, weights = unpacked(sums["a"]), sums["b"] * root.unsqueeze(1), root.square() * sums["n"]
+        if self.head == "ncm":
+            return self.ridge, nearest_mean(B, weights)
         if self.head == "ridge":
-            return solve_ridge(A, B, ridge)
-        return solve_lda(A, B, weights, ridge) if self.head == "lda" else nearest_mean(B, weights)
+            return self._ridge(A, B, weights, sums["n"].sum())
+        ridge = self.ridge or choose_ridge(A, B, weights, float(sums["n"].sum()))
+        return ridge, solve_lda(A, B, weights, ridge, standardised=not self.ridge)
+
+    def _ridge(self, A: Tensor, B: Tensor, weighted: Tensor, n: Tensor) -> tuple[float, Tensor]:
+        ridge = self.ridge or choose_ridge(A, B, weighted, float(n))
+        return ridge, solve_ridge(A, B, ridge, standardised=not self.ridge)
 
     def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
         """Raise ProtocolError (E-WIRE-05) on sums that are not finite."""
@@ -476,7 +467,7 @@ class Analytic(FedAvg):
         A, B = unpacked(msg["sums"]["a"]), msg["sums"]["b"]
         fit, rest = ((moment_sums[f"{about} a"], moment_sums[f"{about} b"]) for about in (FIT, REST))
         without = (A - rest[0], B - rest[1]) if context.prototypes else (A, B)
-        penalty = float(msg["chosen"]["ridge"]) * squares(A)
+        penalty = float(msg["chosen"]["ridge"]) * units(A, standardised=not self.ridge)
 
         def head(A: Tensor, B: Tensor) -> Tensor:
             return solve_penalised(A, B * root.unsqueeze(1), penalty)
@@ -512,15 +503,6 @@ def _head(W: Tensor) -> Tensors:
     return {"head.weight": W[:, :-CONSTANT].float(), "head.bias": W[:, -1].float()}
 
 
-def best(right: Tensor, counts: Tensor) -> int:
-    """Return which candidate has the best balanced accuracy, the largest lambda of several.
-
-    right: (C, K) correct answers   counts: (C,) examples they were asked about.
-    """
-    accuracy = _balanced(right, counts)
-    return int(torch.nonzero(accuracy == accuracy.max())[-1])
-
-
 def _first_best(right: Tensor, counts: Tensor) -> int:
     """Return the first of the best: the smallest beta, 0 where no example was held out."""
     accuracy = _balanced(right, counts)
@@ -543,7 +525,7 @@ def _judged(z: Tensor, y: Tensor, heads: Tensor) -> Tensors:
 
 
 def held_out(x: Tensor) -> Tensor:
-    """Tell of each example (B, ...) whether it is of the fifth that lambda is chosen on: by a hash of its numbers."""
+    """Tell of each example (B, ...) whether it is of the fifth that beta is chosen on: by a hash of its numbers."""
     rows = x.detach().cpu().contiguous().flatten(1).numpy()
     keys = [int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=8).digest(), "little") for row in rows]
     return torch.tensor([key % 5 == 0 for key in keys], dtype=torch.bool)

@@ -2,6 +2,9 @@
 
 A (D, D) and B (C, D) are sums over vectors of d features with a constant 1 behind them, D = d + 1, with the weights w_c
 of classes inside; equations and sources: `methods/disjoint/analytic.py`. All of it is float64.
+
+Lambda is in units of a feature's mean square, one unit for all, or (`standardised`) in units of each feature's own
+variance: then the head is that of features with mean 0 and variance 1, written for the features as they are.
 """
 
 from __future__ import annotations
@@ -17,6 +20,12 @@ CONSTANT = 1
 """Entries behind the features."""
 _NEVER = -1e30
 """The bias of a class that nobody has an example of."""
+LAMBDAS: tuple[float, ...] = tuple(10.0 ** (k / 4) for k in range(-28, 9))
+"""Lambda is chosen from these, 10^-7 to 100."""
+_LEAST = 2.0**-28
+"""Of the sum of weights, which a silo may send as 0: quotients stay finite."""
+_CONSTANT_BELOW = 1e-12
+"""Variance of a feature, as a share of its mean square, that may be rounding: such a feature is the same everywhere."""
 
 
 def packed(a: Tensor) -> Tensor:
@@ -46,28 +55,71 @@ def balanced(counts: Tensor) -> Tensor:
     return torch.sqrt(counts.sum() / (len(counts) * counts.clamp(min=1.0)))
 
 
-def solve_ridge(A: Tensor, B: Tensor, ridge: float, noise: float = 0.0) -> Tensor:
+def solve_ridge(A: Tensor, B: Tensor, ridge: float, noise: float = 0.0, *, standardised: bool = False) -> Tensor:
     """Return W (C, d + 1): least squares on one-hot targets with lambda N |W|^2, the constant's row left out.
 
-    A: (d + 1, d + 1)   B: (C, d + 1)   ridge: lambda, in units of the mean square of a feature   noise: added to
-    lambda N, for the constant as well.
+    A: (d + 1, d + 1)   B: (C, d + 1)   ridge: lambda   noise: added to lambda N, for the constant as well.
     """
-    return solve_penalised(A, B, ridge * squares(A) + noise, noise)
+    return solve_penalised(A, B, ridge * units(A, standardised=standardised) + noise, noise)
 
 
-def squares(A: Tensor) -> float:
-    """Return s N."""
-    return float(A.diagonal()[:-CONSTANT].mean())
+def units(A: Tensor, *, standardised: bool) -> Tensor:
+    """Return what lambda N is counted in for each feature (d,): N times its variance, or the mean square of all.
+
+    A feature that is constant has no variance: it gets that of an average one, and so the weight 0.
+    """
+    if not standardised:
+        return A.diagonal()[:-CONSTANT].mean().expand(len(A) - CONSTANT)
+    squares, sums = A.diagonal()[:-CONSTANT], A[-1, :-CONSTANT]
+    spread = squares - sums.square() / A[-1, -1].clamp(min=_LEAST)
+    varies = spread > _CONSTANT_BELOW * squares
+    average = spread[varies].mean() if bool(varies.any()) else torch.ones_like(spread[0])
+    return torch.where(varies, spread, average)
 
 
-def solve_penalised(A: Tensor, B: Tensor, penalty: float, of_constant: float = 0.0) -> Tensor:
-    """Return W (C, d + 1) of (A + penalty I)^-1 B, where I has of_constant / penalty for the constant."""
-    diagonal = torch.full((len(A),), penalty, dtype=A.dtype)
-    diagonal[-CONSTANT:] = of_constant
+def solve_penalised(A: Tensor, B: Tensor, penalty: Tensor, of_constant: float = 0.0) -> Tensor:
+    """Return W (C, d + 1) of (A + P)^-1 B, where P is diagonal: penalty (d,), and `of_constant` for the constant."""
+    diagonal = torch.full((len(A),), of_constant, dtype=A.dtype)
+    diagonal[:-CONSTANT] = penalty
     return _solve(A + torch.diag(diagonal), B.T).T
 
 
-def solve_lda(A: Tensor, B: Tensor, weights: Tensor, ridge: float, noise: float = 0.0) -> Tensor:
+def choose_ridge(A: Tensor, B: Tensor, weighted: Tensor, records: float) -> float:
+    """Return lambda of standardised ridge by generalised cross-validation, from the sums alone.
+
+    Golub, Heath and Wahba, "Generalized Cross-Validation as a Method for Choosing a Good Ridge Parameter",
+    Technometrics 1979. With the eigenvalues e_j and eigenvectors V of the features' correlations R (d, d), the
+    correlations q = V^T r of features and targets, and S the sum of squares of the centred targets, each term weighted,
+
+        GCV(lambda) = (RSS / n) / (1 - f / n)^2         f = 1 + sum_j e_j / (e_j + lambda)       trace of the hat matrix
+        RSS = S - sum_j |q_j|^2 / e_j + sum_j |q_j|^2 / e_j (lambda / (e_j + lambda))^2          over all targets
+
+    The 1 is the constant, which has no penalty. Weights are inside of RSS and f, and n counts records. Of equal ones
+    the largest lambda is taken.
+
+    weighted: sums of squares of each target, w_c n_c of one-hot ones (C,)   records: n
+    """
+    size, total = len(A) - CONSTANT, A[-1, -1].clamp(min=_LEAST)
+    root, sums = units(A, standardised=True).sqrt(), A[-1, :-CONSTANT]
+    R = (A[:size, :size] - torch.outer(sums, sums / total)).div_(root).div_(root.unsqueeze(1))
+    values, vectors = torch.linalg.eigh(R)
+    r = (B[:, :size] - torch.outer(B[:, -1], sums / total)) / root
+    q = (r @ vectors).square().sum(0)
+    kept = values > max(float(values[-1]), 0.0) * size * torch.finfo(A.dtype).eps
+    e, explained = values[kept], q[kept] / values[kept]
+    left = (weighted.sum() - B[:, -1].square().sum() / total - explained.sum()).clamp(min=0.0)
+
+    def score(ridge: float) -> float:
+        free = records - CONSTANT - float((e / (e + ridge)).sum())
+        rss = float(left + (explained * (ridge / (e + ridge)).square()).sum())
+        return rss * records / free**2 if free > 0 else math.inf
+
+    return min(reversed(LAMBDAS), key=score)
+
+
+def solve_lda(
+    A: Tensor, B: Tensor, weights: Tensor, ridge: float, noise: float = 0.0, *, standardised: bool = False
+) -> Tensor:
     """Return W (C, d + 1) of discriminants with the pooled covariance; a class without examples is never chosen.
 
     noise: of noisy sums, added to N times the covariance, whose eigenvalues below 0 are 0 first.
@@ -76,7 +128,7 @@ def solve_lda(A: Tensor, B: Tensor, weights: Tensor, ridge: float, noise: float 
     S = (A[:size, :size] - means.T @ (weights.unsqueeze(1) * means)) / total
     if noise:
         S = positive(S) + noise / total * torch.eye(size, dtype=A.dtype)
-    S = S + ridge * float(A.diagonal()[:size].mean() / total) * torch.eye(size, dtype=A.dtype)
+    S = S + torch.diag(ridge * (units(A, standardised=standardised) / total))
     W = _solve(S, means.T).T
     bias = torch.where(weights > 0, torch.log(weights / total) - (means * W).sum(1) / 2, _NEVER)
     return torch.cat((W, bias.unsqueeze(1)), dim=1)

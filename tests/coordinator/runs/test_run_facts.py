@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,24 @@ from coordinator.runs import lineage, run_facts
 from coordinator.runs.run_facts import DerivedFacts
 from coordinator.storage.store import CoordinatorStore
 from fl_core.methods.disjoint.analytic import Analytic
+from fl_core.rounds.manifest import RunManifest
 from privacy.accounting.uncertainty import UNKNOWN
 from tests.support.coordinator import running
 from tests.support.federations import NAMES, manifest
 from tests.support.privacy import hospital_level, private
 from tests.support.recorded_runs import record_run
 
+
+def chosen_by_0_1_0(agreed: RunManifest) -> RunManifest:
+    """Add what layouts had where hospitals answered how often each lambda was right."""
+    spec = agreed.layout["classes"]
+    return replace(agreed, layout={**agreed.layout, "classes": replace(spec, shapes={**spec.shapes, "right": (4, 7)})})
+
+
 RUNS = {
     "plain": (manifest(), 0, "norm_clipped"),
-    "sums": (manifest("analytic", options={"ridge": 0.0}), 2, "norm_clipped"),
+    "sums": (manifest("analytic"), 1, "norm_clipped"),
+    "sums, lambda chosen by 0.1.0": (chosen_by_0_1_0(manifest("analytic")), 2, "norm_clipped"),
     "records": (private(), 0, "norm_clipped"),
     "without a global model": (private("local"), 0, "norm_clipped"),
     "hospitals": (hospital_level(), 0, "mean"),

@@ -169,7 +169,7 @@ def test_a_silo_that_submits_none_still_uses_prototypes() -> None:
 
 # ---- exact sums over examples ----------------------------------------------------------------------------------------
 
-EXACT = ({}, {"ridge": 0.0}, {"class_weights": "balanced"}, {"release": "noisy"})
+EXACT = ({}, {"withdraws": "a,b"}, {"class_weights": "balanced"}, {"release": "noisy"})
 
 
 def summed(rows: Rows, least: int, hidden: frozenset[int], options: dict[str, object]) -> list[Bundle]:
@@ -201,14 +201,14 @@ def of_class(rows: Rows, c: int, n: int) -> Rows:
 def test_a_class_of_few_examples_is_left_out_of_exact_sums_as_if_there_were_none(
     options: dict[str, object], n: int, shown: bool
 ) -> None:
-    """Bit for bit, of products as well: where lambda is chosen, of each of both parts by itself."""
+    """Bit for bit, of products as well: of what 0.1.0 summed in two, of each by itself."""
     rows = of_class(example_rows(), 2, n)
     least, hidden = PrototypePolicy().min_examples, frozenset[int]()
     held, none = (summed(r, least, hidden, options) for r in (rows, without_class(rows, 2)))
     moments = [t for t, bundle in enumerate(held) if bool(bundle["moments"].total["a"].any())]
     assert moments
     later = held_out(rows.x[rows.labels == 2])
-    there = [int((~later).sum()), int(later.sum())] if "ridge" in options else [n]
+    there = [int((~later).sum()), int(later.sum())] if "withdraws" in options else [n]
     for t, counted in zip(moments, there, strict=True):
         assert same_bundle(_sums(held[t]), _sums(none[t])) is (counted in (0, 1, 2, 3, 4))
     assert shown is (n >= least)

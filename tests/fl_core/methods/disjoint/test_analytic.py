@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.linear_model import Ridge
 from sklearn.neighbors import NearestCentroid
+from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
 from consilium.research.engines.in_process import SiloShare, local_ports
@@ -28,7 +29,7 @@ from fl_core.converter import Option
 from fl_core.errors import ConfigError, ProtocolError, UnavailableError
 from fl_core.methods import build_method
 from fl_core.methods.disjoint import analytic
-from fl_core.methods.disjoint.analytic import LAMBDAS, MAX_ENTRY, STEP, Analytic
+from fl_core.methods.disjoint.analytic import MAX_ENTRY, STEP, Analytic
 from fl_core.methods.shared import closed_forms
 from fl_core.models import build_model
 from fl_core.rounds.capabilities import check_supported
@@ -40,7 +41,7 @@ from fl_core.types.enums import Capability, TaskKind
 from fl_core.types.interfaces import RoundData
 from fl_core.types.records import Schema
 from fl_core.types.values import Examples, Part, RoundContext, State
-from tests.oracles.equations import slow_class_covariance
+from tests.oracles.equations import slow_class_covariance, slow_gcv
 from tests.support.federations import NAMES, go, manifest, same, shares
 
 CLASSES, RECORDS = 4, 200
@@ -88,6 +89,11 @@ def head(server: State) -> np.ndarray:
     return torch.cat((server["w"]["head.weight"], server["w"]["head.bias"].unsqueeze(1)), dim=1).double().numpy()
 
 
+def solved(method: Analytic, server: State) -> np.ndarray:
+    """The head before it is rounded to float32."""
+    return method._solved(server["sums"], server["asked"]["root"])[1].numpy()
+
+
 def seen(rows: Rows) -> np.ndarray:
     """The features as the sums have them: on the grid."""
     z = analytic.features(model().eval(), rows.x)
@@ -109,7 +115,7 @@ def test_ridge_is_scikit_learns_with_an_intercept() -> None:
     z, target = seen(rows), np.eye(CLASSES)[rows.labels.numpy()]
     alpha = 0.01 * float(np.mean((z**2).sum(0)))
     reference = Ridge(alpha=alpha, fit_intercept=True, solver="cholesky").fit(z, target)
-    exact = Analytic(ridge=0.01)._solved(server["sums"], torch.ones(CLASSES, dtype=torch.float64), 0.01).numpy()
+    exact = solved(Analytic(ridge=0.01), server)
     wanted = np.concatenate((reference.coef_, reference.intercept_[:, None]), axis=1)
     assert np.abs(exact - wanted).max() <= 1e-9 * np.abs(wanted).max()
     assert np.allclose(head(server), wanted, rtol=1e-6, atol=1e-6)
@@ -128,7 +134,7 @@ def test_lda_is_scikit_learns_with_the_same_shrinkage() -> None:
             return self
 
     reference = LinearDiscriminantAnalysis(solver="lsqr", covariance_estimator=Shrunk()).fit(z, rows.labels.numpy())
-    exact = Analytic(head="lda")._solved(server["sums"], torch.ones(CLASSES, dtype=torch.float64), ridge).numpy()
+    exact = solved(Analytic(head="lda", ridge=ridge), server)
     wanted = np.concatenate((reference.coef_, reference.intercept_[:, None]), axis=1)
     assert np.abs(exact - wanted).max() <= 1e-8 * np.abs(wanted).max()
 
@@ -159,7 +165,8 @@ METHODS = (
     {"head": "lda"},
     {"head": "ncm"},
     {"class_weights": "balanced"},
-    {"ridge": 0.0, "class_weights": "balanced"},
+    {"ridge": 0.001, "class_weights": "balanced"},
+    {"ridge": 0.001},
 )
 
 
@@ -185,25 +192,94 @@ def test_less_one_silo_is_never_having_had_it() -> None:
     assert all(torch.equal(whole[name] - one[name], rest[name]) for name in whole)
 
 
-def test_lambda_is_chosen_on_examples_that_it_was_not_fitted_to_and_all_are_summed() -> None:
+@pytest.mark.parametrize("n", [20, 60, RECORDS])
+def test_lambda_has_the_least_gcv_error_of_the_explicit_hat_matrix(n: int) -> None:
+    """To 1e-9, of fewer and of more records than features."""
+    rows = records(n)
+    server, z, target = trained(Analytic(), [rows]), seen(rows), np.eye(CLASSES)[rows.labels.numpy()]
+    scores = [slow_gcv(z, target, np.ones(n), ridge) for ridge in closed_forms.LAMBDAS]
+    chosen = closed_forms.LAMBDAS[int(np.argmin(scores))]
+    assert abs(float(server["chosen"]["ridge"]) - chosen) <= 1e-9 * chosen
+    assert min(scores) < scores[0]
+
+
+def test_balanced_lambda_is_that_of_the_weighted_hat_matrix() -> None:
+    rows = records(120)
+    rare = Rows(rows.x[24:], rows.labels[24:].clamp(min=1))
+    server = trained(Analytic(class_weights="balanced"), [rare])
+    n = torch.bincount(rare.labels, minlength=CLASSES).double()
+    weights = (n.sum() / (CLASSES * n))[rare.labels].numpy()
+    scores = [slow_gcv(seen(rare), np.eye(CLASSES)[rare.labels.numpy()], weights, k) for k in closed_forms.LAMBDAS]
+    assert float(server["chosen"]["ridge"]) == closed_forms.LAMBDAS[int(np.argmin(scores))]
+
+
+def constant_column(rows: Rows) -> torch.Tensor:
+    """Sums A of 24 features, the first of which has one value."""
+    z = np.concatenate((seen(rows), np.ones((len(rows.x), 1))), axis=1)
+    z[:, 0] = 0.7
+    return torch.from_numpy(z)
+
+
+@pytest.mark.parametrize("ridge", [1e-4, 0.1])
+def test_standardised_ridge_is_scikit_learns_on_scaled_features(ridge: float) -> None:
     rows = records()
-    server, chosen = trained(Analytic(ridge=0.0), [rows]), []
-    fit = ~analytic.held_out(rows.x)
-    assert 0 < int((~fit).sum()) < RECORDS / 2
-    for ridge in LAMBDAS:
-        W = head(trained(Analytic(ridge=ridge), [Rows(rows.x[fit], rows.labels[fit])]))
-        found = np.argmax(seen(rows)[~fit.numpy()] @ W[:, :-1].T + W[:, -1], axis=1)
-        y = rows.labels[~fit].numpy()
-        chosen.append(np.mean([(found[y == c] == c).mean() for c in range(CLASSES) if (y == c).any()]))
-    winner = LAMBDAS[max(k for k, score in enumerate(chosen) if score == max(chosen))]
-    whole = trained(Analytic(ridge=winner), [rows])
-    assert all(torch.equal(server["w"][name], whole["w"][name]) for name in whole["w"])
-    assert all(torch.equal(server["sums"][name], whole["sums"][name]) for name in whole["sums"])
+    z, target = constant_column(rows), np.eye(CLASSES)[rows.labels.numpy()]
+    W = closed_forms.solve_ridge(z.T @ z, torch.from_numpy(target.T) @ z, ridge, standardised=True).numpy()
+    scaler = StandardScaler().fit(z[:, :-1].numpy())
+    reference = Ridge(alpha=ridge * len(z), solver="cholesky").fit(scaler.transform(z[:, :-1].numpy()), target)
+    coefficients = reference.coef_ / scaler.scale_
+    wanted = np.concatenate((coefficients, (reference.intercept_ - coefficients @ scaler.mean_)[:, None]), axis=1)
+    assert np.abs(W - wanted).max() <= 1e-9 * np.abs(wanted).max()
+    assert np.abs(W[:, 0]).max() <= 1e-9  # what is the same everywhere says nothing
+
+
+def test_standardised_lda_is_scikit_learns_on_scaled_features() -> None:
+    rows, ridge = records(), 0.05
+    z, y = constant_column(rows), rows.labels.numpy()
+    target = torch.from_numpy(np.eye(CLASSES)[y].T)
+    W = closed_forms.solve_lda(z.T @ z, target @ z, target.sum(1), ridge, standardised=True).numpy()
+    scaled = StandardScaler().fit_transform(z[:, 1:-1].numpy())
+
+    class Shrunk:
+        def fit(self, within: np.ndarray) -> Shrunk:
+            centred = within - within.mean(0)
+            self.covariance_ = centred.T @ centred / len(within) + ridge * np.eye(within.shape[1])
+            return self
+
+    reference = LinearDiscriminantAnalysis(solver="lsqr", covariance_estimator=Shrunk()).fit(scaled, y)
+    said, wanted = z.numpy() @ W.T, scaled @ reference.coef_.T + reference.intercept_
+    said, wanted = (logits - logits[:, :1] for logits in (said, wanted))  # the mean is the same for all classes
+    assert np.abs(said - wanted).max() <= 1e-9 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("sums", ["zeros", "negative", "no constant"])
+def test_sums_that_no_records_have_choose_a_lambda_all_the_same(sums: str) -> None:
+    z = constant_column(records(50))
+    A, B = z.T @ z, torch.from_numpy(np.eye(CLASSES)[records(50).labels.numpy()].T) @ z
+    if sums == "no constant":
+        A[-1, -1] = 0.0
+    A = {"zeros": 0 * A, "negative": -A}.get(sums, A)
+    ridge = closed_forms.choose_ridge(A, B, torch.ones(CLASSES, dtype=torch.float64), 50.0)
+    assert ridge in closed_forms.LAMBDAS
+    assert bool(torch.isfinite(closed_forms.solve_ridge(A, B, ridge, standardised=True)).all())
+
+
+def test_what_0_1_0_summed_in_two_exchanges_is_taken_out_in_two() -> None:
+    """Version 0.1.0 chose lambda on a fifth of the examples, whose sums came last."""
+    rows, added = records(), trained(Analytic(), [records()])["sums"]
+    method = Analytic(withdraws="a0,b1")
+    assert [method.expects(t) for t in range(3)] == ["a0", "b1", ""]
+    taken = trained(method, [rows])["sums"]
+    assert all(torch.equal(taken[name], -added[name]) for name in added)
+    context = RoundContext(1, CLASSES, 2, 0, 1).for_silo(0, 0)
+    data = PlainLocalData(RoundData(rows, rows, TRAIN, context))
+    first = method.local(model(), method.broadcast(method.init_server(model(), context)), {}, data, context).bundle
+    assert float(first["classes"].weight.sum()) == int((~analytic.held_out(rows.x)).sum()) < RECORDS
 
 
 def test_rounds_beyond_the_exchanges_change_nothing() -> None:
     assert Analytic().exchanges == 1
-    assert Analytic(class_weights="balanced", ridge=0.0).exchanges == 3
+    assert Analytic(class_weights="balanced").exchanges == 2
     once, often = trained(Analytic(), [records()]), trained(Analytic(), [records()], rounds=3)
     assert all(torch.equal(once["w"][name], often["w"][name]) for name in once["w"])
 
@@ -243,14 +319,15 @@ def test_a_class_without_examples_is_never_chosen_by_lda_and_ncm() -> None:
 
 @pytest.mark.parametrize(
     ("words", "rounds"),
-    [([], 1), (["method.ridge=0"], 2), (["method.class_weights=balanced", "method.ridge=0"], 3), (["rounds=4"], 4)],
+    [([], 1), (["method.ridge=0.1"], 1), (["method.class_weights=balanced"], 2), (["rounds=4"], 4)],
 )
 def test_a_run_takes_as_many_rounds_as_there_are_exchanges(words: list[str], rounds: int) -> None:
     assert compose_spec(["data=digits", "method=analytic", *words]).rounds == rounds
 
 
 def test_fewer_rounds_than_exchanges_are_refused_with_the_remedy() -> None:
-    spec = compose_spec(["data=digits", "federation=p5c2", "method=analytic", "method.ridge=0", "rounds=1"])
+    spec = compose_spec(["data=digits", "federation=p5c2", "method=analytic", "method.class_weights=balanced"])
+    spec = replace(spec, rounds=1)
     with pytest.raises(ConfigError, match=r"E-CFG-08.*takes 2 rounds.*leave rounds out"):
         build_simulation(spec)
 
@@ -271,7 +348,7 @@ def test_a_head_without_a_bias_is_refused_with_the_remedy() -> None:
 # ---- hospitals that leave, and personal models ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"ridge": 0.0}, {"head": "lda"}, {"head": "ncm"}])
+@pytest.mark.parametrize("options", [{}, {"ridge": 0.01}, {"head": "lda"}, {"head": "ncm"}])
 def test_a_simulated_run_that_takes_a_silo_out_ends_in_the_model_that_never_had_it(options: dict[str, Option]) -> None:
     of = lambda names: manifest(  # noqa: E731
         "analytic", options, model="random_features", model_options={"width": 24}, rounds=rounds, names=names
@@ -288,23 +365,24 @@ def test_a_simulated_run_that_takes_a_silo_out_ends_in_the_model_that_never_had_
     out = replace(out, method=NamedOptions("analytic", {**out.method.options, "withdraws": ",".join(given)}))
     left, records = go(out, local_ports(RunSetup.of(out), [every[1]]), state=whole)
     assert same(left["sums"], without["sums"])
-    chosen = float(whole["chosen"]["ridge"])  # with the silo; the sums do not know it
-    if chosen == float(without["chosen"]["ridge"]):
-        assert same(left["w"], without["w"])
-    else:
-        assert options == {"ridge": 0.0}
+    assert same(left["w"], without["w"])
     assert all(not any(record.examples) for record in records.records)  # nobody measures the model of those who stay
     with pytest.raises(UnavailableError, match=r"E-RUN-03.*E-RUN-47"):
         go(out, local_ports(RunSetup.of(out), [every[2]]), state=whole)
 
 
-def slow_personal(rows: Rows, server: State, options: Sequence[float], ridge: float) -> tuple[float, np.ndarray]:
+def slow_personal(
+    rows: Rows, server: State, options: Sequence[float], ridge: float, standardised: bool
+) -> tuple[float, np.ndarray]:
     """Beta and W_k by explicit loops and inverses, from the state and the hospital's own rows."""
     z, y, out = seen(rows), rows.labels.numpy(), analytic.held_out(rows.x).numpy()
     z = np.concatenate((z, np.ones((len(z), 1))), axis=1)
     target = np.eye(CLASSES)[y]
     A, B = closed_forms.unpacked(server["sums"]["a"]).numpy(), server["sums"]["b"].numpy()
-    P = np.diag([ridge * np.diag(A)[:-1].mean()] * (len(A) - 1) + [0.0])
+    each = ridge * np.diag(A)[:-1].mean() * np.ones(len(A) - 1)
+    if standardised:
+        each = ridge * (np.diag(A)[:-1] - A[-1, :-1] ** 2 / A[-1, -1])
+    P = np.diag([*each, 0.0])
     grams = {part: (z[keep].T @ z[keep], target[keep].T @ z[keep]) for part, keep in (("fit", ~out), ("rest", out))}
 
     def weights(A: np.ndarray, B: np.ndarray) -> np.ndarray:
@@ -342,7 +420,7 @@ def test_a_personal_model_weighs_the_hospitals_own_sums_as_its_held_out_examples
     chosen = float(server["chosen"]["ridge"])
     betas = []
     for rows in (alike, other):
-        beta, wanted = slow_personal(rows, server, analytic.BETAS, chosen)
+        beta, wanted = slow_personal(rows, server, analytic.BETAS, chosen, standardised=not ridge)
         betas.append(beta)
         assert np.allclose(personal_head(rows, server, method), wanted, rtol=1e-4, atol=1e-5)
     assert betas[1] > 1  # who is unlike the others needs its own sums
@@ -502,10 +580,14 @@ def test_means_are_refused_where_single_hospitals_must_not_be_seen() -> None:
         build_simulation(compose_spec([*words, "aggregator=median"]))
 
 
-@pytest.mark.parametrize("options", [{"head": "ncm"}, {"head": "lda", "ridge": 0.0}])
-def test_means_without_a_use_or_a_lambda_are_refused_with_the_remedy(options: dict) -> None:
+def test_means_without_a_use_are_refused_with_the_remedy() -> None:
     with pytest.raises(ConfigError, match=r"E-CFG-02.*leave method\.covariance out"):
-        build_method("analytic", {**options, "covariance": "means"})
+        build_method("analytic", {"head": "ncm", "covariance": "means"})
+
+
+def test_lambda_is_chosen_from_means_too() -> None:
+    server = trained(build_method("analytic", {"covariance": "means"}), divided(records(240), 6))
+    assert float(np.abs(head(server)).max()) > 0
 
 
 @pytest.mark.parametrize("lie", [(1e-9, 5.0), (0.4, -1e6), (1.0, 2.0**23), (3.0, -(2.0**23)), (0.0, 7.0)])
@@ -523,8 +605,7 @@ def test_a_count_below_one_is_no_example_and_a_sum_is_held_to_what_examples_can_
     assert float((sums["b"][1] - b[:2, 1].sum(0)).abs().max()) <= MAX_ENTRY * there
 
 
-def test_lambda_and_beta_are_chosen_although_no_example_was_held_out() -> None:
-    """A fifth of few images may be none of them: the largest lambda, and the global model."""
+def test_beta_is_chosen_although_no_example_was_held_out() -> None:
+    """A fifth of few images may be none of them: the global model."""
     right, counts = torch.zeros(4, 7, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
-    assert analytic.best(right, counts) == 6
     assert analytic._first_best(right, counts) == 0
