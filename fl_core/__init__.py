@@ -7,6 +7,7 @@ aggregation/  from updates to one exact sum: the fixed-point format, the aggrega
 training/     a silo's local work: access to examples, optimizers, evaluation, devices
 methods/      the algorithms, one file each, by family
 models/       the networks, one file per family
+bodies/       which ONNX graphs are run as frozen bodies, and the process that tries one
 survey/       counts of records, as a run that trains nothing
 datasets/     data by reference, readers of sources, partitions among silos
 extensions/   methods, models, data sets and partitions of other distributions

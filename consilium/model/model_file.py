@@ -246,7 +246,7 @@ def _in_parts(network: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 
 def _fill(module: nn.Module, tensors: Tensors) -> None:
-    wanted = tensor_maps.copy_state(module)
+    wanted = tensor_maps.stored_state(module)
     missing = [name for name in wanted if name not in tensors]
     unfit = f"none for {missing[0]}" if missing else pretrained.problem(tensors, module) if wanted or tensors else ""
     if unfit:

@@ -12,14 +12,18 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from fl_core.bodies.probe import CPU
 from fl_core.datasets.preprocessing import Preprocessing, normalisation
 from fl_core.errors import ConfigError, extras
+from fl_core.models.frozen import NAME as FROZEN
+from fl_core.models.frozen import Bodies, BodyFacts, Encoder
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.values import State
@@ -27,6 +31,8 @@ from fl_core.types.values import State
 ONNX, TORCH = "onnx", "torch"
 FORMATS = (ONNX, TORCH)
 SUFFIX: Mapping[str, str] = {ONNX: ".onnx", TORCH: ".pt2"}
+_LEAST_OPSET = 20
+"""Of ONNX: the first that torch's exporter writes without a conversion."""
 TOLERANCE = 1e-4
 """Within which the written file must give the logits of the model that it was made from."""
 
@@ -45,6 +51,30 @@ class _FromImages(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self.network((images - self.mean) / self.std)
+        return logits
+
+
+class _Prepared(nn.Module):
+    """Make of an image in [0, 1] what each body takes."""
+
+    def __init__(self, bodies: Sequence[BodyFacts]) -> None:
+        super().__init__()
+        self._bodies = bodies
+
+    def forward(self, image: Tensor) -> list[Tensor]:
+        return [body.prepared(image) for body in self._bodies]
+
+
+class _Classified(nn.Module):
+    """Make logits of the bodies' answers."""
+
+    def __init__(self, bodies: Sequence[BodyFacts], trained: nn.Module) -> None:
+        super().__init__()
+        self._bodies, self.trained = bodies, trained
+
+    def forward(self, answers: list[Tensor]) -> Tensor:
+        features = [body.pooled(answer) for body, answer in zip(self._bodies, answers, strict=True)]
+        logits: Tensor = self.trained(torch.cat(features, 1))
         return logits
 
 
@@ -68,7 +98,7 @@ def facts(manifest: RunManifest, run: str, model_digest: str, licence: str = "")
         "answer": "each label whose logit is above 0"
         if manifest.schema.multi_label
         else "the class of the largest logit",
-        "input": json.dumps(["N", *manifest.schema.shape]),
+        "input": json.dumps([1 if manifest.model.name == FROZEN else "N", *manifest.schema.shape]),
         "preprocessing": Preprocessing(manifest.data, manifest.schema).sentence(graph=True),
         "mean": json.dumps(list(mean)),
         "std": json.dumps(list(std)),
@@ -91,7 +121,7 @@ def require(formats: Sequence[str]) -> None:
 
 
 def write(kind: str, run: RunSetup, server: State, named: Mapping[str, str], file: Path) -> None:
-    """Write a model whose batch may have any size.
+    """Write a model whose batch may have any size; with bodies from ONNX files one image.
 
     Raises ConfigError (E-CFG-08) where the extra is not installed, and on a model that cannot be written like this;
     after writing, the file's answer to random images is held against the model's.
@@ -101,12 +131,17 @@ def write(kind: str, run: RunSetup, server: State, named: Mapping[str, str], fil
     images = torch.rand(3, *manifest.schema.shape, generator=torch.Generator().manual_seed(0))
     try:
         with _quiet():
+            if kind == ONNX and isinstance(body := run.network.body, Bodies):
+                _save_onnx(_with_bodies(run, server, body, images[:1]), named, file)
+                _check(kind, network, images[:1], file)
+                return
             size = torch.export.Dim("N", min=1)
             program = torch.export.export(network, (images,), dynamic_shapes=({0: size},))
             if kind == TORCH:
                 torch.export.save(program, file, extra_files={"consilium.json": json.dumps(named, sort_keys=True)})
             else:
-                _write_onnx(program, images, named, file)
+                model = _graph(program, images, input_names=["images"], output_names=["logits"])
+                _save_onnx(model, named, file)
     except ConfigError:
         raise
     except Exception as error:  # torch's exporters raise what their passes do
@@ -120,14 +155,48 @@ def write(kind: str, run: RunSetup, server: State, named: Mapping[str, str], fil
         _check(kind, network, images, file)
 
 
-def _write_onnx(program: torch.export.ExportedProgram, images: Tensor, named: Mapping[str, str], file: Path) -> None:
+def _graph(made: nn.Module | torch.export.ExportedProgram, inputs: Any, **options: Any) -> Any:  # noqa: ANN401
+    """Export to ONNX."""
+    program = torch.onnx.export(made, (inputs,), dynamo=True, verbose=False, **options)
+    assert program is not None
+    return program.model_proto
+
+
+def _with_bodies(run: RunSetup, server: State, bodies: Bodies, image: Tensor) -> Any:  # noqa: ANN401
+    """Join what prepares an image, the bodies as they are in their files, and the trained part."""
+    from onnx import compose, load_from_string, version_converter
+
+    encoders = cast(Sequence[Encoder], bodies.encoders)
+    graphs = [load_from_string(encoder.graph.numpy().tobytes()) for encoder in encoders]
+    opset = max(_LEAST_OPSET, *(max(entry.version for entry in graph.opset_import) for graph in graphs))
+    images = _Prepared([replace(encoder.facts, data_mean=(), data_std=()) for encoder in encoders])
+    trained = run.method.global_model(run.new_model(), run.method.broadcast(server)).eval()
+    answers, ends, places = list[Tensor](), list[str](), [f"prepared{k}" for k in range(len(graphs))]
+    whole = _graph(images, image, input_names=["images"], output_names=places, opset_version=opset)
+    for k, (encoder, graph, x) in enumerate(zip(encoders, graphs, images(image), strict=True)):
+        session, prefix = encoder.session(CPU), f"body{k}_"
+        (begin,), (end,) = session.get_inputs(), session.get_outputs()
+        answers += map(torch.from_numpy, session.run(None, {begin.name: x.contiguous().numpy()}))
+        ends.append(prefix + end.name)
+        graph = compose.add_prefix(version_converter.convert_version(graph, opset), prefix)
+        graph.ir_version = whole.ir_version
+        whole = compose.merge_models(whole, graph, [(places[k], prefix + begin.name)])
+    head, places = (
+        _Classified([encoder.facts for encoder in encoders], trained),
+        [f"answer{k}" for k in range(len(graphs))],
+    )
+    graph = _graph(head, answers, input_names=places, output_names=["logits"], opset_version=opset)
+    graph = compose.add_prefix(graph, "head_")
+    whole = compose.merge_models(
+        whole, graph, [(end, f"head_{place}") for end, place in zip(ends, places, strict=True)]
+    )
+    whole.graph.output[0].name = whole.graph.node[-1].output[0] = "logits"
+    return whole
+
+
+def _save_onnx(model: Any, named: Mapping[str, str], file: Path) -> None:  # noqa: ANN401
     import onnx
 
-    made = torch.onnx.export(
-        program, (images,), dynamo=True, input_names=["images"], output_names=["logits"], verbose=False
-    )
-    assert made is not None
-    model = made.model_proto
     for entry in list(model.metadata_props):
         model.metadata_props.remove(entry)
     for key, value in sorted(named.items()):

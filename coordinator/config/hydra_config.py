@@ -25,7 +25,7 @@ from fl_core.extensions import loading, registry
 from fl_core.methods import build_method, programs
 from fl_core.models import MODELS
 from fl_core.suggest import suggest
-from fl_core.types.records import TrainConfig
+from fl_core.types.records import FEATURES, TrainConfig
 from privacy.profiles import PROFILES
 
 if TYPE_CHECKING:
@@ -61,7 +61,12 @@ def _store_dataclasses() -> None:
     for name, model in MODELS.items():
         options = _defaults(model)
         stem = {"stem": AUTO} if "stem" in options else {}
-        store(name, {"name": name, "weights": _NONE, "weights_source": "", **options, **stem}, group="model")
+        words = {"name": name, "weights": _NONE, "weights_source": "", **options, **stem}
+        if getattr(model, "freezes", False):
+            terms = {"model": words, "train": {"freeze": FEATURES}}
+            store(name, terms, group="model", package="_global_")
+        else:
+            store(name, words, group="model")
     for name, profile in PROFILES.items():
         store(name, {"name": name, **(_defaults(profile.config) if profile.config else {})}, group="privacy")
     for name, aggregator in aggregators.AGGREGATORS.items():
@@ -318,11 +323,13 @@ def _validate_override(word: str, config_dir: Path | None = None) -> list[str]:
     if match is None:
         raise ConfigError("E-CFG-01", f"expected KEY=VALUE, found {word!r}")
     prefix, key, value = match.groups()
+    if key == "model.body" and re.fullmatch(r"[^\['\"]*,.*", value):
+        word = f"{prefix}{key}=[{value}]"
     if prefix == "~":
         raise ConfigError("E-CFG-01", f"keys can be changed or added, not removed: write {key}={value}")
     _check_first_key(key, key.split(".")[0])
     if key not in GROUPS:
-        return [f"++{key}={value}" if prefix else word]  # also if the key exists already
+        return [f"++{word.removeprefix(prefix)}" if prefix else word]  # also if the key exists already
     if value in (valid := choices(key, config_dir)):
         return [f"{key}={value}"]  # every group has a choice already, so + cannot add one
     if key == "federation" and (short := _federation(value)):

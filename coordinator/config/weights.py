@@ -1,7 +1,7 @@
-"""`model.weights=FILE`: weights from a file of the lead become an object that a run names by its digest.
+"""`model.weights=FILE`, `model.body=FILE`: a file of the lead becomes an object that a run names by its digest.
 
-The file is read once, by the lead's command or the simulation. Only the object is sent: float tensors under the model's
-names. Neither configuration nor manifest contains the file's path.
+The file is read once, by the lead's command or the simulation. Only the object is sent: tensors under the model's
+names, graphs as bytes. Neither configuration nor manifest contains the file's path.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from torch import nn
+
+from coordinator.config import bodies
 from coordinator.config.manifest_builder import schema_of
 from coordinator.config.run_spec import RunSpec
 from fl_core.errors import ConfigError
@@ -40,6 +43,8 @@ def take(spec: RunSpec) -> tuple[RunSpec, TakenWeights | None]:
 
     Raises ConfigError (E-CFG-02) on a file that does not fit the model.
     """
+    if bodies.names_files(spec):
+        return _taken(*bodies.take(spec))
     if not spec.weights_file:
         return spec, None
     options = {k: v for k, v in spec.model.items() if k != "name"}
@@ -47,9 +52,13 @@ def take(spec: RunSpec) -> tuple[RunSpec, TakenWeights | None]:
     model = build_model(name, options, schema, spec.seed)
     file = pretrained.read_file(Path(spec.weights_file))
     tensors = pretrained.fit(file, model_options(name, options), model, schema.classes, name)
+    return _taken(spec, tensors, file.sha256, spec.weights_source, model)
+
+
+def _taken(spec: RunSpec, tensors: Tensors, sha256: str, source: str, model: nn.Module) -> tuple[RunSpec, TakenWeights]:
     with TemporaryDirectory() as folder:
         digest, size = codec.write_weights(tensors, Path(folder) / "weights")
-    named = Weights(digest, size, file.sha256, spec.weights_source, pretrained.fresh_modules(tensors, model))
+    named = Weights(digest, size, sha256, source, pretrained.fresh_modules(tensors, model))
     named.require_possible()
     return replace(without_file(spec), weights=named), TakenWeights(tensors, named)
 

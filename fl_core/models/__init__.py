@@ -74,6 +74,7 @@ MODELS: Mapping[str, type[ModelOptions]] = OnDemand(
         "efficientnet_lite0": "fl_core.models.efficientnet_lite:EfficientNetLite0",
         "char_lstm": "fl_core.models.small:CharLstm",
         "spiral_mlp": "fl_core.models.small:SpiralMlp",
+        "frozen": "fl_core.models.frozen:Frozen",
         "random_features": "fl_core.models.random_features:RandomFeatures",
     }
 )

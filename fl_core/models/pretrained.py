@@ -25,7 +25,7 @@ from fl_core.errors import ConfigError
 from fl_core.types import tensor_maps
 from fl_core.types.values import Tensors
 
-MAX_BYTES = 1 << 30
+MAX_BYTES = 2 << 30
 MAX_VALUE = 2.0**24
 """Of a weight: beyond it the grid on which updates are summed clips."""
 _MAX_HEADER_BYTES = 16 << 20
@@ -56,6 +56,15 @@ class HasPublishedNames(Protocol):
         ...
 
 
+@runtime_checkable
+class ChecksTensors(Protocol):
+    """A module that says itself whether tensors are its own."""
+
+    def unfit(self, tensors: Tensors, prefix: str) -> str:
+        """Say why the tensors whose names begin with `prefix` are not this module's; empty where they are."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class WeightsFile:
     """What was read from a file of weights. sha256: of its bytes; classes: of its head, where the file names them.
@@ -72,7 +81,7 @@ class WeightsFile:
 def read_file(path: Path) -> WeightsFile:
     """Read a safetensors file or a state dict that `torch.save` wrote.
 
-    Raises ConfigError (E-CFG-02) on anything else: no file, more than 1 GiB, pickled objects beside tensors, compressed
+    Raises ConfigError (E-CFG-02) on anything else: no file, more than 2 GiB, pickled objects beside tensors, compressed
     parts, a damaged file.
     """
     if not path.is_file():
@@ -159,7 +168,7 @@ def fit(file: WeightsFile, options: object, model: nn.Module, classes: Sequence[
     Raises ConfigError (E-CFG-02) that says which tensors are missing, unknown or of another shape, or are no numbers
     that a model can have.
     """
-    wanted = tensor_maps.copy_state(model)
+    wanted = tensor_maps.stored_state(model)
     own_names = any(name.startswith(("body.", "head.", "projection.")) for name in file.tensors)
     names = PublishedNames({"": ""}, (), ()) if own_names else _published(file.tensors, options, owner)
     match = _rename(file.tensors, names)
@@ -187,7 +196,7 @@ def fit(file: WeightsFile, options: object, model: nn.Module, classes: Sequence[
             f"{owner}.weights: expected {what}, found {len(match.wrong)} tensors missing, unknown or of another shape "
             f"({'; '.join(match.wrong[:_NAMED])}): give the file of this architecture, with these options",
         )
-    taken = {name: value.detach().to(torch.float32).contiguous().clone() for name, value in match.taken.items()}
+    taken = {n: value.detach().to(wanted[n].dtype).contiguous().clone() for n, value in match.taken.items()}
     if unfit := problem(taken, model):
         raise ConfigError("E-CFG-02", f"{owner}.weights: expected weights of a trained model, found {unfit}")
     return taken
@@ -218,7 +227,7 @@ def _rename(tensors: Tensors, names: PublishedNames) -> _Fitting:
         if name.endswith(_COUNTER) or name.startswith(names.left_out):  # a counter is read by no forward pass
             continue
         prefix = next((p for p in names.prefixes if name.startswith(p)), None)
-        if prefix is None or not value.is_floating_point():
+        if prefix is None or not (value.is_floating_point() or tensor_maps.is_graph(name, value)):
             match.wrong.append(f"{name[:80]!r} unknown")
         else:
             match.taken[names.prefixes[prefix] + name.removeprefix(prefix)] = value
@@ -230,7 +239,7 @@ def problem(weights: Tensors, model: nn.Module) -> str:
 
     They may be a part of the model's, never none.
     """
-    wanted = tensor_maps.copy_state(model)
+    wanted = tensor_maps.stored_state(model)
     if not weights:
         return "none"
     for name, value in weights.items():
@@ -238,18 +247,21 @@ def problem(weights: Tensors, model: nn.Module) -> str:
         if place is None or (place.shape, place.dtype) != (value.shape, value.dtype):
             have = "no such tensor" if place is None else f"{_short(place.shape)} of {place.dtype}"
             return f"{name[:80]!r} of shape {_short(value.shape)} and {value.dtype}, where the model has {have}"
+        if tensor_maps.is_graph(name, value):
+            continue
         if not bool(torch.isfinite(value).all()):
             return f"NaN or infinity in {name}"
         if value.numel() and float(value.abs().max()) > MAX_VALUE:
             return f"numbers above {MAX_VALUE:.0f} in {name}"
         if name.endswith("running_var") and value.numel() and float(value.min()) < 0:
             return f"a negative variance in {name}"
-    return ""
+    checked = ((name, module) for name, module in model.named_modules() if isinstance(module, ChecksTensors))
+    return next(filter(None, (module.unfit(weights, f"{name}." if name else "") for name, module in checked)), "")
 
 
 def fresh_modules(weights: Tensors, model: nn.Module) -> tuple[str, ...]:
     """Name the modules of a model of which weights hold not everything."""
-    missing = (name for name in tensor_maps.copy_state(model) if name not in weights)
+    missing = (name for name in tensor_maps.stored_state(model) if name not in weights)
     return tuple(dict.fromkeys(name.rpartition(".")[0] for name in missing))
 
 

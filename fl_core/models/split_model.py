@@ -85,6 +85,25 @@ def assemble(
     return SplitModel(body, between, nn.Linear(dim, n_classes, bias=head_bias), dim, n_classes)
 
 
+class FrozenBody(nn.Module):
+    """A body that is a file's: nothing in it can be trained, and each example passes alone.
+
+    width: d0, of its features (B, d0).
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def runtime(self, shape: Sequence[int], device: torch.device) -> str:
+        """Name what computes features here, with the digest of those of made-up examples of a shape."""
+        raise NotImplementedError
+
+    def memory(self, threads: int) -> int:
+        """Return the bytes that as many examples at once take outside of torch."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
 class HeadOptions:
     """What the options of every model have: widths of the projection, and whether the head has a bias.

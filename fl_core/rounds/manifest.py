@@ -27,7 +27,7 @@ from fl_core.validate import Count, between, bounded, one_of
 FORMAT = 1
 PATIENCE_S = 60.0
 MAX_ROUNDS, MAX_THREADS, MAX_NAME_CHARS = 100_000, 1024, 200
-MAX_WEIGHTS_BYTES, MAX_SOURCE_CHARS = 1 << 30, 200
+MAX_WEIGHTS_BYTES, MAX_SOURCE_CHARS = 2 << 30, 200
 REFUSE, RESTART = "refuse", "restart"
 LOST_STATE = (REFUSE, RESTART)
 _DIGEST = re.compile(r"[0-9a-f]{64}")

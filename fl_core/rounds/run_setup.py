@@ -194,7 +194,10 @@ class RunSetup:
         if not self.frozen:
             return exported
         self._require_weights()
-        return {**tensor_maps.select(tensor_maps.copy_state(self.network), lambda n: n.startswith("body.")), **exported}
+        return {
+            **tensor_maps.select(tensor_maps.stored_state(self.network), lambda n: n.startswith("body.")),
+            **exported,
+        }
 
     def own_layout(self) -> Layout:
         """Derive the layout of updates from the manifest, without additions of a profile or masks."""

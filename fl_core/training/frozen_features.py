@@ -1,9 +1,9 @@
 """Frozen features: a run whose examples are the output of the body that its model begins with.
 
 With `train.freeze=features` the body is the same function everywhere: in eval mode, with the weights of the run's start
-or seed, on batches of one public shape, padded with zeros. So an example has the same d0 numbers in every batch and at
-every hospital. The part after the body (the projection of `model.adapter`, and the head) is the model of the run: to
-methods, privacy, layouts and messages nothing else exists.
+or seed, on batches of one public shape, padded with zeros, or on each image alone (`FrozenBody`). So an example has the
+same d0 numbers in every batch and at every hospital. The part after the body (the projection of `model.adapter`, and
+the head) is the model of the run: to methods, privacy, layouts and messages nothing else exists.
 
 With `train.views` there are as many features for each of a few fixed views of an example, drawn from its content: the
 same image has the same views at any hospital and in any run. All views are one record; a step draws one of them. Sums
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fl_core import rng
 from fl_core.datasets.examples import TensorExamples
 from fl_core.errors import ConfigError
-from fl_core.models.split_model import SplitModel, behind_body, body_rows
+from fl_core.models.split_model import FrozenBody, SplitModel, behind_body, body_rows
 from fl_core.training.broken_records import name_of, read_readable, require_few
 from fl_core.training.local_data import eval_batch
 from fl_core.types.interfaces import Method
@@ -33,6 +33,9 @@ from fl_core.types.records import FEATURES, Schema, TrainConfig
 from fl_core.types.values import Examples, Layout
 
 log = logging.getLogger(__name__)
+
+FEW = 32
+"""Examples that a body from a file gets at once, which may take a second for each: progress is told between them."""
 
 
 class TrainedPart(NamedTuple):
@@ -47,10 +50,17 @@ def trained_part(network: SplitModel, schema: Schema, train: TrainConfig, owner:
 
     Raises ConfigError (E-CFG-08) as `behind_body`, and if the body's output is no vector.
     """
+    file = network.body if isinstance(network.body, FrozenBody) else None
     if train.freeze != FEATURES:
+        if file is not None:
+            raise ConfigError(
+                "E-CFG-08",
+                f"expected train.freeze=features with {owner}, whose body is a file that nobody trains, found "
+                f"{train.freeze}: leave train.freeze out",
+            )
         return TrainedPart(network, schema)
-    model, blank = behind_body(network, owner), body_rows(network.body, torch.zeros(1, *schema.shape))
-    if blank.dim() != 2:
+    model, blank = behind_body(network, owner), torch.zeros(1, 0 if file is None else file.width)
+    if file is None and (blank := body_rows(network.body, torch.zeros(1, *schema.shape))).dim() != 2:
         raise ConfigError(
             "E-CFG-08",
             f"expected a body whose output is a vector with train.freeze=features, found {owner}, which gives "
@@ -120,14 +130,17 @@ def feature_batches(
     a malicious body could otherwise query records without a charge.
     """
     blank, _ = examples.batch(torch.zeros(0, dtype=torch.long))
-    size, body = eval_batch(blank.shape[1:]), body.to(device)
+    size, body, alone = eval_batch(blank.shape[1:]), body.to(device), isinstance(body, FrozenBody)
+    if alone:
+        size = min(size, FEW)
     lost, n = 0, len(examples)
     for first in range(0, max(1, n), size):
         index = torch.arange(first, min(first + size, n))
         kept, x = read_readable(examples, index)
         made = list[Tensor]()
         for view in _views(examples, kept, x, views):
-            whole = torch.cat((view, view.new_zeros(size - len(view), *view.shape[1:])))
+            blanks = 0 if alone else size - len(view)
+            whole = torch.cat((view, view.new_zeros(blanks, *view.shape[1:])))
             made.append(body_rows(body, whole.to(device))[: len(kept)].float().cpu())
         rows = torch.stack(made, 1)
         finite = torch.isfinite(rows).flatten(1).all(1)

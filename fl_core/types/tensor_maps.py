@@ -51,6 +51,16 @@ def copy_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: v.detach().clone() for name, v in named_tensors(model).items() if v.is_floating_point()}
 
 
+def stored_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a file of a model holds: the numbers of `copy_state`, not copied, and graphs of ONNX as bytes."""
+    return {n: v.detach() for n, v in named_tensors(model).items() if v.is_floating_point() or is_graph(n, v)}
+
+
+def is_graph(name: str, value: Tensor) -> bool:
+    """Tell whether a tensor is the bytes of a file."""
+    return value.dtype == torch.uint8 and name.rpartition(".")[2] == "graph"
+
+
 def trainable(model: nn.Module) -> dict[str, Tensor]:
     """Copy the trainable parameters alone, without buffers."""
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}

@@ -19,6 +19,7 @@ from fl_core.aggregation import adaptive_guards
 from fl_core.datasets import DataRequest, ImageExamples, SiloDataset
 from fl_core.datasets.examples import SPLITS
 from fl_core.errors import ConfigError, DataError, FederationError, ProtocolError, RefusedError, SchemaError, StateError
+from fl_core.models.split_model import FrozenBody
 from fl_core.rounds.manifest import RunManifest, Weights
 from fl_core.rounds.memory_need import StepMemory, measure_pass, measure_step
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, require_expected, run_silo_round
@@ -151,7 +152,7 @@ class PreparedRun:
     @cached_property
     def body_digest(self) -> str:
         """Return the digest of the body's weights; a large body takes as long as a round on cached features."""
-        return tensor_maps.digest(tensor_maps.copy_state(self.run.network.body))
+        return tensor_maps.digest(tensor_maps.stored_state(self.run.network.body))
 
     @cached_property
     def body_memory(self) -> int:
@@ -160,7 +161,9 @@ class PreparedRun:
             return 0
         shape = self.run.manifest.schema.shape
         with _cpu_threads(self.run.manifest.threads):
-            return measure_pass(self.run.network.body, shape, self.device).need(0, eval_batch(shape))
+            body, threads = self.run.network.body, torch.get_num_threads()
+            outside = body.memory(threads) if isinstance(body, FrozenBody) else 0
+            return outside + measure_pass(body, shape, self.device).need(0, eval_batch(shape))
 
     def _smaller(self, fitting: int) -> str:
         method, divided = self.run.method, f"train.micro_batch={fitting}"
@@ -451,6 +454,8 @@ class Trainer:
             "device": self.device.type,
             "software": [version(), torch.__version__],
         }
+        if isinstance(body := prepared.run.network.body, FrozenBody):
+            maker["runtime"] = body.runtime(manifest.schema.shape, self.device)
         if (views := prepared.run.views(split is Split.TRAIN)) > 1:
             maker["views"] = views
         request = DataRequest(manifest.schema.classes, manifest.image_size, manifest.schema.window)

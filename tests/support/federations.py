@@ -69,7 +69,7 @@ METHOD_OPTIONS: Mapping[str, Mapping[str, Option]] = {
 """Settings under which a method is quick and all of its parts are at work."""
 
 
-MODEL_SHAPES = dict.fromkeys(MODELS, (3, 32, 32)) | {
+MODEL_SHAPES = dict.fromkeys((name for name in MODELS if name != "frozen"), (3, 32, 32)) | {
     "digits_cnn": (1, 8, 8),
     "digits_mlp": (1, 8, 8),
     "digits_linear": (1, 8, 8),
@@ -84,6 +84,7 @@ MODEL_SHAPES = dict.fromkeys(MODELS, (3, 32, 32)) | {
     "char_lstm": (12,),
     "spiral_mlp": (2,),
 }
+"""Of the models that need no file."""
 
 
 def schema(shape: tuple[int, ...], classes: int = 10) -> Schema:

@@ -243,7 +243,7 @@ def test_bytes_of_another_digest_are_forgotten_and_more_than_announced_are_refus
         stub.PutWeights(iter([pb.Chunk(object=digest, data=bytes(size + 1))]))
     with pytest.raises(grpc.RpcError, match=r"E-WIRE-06.*a second"):
         stub.PutWeights(iter([pb.Chunk(object=digest, data=b"x"), pb.Chunk(object="a" * 64, offset=1, data=b"y")]))
-    for wrong, most in (("../../x", 1), ("A" * 64, 1), (digest, 0), (digest, (1 << 30) + 1)):
+    for wrong, most in (("../../x", 1), ("A" * 64, 1), (digest, 0), (digest, (2 << 30) + 1)):
         with pytest.raises(grpc.RpcError, match="E-WIRE-06"):
             stub.OpenWeights(pb.OpenWeightsRequest(digest=wrong, size=most))
     client.send_weights(digest, file)

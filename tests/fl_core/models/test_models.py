@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fl_core.errors import ConfigError
-from fl_core.models import MODELS, SplitModel, build_model, describe
+from fl_core.models import SplitModel, build_model, describe
 from fl_core.types import tensor_maps
 from fl_core.types.records import Schema
 from tests.support.federations import MODEL_SHAPES, schema, small
@@ -23,7 +23,7 @@ def test_resnet18_with_group_norm_has_no_buffers_and_512_features() -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODEL_SHAPES)
 def test_forward_is_head_of_features(name: str) -> None:
     model = small(name).eval()
     x = torch.rand(3, *MODEL_SHAPES[name])
@@ -37,7 +37,7 @@ def test_forward_is_head_of_features(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODEL_SHAPES)
 def test_equal_seeds_give_equal_weights(name: str) -> None:
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
@@ -54,7 +54,7 @@ def test_equal_seeds_give_equal_weights(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
-    [(name, {}) for name in MODELS]
+    [(name, {}) for name in MODEL_SHAPES]
     + [("efficientnet_b0", {"stochastic_depth": 0.0}), ("efficientnet_b0", {"norm": "group"})],
 )
 @pytest.mark.filterwarnings("ignore:Full backward hook")

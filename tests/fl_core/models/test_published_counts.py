@@ -122,7 +122,7 @@ def test_table_3_of_fedmr_with_prototypes() -> None:
 @pytest.mark.integration
 def test_counting_draws_nothing_and_agrees_with_a_built_model() -> None:
     before = torch.random.get_rng_state()
-    for name in MODELS:
+    for name in MODEL_SHAPES:
         facts, model = describe(name, schema(MODEL_SHAPES[name])), small(name)
         assert facts.parameters == sum(p.numel() for p in model.parameters())
         assert facts.feature_dim == model.feature_dim
@@ -137,6 +137,7 @@ def test_published_settings_can_be_built() -> None:
         "digits_cnn",
         "digits_linear",
         "efficientnet_lite0",
+        "frozen",
         "digits_mlp",
         "random_features",
         "spiral_mlp",

@@ -9,9 +9,10 @@ from torch import nn
 from fl_core.models import MODELS
 from fl_core.types import tensor_maps
 from fl_core.types.records import Schema
+from tests.support.federations import MODEL_SHAPES
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODEL_SHAPES)
 def test_names_of_tensors_are_those_of_the_state_dict(name: str) -> None:
     odd = {"char_lstm": (80,), "spiral_mlp": (2,), "mlp_net": (1, 28, 28), "table_mlp": (7,)}
     shape = (1, 8, 8) if name.startswith("digits") else odd.get(name, (3, 32, 32))
