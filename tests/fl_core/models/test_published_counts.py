@@ -18,6 +18,7 @@ COUNTS = [
     ("efficientnet_b0", {"projection": []}, (3, 200, 200), 1000, 5_288_548, 5_330_613),
     ("efficientnet_b0", {"projection": []}, (3, 200, 200), 8, 4_017_796, 4_059_861),
     ("efficientnet_lite0", {}, (3, 224, 224), 1000, 4_652_008, 4_694_073),  # the package's file of ImageNet weights
+    ("efficientnet_lite2", {}, (3, 260, 260), 1000, 6_092_072, 6_150_232),  # the same of its package
     # FedGELA's 4,115,152 is the network up to its fixed classifier: Linear(84, 8) adds 680
     ("efficientnet_b0", {"projection": [84]}, (3, 64, 64), 8, 4_115_152 + 680, 4_157_217 + 680),
     ("resnet18", {"projection": [84]}, (3, 32, 32), 10, 11_211_924 + 850, 11_221_544 + 850),
@@ -137,6 +138,7 @@ def test_published_settings_can_be_built() -> None:
         "digits_cnn",
         "digits_linear",
         "efficientnet_lite0",
+        "efficientnet_lite2",
         "frozen",
         "digits_mlp",
         "random_features",
