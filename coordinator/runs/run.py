@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -133,7 +134,7 @@ class ActiveRun:
         watch = threading.Thread(target=self._watch, args=(over,), name=f"watch-{run.id}", daemon=True)
         watch.start()
         try:
-            counted, coverage = self.rounds.begin(worker.census)
+            counted, coverage = self.rounds.begin(partial(worker.census, self.steering.quorum))
             self._keep_coverage(coverage)
             medians = [row.record.medians for row in runs.rounds(run.id)]
             worker.run(Rounds(str(state), run.closed, self.steering.quorum, medians, counted))

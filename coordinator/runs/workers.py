@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from coordinator.runs.exchange import (
 )
 from coordinator.storage.records import Contribution
 from coordinator.storage.store import CoordinatorStore
-from fl_core.errors import UnavailableError
+from fl_core.errors import ProtocolError, UnavailableError
 from fl_core.rounds.manifest import RunManifest
 from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
@@ -79,8 +79,8 @@ class RunWorker(Protocol):
     def initial(self) -> Written:
         """Write the server's state of round 0."""
 
-    def census(self) -> list[float]:
-        """Hold the census; return how many hospitals each class has."""
+    def census(self, quorum: int) -> list[float]:
+        """Hold the census; return how many hospitals each class has. quorum: as in `Rounds`."""
 
     def run(self, left: Rounds) -> None:
         """Run the rounds that are left; raises as `RoundLoop.run`, and what the service raises."""
@@ -120,6 +120,7 @@ class ProcessWorker:
         except OSError as error:
             raise _unavailable(f"none starts ({error})") from error
         self._first = Future[Mapping[str, Any] | None]()
+        self._checks: dict[str, str] = {}
         self._calls = Calls(self._child.line, self._answers(), ERRORS)
         name = f"worker-{self._child.pid}"
         try:
@@ -169,13 +170,18 @@ class ProcessWorker:
         self._call("take", *setup)
 
     def check(self, update: Update) -> None:
-        self._call("check", *update)
+        self._checks[update.id] = update.silo
+        try:
+            self._call("check", *update)
+        finally:
+            if self.lives:  # else it ended with this check
+                self._checks.pop(update.id, None)
 
     def initial(self) -> Written:
         return Written(*self._call("initial"))
 
-    def census(self) -> list[float]:
-        counted: list[float] = self._call("census")
+    def census(self, quorum: int) -> list[float]:
+        counted: list[float] = self._call("census", quorum)
         return counted
 
     def run(self, left: Rounds) -> None:
@@ -186,6 +192,7 @@ class ProcessWorker:
 
     def end(self) -> None:
         self._child.end()
+        self._calls.close()
 
     def _call(self, name: str, *arguments: object) -> Any:  # noqa: ANN401 - as `Calls.call`
         self._loaded()
@@ -195,7 +202,8 @@ class ProcessWorker:
             raise self._ended() from error
 
     def _ended(self) -> UnavailableError:
-        return _unavailable(self._child.ending())
+        silos = ", ".join(sorted({*self._checks.values()}))
+        return _unavailable(self._child.ending() + (f" while it checked updates of {silos}" if silos else ""))
 
     def _answers(self) -> dict[str, Callable[..., object]]:
         """Return what the worker may ask: each is put to the service that there is then."""
@@ -272,7 +280,8 @@ class RunWorkers:
         self._start = partial(_Started, objects.folder, start, extensions)
         self._lock = threading.Lock()
         self._all: list[_Started] = []
-        self._runs: dict[str, _OfRun] = {}
+        self._runs: dict[tuple[str, str], _OfRun] = {}
+        self._suspects, self._one_suspect = set[tuple[str, str]](), threading.Lock()
         self._spare: tuple[_Started, float] | None = None
         self._closed = False
 
@@ -286,13 +295,14 @@ class RunWorkers:
             self._keep(started)
 
     @contextmanager
-    def of(self, run_id: str, wanted: Callable[[], None] = lambda: None) -> Iterator[RunWorker]:
+    def of(self, run_id: str, wanted: Callable[[], None] = lambda: None, apart: str = "") -> Iterator[RunWorker]:
         """Use a run's worker inside the block, also beside others who do.
 
-        wanted: is called once `interrupt` reaches the worker; raises where nobody wants one any more.
+        wanted: is called once `interrupt` reaches the worker; raises where nobody wants one any more
+        apart: a silo whose update is checked apart from the run, in a worker of its own.
         """
         with self._lock:
-            entry = self._runs.setdefault(run_id, _OfRun())
+            entry = self._runs.setdefault((run_id, apart), _OfRun())
             entry.users += 1
         try:
             with entry.lock:
@@ -318,21 +328,44 @@ class RunWorkers:
             with self._lock:
                 entry.users -= 1
                 if last := not entry.users:
-                    del self._runs[run_id]
+                    del self._runs[run_id, apart]
             if last and entry.started is not None:
                 (self._end if entry.failed else self._keep)(entry.started)
 
     def interrupt(self, run_id: str) -> None:
-        """End a run's worker in the middle of what it does; whoever uses it gets UnavailableError (E-RUN-56)."""
+        """End a run's workers in the middle of what they do; whoever uses one gets UnavailableError (E-RUN-56)."""
         with self._lock:
-            entry = self._runs.get(run_id)
-        if entry is not None and (started := entry.started) is not None:
-            started.worker.end()
+            entries = [entry for (run, _), entry in self._runs.items() if run == run_id]
+        for entry in entries:
+            if (started := entry.started) is not None:
+                started.worker.end()
 
     def check(self, update: Contribution, file: Path) -> None:
-        """Raise ProtocolError (E-WIRE-05, E-WIRE-06, E-RUN-43, E-RUN-47) unless an update is valid for its round."""
-        with self.of(update.run_id) as worker:
-            worker.check(Update(update.id, update.silo, update.round, update.kind.value, str(file)))
+        """Raise ProtocolError (E-WIRE-05, E-WIRE-06, E-RUN-43, E-RUN-47) unless an update is valid for its round.
+
+        A worker that ends while it checks pauses its run (UnavailableError, E-RUN-56). From then on the silo's updates
+        are checked apart from the run, one at a time; one whose check ends that worker too is refused (ProtocolError,
+        E-RUN-56), and one that passes ends the suspicion.
+        """
+        who = update.run_id, update.silo
+        suspect = who in self._suspects
+        with self._one_suspect if suspect else nullcontext():
+            with self.of(update.run_id, apart=update.silo if suspect else "") as worker:
+                try:
+                    worker.check(Update(update.id, update.silo, update.round, update.kind.value, str(file)))
+                except UnavailableError as error:
+                    if error.code != "E-RUN-56" or self._closed:
+                        raise
+                    self._suspects.add(who)
+                    if not suspect:
+                        raise
+                    raise ProtocolError(
+                        "E-RUN-56",
+                        f"expected an update of {update.silo} that can be checked, found that the process which checks "
+                        "it ended, as one did before: the coordinator's log has what both said; exclude the hospital, "
+                        "or give the service more memory; then resume the run if it has paused",
+                    ) from error
+            self._suspects.discard(who)
 
     def build(self, spec: str, silos: Sequence[pb.SiloInfo]) -> RunManifest:
         """Freeze a lead's configuration; raises as `build_manifest`."""

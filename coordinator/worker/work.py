@@ -140,10 +140,10 @@ class RunWork:
             state = self._compiled.initial_state()
         return self.written(state)
 
-    def census(self) -> list[float]:
+    def census(self, quorum: int) -> list[float]:
         """Hold the census; return how many hospitals each class has. Raises as `RoundLoop.census`."""
         rounds = _Rounds(self)
-        counted: list[float] = rounds.loop(0).census(rounds)[HOSPITALS].tolist()
+        counted: list[float] = rounds.loop(quorum).census(rounds)[HOSPITALS].tolist()
         return counted
 
     def run(self, left: Rounds) -> None:

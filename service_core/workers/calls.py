@@ -64,7 +64,13 @@ class Calls:
                     error = self._errors.read(raw)
                     self._open.pop(number).set_exception(error)
         except Exception:  # whatever it is, no call may wait for ever
-            log.exception("the other side said what nobody understands, or this one cannot answer")
+            if not self._ended:
+                log.exception("the other side said what nobody understands, or this one cannot answer")
+        self.close()
+        self._line.incoming.close()
+
+    def close(self) -> None:
+        """Have open calls, and later ones, raise OtherSideEndedError, whoever may still hold the pipe."""
         with self._lock:
             self._ended = True
             still_open, self._open = list(self._open.values()), {}

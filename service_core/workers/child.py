@@ -74,13 +74,12 @@ class ChildProcess:
             self._kill(self._process)
 
     def end(self) -> None:
-        """Close its pipe, with which it ends by itself, or kill it."""
+        """Close its pipe, with which it ends by itself, or kill it; whoever reads `line` closes that end."""
         with self.within(END_S):
             with suppress(OSError, ValueError):
                 self.line.outgoing.close()
             self._process.wait()
         self._has_ended()
-        self.line.incoming.close()
 
     def ending(self) -> str:
         """End it, and say how it ended: "it was killed by SIGKILL"."""

@@ -257,6 +257,7 @@ class CagedWorker:
         if self._child is None:
             return
         self._child.end()
+        self._child.line.incoming.close()
         self._child = None
         rmtree(self._scratch, ignore_errors=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -266,6 +267,35 @@ def test_the_keys_are_one_object_which_members_alone_read(four: World, tmp_path:
         assert four.server.objects.has(digest)
         four.server.runs.abort(run.id)
         until(lambda: not four.server.objects.has(digest), "the end of the keys with the run")
+
+
+def test_a_census_waits_for_the_quorum_that_the_lead_set(four: World) -> None:
+    """The run's own is two thirds, three of four: with it, the fourth would not be counted."""
+    asked, counted = list[str](), threading.Event()
+
+    def refused_at_first(message: pb.SiloMessage) -> Sequence[pb.SiloMessage]:
+        if message.WhichOneof("body") == "preflight" and not asked:
+            asked.append(message.preflight.run_id)
+            message.preflight.ready, message.preflight.code, message.preflight.reason = False, "E-RUN-14", "busy"
+            message.preflight.ClearField("secagg_entry")
+        return [message]
+
+    def late(key: TaskKey, masks: TaskMasks, update: Bundle) -> Bundle:
+        assert not key.kind.census or counted.wait(60)
+        return masks.cover(update)
+
+    with silos(four, FOUR, west={"says": refused_at_first, "cover": late}):
+        try:
+            run = four.submit(masked(FOUR, Secagg(1, census=True), rounds=1))
+            assert four.ended(run.id).state is RunState.PAUSED
+            four.server.runs.resume(run.id, quorum=4)
+            waiting = until(lambda: four.server.runs.waiting(run.id), "the census", 60)
+            assert four.server.store.runs.round(run.id, 0).record.kind is TaskKind.CENSUS
+            assert waiting.needed == 4
+        finally:
+            counted.set()
+        four.server.runs.abort(run.id)
+        four.ended(run.id)
 
 
 # ---- one set ---------------------------------------------------------------------------------------------------------

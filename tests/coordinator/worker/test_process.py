@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -101,38 +102,70 @@ def test_a_run_whose_process_is_killed_pauses_alone_and_ends_in_the_same_model(t
 
 @pytest.mark.fault(
     "a run's worker",
-    "is killed whenever it checks an update",
-    "the run pauses with E-RUN-56; the update is sent again and taken later, and nothing is trained again",
+    "is killed while it checks an update, for want of memory say",
+    "the run pauses with E-RUN-56; the update is sent again and taken, and nothing is trained again",
 )
-def test_an_update_whose_check_is_killed_is_taken_once_a_process_can_check_it(
+def test_an_update_whose_check_is_killed_once_is_taken_by_the_resumed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agreed = manifest(rounds=1)
     expected = tensor_maps.digest(simulate(RunSetup.of(agreed), shares(), Observer())["w"])
-    code = """
+    once = tmp_path / "once"
+    once.touch()
+    code = f"""
     import os, signal
-    from coordinator.worker import __main__, work
-    work.RunWork.check = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    from pathlib import Path
+    from coordinator.worker import work
+    check = work.RunWork.check
+    def killed_once(self, update):
+        try:
+            Path({str(once)!r}).unlink()
+        except FileNotFoundError:
+            return check(self, update)
+        os.kill(os.getpid(), signal.SIGKILL)
+    work.RunWork.check = killed_once
     """
+    monkeypatch.setattr(run_workers, "launch_here", lambda: programmed(code))
     with federation(tmp_path / "home", settings=PROCESSES) as made:
-        with monkeypatch.context() as patched:
-            patched.setattr(run_workers, "launch_here", lambda: programmed(code))
-            made.come()
-            run = made.world.submit(agreed)
-            paused = made.world.ended(run.id, 120)
-            assert paused.state is RunState.PAUSED
-            assert paused.reason.startswith("E-RUN-56")
-
-        def is_finished() -> bool:
-            found = made.world.run(run.id)
-            if found.state is RunState.PAUSED:  # again, where a process of those was still there
-                made.world.server.runs.resume(run.id)
-            return found.state is RunState.FINISHED
-
-        until(is_finished, "the end of the run", 180)
-        assert made.world.finished(run.id).model_digest == expected
+        made.come()
+        run = made.world.submit(agreed)
+        paused = made.world.ended(run.id, 120)
+        assert paused.state is RunState.PAUSED
+        assert paused.reason.startswith("E-RUN-56")
+        made.world.server.runs.resume(run.id)
+        assert made.world.finished(run.id, 120).model_digest == expected
         for name in made.here:
             assert made[name].script.begun == [(0, TaskKind.TRAIN), (1, TaskKind.EVALUATE)]
+
+
+@pytest.mark.fault(
+    "a hospital",
+    "sends an update whose check ends the process that checks it",
+    "the run pauses once, with the hospital's name; then the update is refused, and the run goes on without it",
+)
+def test_an_update_whose_check_always_ends_its_process_is_refused_by_name_and_pauses_its_run_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = """
+    import os
+    from coordinator.worker import work
+    check = work.RunWork.check
+    work.RunWork.check = lambda self, update: os.abort() if update.silo == "south" else check(self, update)
+    """
+    monkeypatch.setattr(run_workers, "launch_here", lambda: programmed(code))
+    with federation(tmp_path / "home", settings=PROCESSES) as made:
+        made.come(wait=lambda _: False)
+        run = made.world.submit(manifest(rounds=2, quorum=2))
+        paused = made.world.ended(run.id, 120)
+        assert paused.state is RunState.PAUSED
+        assert paused.reason.startswith("E-RUN-56")
+        assert re.search("SIGABRT while it checked updates of [a-z, ]*south", paused.reason)
+        made.world.server.runs.resume(run.id)
+        made.world.finished(run.id, 120)
+        assert all("south" not in included for included in made.included(run.id))
+        refused = events(made.world, run.id, "refused")
+        assert refused
+        assert all(silo == "south" and "E-RUN-56" in text for silo, text in refused)
 
 
 @pytest.mark.fault("a coordinator", "is killed while a run's worker computes", "the worker ends with it")
