@@ -55,8 +55,15 @@ def torch_scope(seed: int, *path: str | int) -> Iterator[None]:
     number = derive(seed, *path)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
     with _LOCK, torch.random.fork_rng(devices=list(devices)):
-        # Not torch.manual_seed: without a GPU it keeps a traceback for every kind of device, for ever (0.15 ms a call).
-        torch.default_generator.manual_seed(number)
-        if devices:
-            torch.cuda.manual_seed_all(number)
+        seed_torch(number)
         yield
+
+
+def seed_torch(number: int) -> None:
+    """Seed torch's global generators anew, inside of a `torch_scope`."""
+    import torch
+
+    # Not torch.manual_seed: without a GPU it keeps a traceback for every kind of device, for ever (0.15 ms a call).
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(number)

@@ -16,7 +16,9 @@ from silo.storage.home import Home
 if TYPE_CHECKING:
     from silo.training.data_source import DataSource
 
-_OF_WORKER = ("data", "device", "nominal_size", "prototypes", "holds", "image_cache_gib", "feature_cache_gib")
+_OF_WORKER = (
+    *("data", "device", "nominal_size", "prototypes", "holds", "image_cache_gib", "feature_cache_gib", "processes"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class SiloSettings:
     answer_after, pulse_floor: see `ResponseTiming`   holds: classes that it declares to have examples of
     metrics: where they are served, if anywhere; metrics_budgets: include the ledger's spending
     image_cache_gib: of decoded images, kept in the home; see `ImageLoader`   feature_cache_gib: of features from a
-    frozen body; see `FeatureCache`.
+    frozen body; see `FeatureCache`   processes: that share training steps, each on its own GPU if there are any.
     """
 
     home: Home
@@ -42,6 +44,7 @@ class SiloSettings:
     metrics_budgets: bool = False
     image_cache_gib: float = 4.0
     feature_cache_gib: float = DEFAULT_GIB
+    processes: int = 1
 
     def as_json(self) -> dict[str, object]:
         """Write what a worker needs of them."""

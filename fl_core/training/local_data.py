@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,8 @@ from fl_core.training import optimizers
 from fl_core.training.compilation import compiled
 from fl_core.training.devices import cudnn_benchmark
 from fl_core.types.enums import Split
-from fl_core.types.interfaces import LocalData, RoundData
+from fl_core.types.interfaces import Gradients, LocalData, RoundData, StepPart
+from fl_core.types.records import TrainConfig
 from fl_core.types.targets import class_counts, has_class, is_multi_label, trained_classes
 from fl_core.types.values import (
     AS_SCHEDULED,
@@ -78,6 +79,7 @@ class PlainLocalData:
         self._config, self._context = data.config, data.context
         self._device = data.device or torch.device("cpu")
         self._progress = data.progress or (lambda *_: None)
+        self._team = data.team
         self._ahead = 2 if self._device.type == "cuda" else 0
         self._calls = 0
         self._counts: Tensor | None = None
@@ -105,7 +107,7 @@ class PlainLocalData:
         if self._config.augment:
             augment = rng.stream(self._context.seed, *path, "augment")
         named = {name: p for name, p in model.named_parameters() if options.only is None or options.only(name)}
-        if not any(p.requires_grad for p in named.values()):
+        if not (moved := [p for p in named.values() if p.requires_grad]):
             raise ConfigError("E-CFG-08", NOTHING_TO_TRAIN)
         model.train()
         if self._config.channels_last:
@@ -126,11 +128,13 @@ class PlainLocalData:
                 self._refuse(no_step_error("only batches of one example"))
             for (done, _), (x, y) in zip(used, self._stream([i for _, i in used], augment), strict=True):
                 descent.clear()
-                descent.backward(self._objectives(model, loss, x, y, options.penalty))
+                parts = self._parts(x, y, descent.scale, (*path, "dropout", taken))
+                descent.backward(self._objectives(model, loss, parts, options.penalty, moved))
                 optimizers.correct_gradient(named, self._config.clip_norm, options)
                 descent.step()
                 taken += 1
                 self._progress(done, len(batches))
+        self._team.finish(moved)
         if self._config.channels_last:
             model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         return taken
@@ -139,30 +143,42 @@ class PlainLocalData:
         """Handle a training without a step, which depends on this silo's number of examples."""
         raise error
 
+    def _parts(self, x: Tensor, y: Tensor, scale: float, path: Sequence[str | int]) -> list[StepPart]:
+        """Divide a batch into micro-batches, each of which any process may compute: the bits are the same.
+
+        So the draws of each follow from its place, and it lies in memory of its own, as the kernels of products add in
+        another order where rows begin at another multiple of 64 bytes.
+        scale: of the objectives   path: of the step's draws.
+        """
+        if not (size := self._config.micro_batch):
+            return [StepPart((x, y), (1.0, scale))]
+        pairs = zip(torch.split(x, size), torch.split(y, size), strict=True)
+        return [
+            StepPart((a.clone(), b), (len(a) / len(x), scale), rng.derive(self._context.seed, *path, number))
+            for number, (a, b) in enumerate(pairs)
+        ]
+
     def _objectives(
-        self, model: nn.Module, loss: LossFn, x: Tensor, y: Tensor, penalty: PenaltyFn | None
+        self,
+        model: nn.Module,
+        loss: LossFn,
+        parts: Sequence[StepPart],
+        penalty: PenaltyFn | None,
+        params: Sequence[nn.Parameter],
     ) -> Iterator[Tensor]:
         """Yield the objectives of a step: one, or one for each micro-batch, whose sum is minimised.
 
-        Raises ConfigError (E-CFG-08) if a loss mixes the examples of a batch that is divided.
+        Helpers compute those that follow each one meanwhile, and their gradients are added after it.
+        Raises as `part_objective`.
         """
-        size = self._config.micro_batch or len(x)
-        for number, (some_x, some_y) in enumerate(zip(torch.split(x, size), torch.split(y, size), strict=True)):
-            with self._autocast():
-                losses = loss(model, some_x, some_y)
-                if len(some_x) < len(x) and losses.coupled is not None:
-                    raise ConfigError("E-CFG-08", f"a loss that mixes the examples of a batch: {NO_MICRO_BATCH}")
-                objective = losses.objective()
-            if len(some_x) < len(x):
-                objective = objective * (len(some_x) / len(x))
+        for number in range(0, len(parts), self._team.size):
+            self._team.deal(params, parts[number + 1 : number + self._team.size])
+            objective = part_objective(model, loss, parts[number], self._config, self._device)
             if penalty is not None and number == 0:
                 objective = objective + penalty(model)
             yield objective
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        if self._config.amp == "off":
-            return nullcontext()
-        return torch.autocast(self._device.type, optimizers.AMP[self._config.amp])
+            for gradients in self._team.collect():
+                _add_gradients(params, gradients)
 
     def _stream(self, batches: Sequence[Tensor], augment: torch.Generator | None) -> Iterator[tuple[Tensor, Tensor]]:
         """Read training batches in order; on a GPU one thread reads ahead into pinned memory.
@@ -181,7 +197,7 @@ class PlainLocalData:
             x, y = self._to_device(x, y)
             if on_device is not None:
                 x = examples.prepared(x, on_device)
-            return self._to_memory_format(x, y)
+            return to_memory_format(x, self._config), y
 
         if not self._ahead:
             for index in batches:
@@ -200,11 +216,6 @@ class PlainLocalData:
         if self._device.type == "cuda" and x.device.type == "cpu":
             x, y = x.pin_memory(), y.pin_memory()
         return x.to(self._device, non_blocking=True), y.to(self._device, non_blocking=True)
-
-    def _to_memory_format(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        if self._config.channels_last and x.dim() == 4:
-            x = x.contiguous(memory_format=torch.channels_last)
-        return x, y
 
     def _batches(self, order: torch.Generator, steps: int) -> list[Tensor]:
         config = self._config
@@ -255,6 +266,33 @@ class PlainLocalData:
     @property
     def multi_label(self) -> bool:
         return is_multi_label(self._examples[Split.TEST].labels)
+
+
+def part_objective(model: nn.Module, loss: LossFn, part: StepPart, config: TrainConfig, device: torch.device) -> Tensor:
+    """Return the objective of a part of a step, weighted by its share of the examples.
+
+    Raises ConfigError (E-CFG-08) if a loss mixes the examples of a batch that is divided.
+    """
+    (x, y), (share, _) = part.tensors, part.numbers
+    if part.seed is not None:
+        rng.seed_torch(part.seed)
+    amp = nullcontext() if config.amp == "off" else torch.autocast(device.type, optimizers.AMP[config.amp])
+    with amp:
+        losses = loss(model, x, y)
+        if share < 1 and losses.coupled is not None:
+            raise ConfigError("E-CFG-08", f"a loss that mixes the examples of a batch: {NO_MICRO_BATCH}")
+        objective = losses.objective()
+    return objective * share if share < 1 else objective
+
+
+def _add_gradients(params: Sequence[nn.Parameter], gradients: Gradients) -> None:
+    for p, gradient in zip(params, gradients, strict=True):
+        if gradient is not None:
+            p.grad = gradient.to(p.device, copy=True) if p.grad is None else p.grad.add_(gradient.to(p.device))
+
+
+def to_memory_format(x: Tensor, config: TrainConfig) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last) if config.channels_last and x.dim() == 4 else x
 
 
 def _of_one_class(query: Query, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -112,6 +112,11 @@ class GradientDescent:
         self._optimizers = make_optimizers(named, lr, config, no_momentum)
         self._scaler = GradScaler(device, enabled=config.amp == "fp16")
 
+    @property
+    def scale(self) -> float:
+        """By what objectives are multiplied in float16; else 1."""
+        return float(self._scaler.get_scale())
+
     def clear(self) -> None:
         """Free the last gradient before a forward pass needs its memory."""
         for optimizer in self._optimizers:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from fl_core.types.enums import Capability, Coupling, Split, TaskKind
 from fl_core.types.records import TrainConfig
@@ -76,12 +76,43 @@ class LocalData(Protocol):
         ...
 
 
+class StepPart(NamedTuple):
+    """What one process computes of a training step.
+
+    tensors: with a row for each example   numbers: of all of it   seed: of what layers draw; None for secret draws.
+    """
+
+    tensors: tuple[Tensor, ...]
+    numbers: tuple[float, ...]
+    seed: int | None = None
+
+
+Gradients = Sequence["Tensor | None"]
+"""One tensor per parameter; None where the loss does not depend on it."""
+
+
+class Team:
+    """The processes that compute a silo's steps; this class is a process that computes alone."""
+
+    size: int = 1
+
+    def deal(self, params: Sequence[nn.Parameter], parts: Sequence[StepPart]) -> None:
+        """Give each helper at most one part of a step, to be computed with these parameters."""
+
+    def collect(self) -> Iterator[Gradients]:
+        """Return the gradients of the parts that were dealt, in their order; each is valid until the next is dealt."""
+        return iter(())
+
+    def finish(self, params: Sequence[nn.Parameter]) -> None:
+        """End a call of `sgd`, with the trained parameters."""
+
+
 @dataclass(frozen=True, slots=True)
 class RoundData:
     """The input of a silo's round: its examples, the schedule, and the model's device.
 
     device: the CPU by default   progress: receives steps done and total steps   public: the public test set, if there
-    is one.
+    is one   team: computes the steps.
     """
 
     train: Examples
@@ -91,6 +122,7 @@ class RoundData:
     device: torch.device | None = None
     progress: Progress | None = None
     public: Examples | None = None
+    team: Team = Team()  # noqa: RUF009 - it has no state
 
 
 DataFactory = Callable[[RoundData], LocalData]

@@ -53,11 +53,12 @@ class TrainConfig:
     shape and takes the fastest; compile: the model's features in kernels of torch.compile; augment_on_device: examples
     are augmented where the model is trained, by the same draws. These four change results within float noise alone.
     micro_batch: examples of a step whose loss is computed at once (0: all of them); gradients of the parts add up to
-    the step's, so less memory is taken and results change within float noise alone. Not with batch norm or a loss that
-    mixes examples. freeze: "features" leaves the model's body as the run begins with it: examples are its output, made
-    of each once, and what stands behind it is the model that is trained and sent (`training/frozen_features.py`);
-    views: of each image, itself among them, of which a step draws one. drop_last: leave out the last batch of an epoch
-    where it is shorter, as the programs of FedMR's and FedGELA's authors do; private steps draw examples one by one.
+    the step's, so less memory is taken, a hospital's processes can share them, and results change within float noise
+    and by other draws of dropout. Not with batch norm or a loss that mixes examples. freeze: "features" leaves the
+    model's body as the run begins with it: examples are its output, made of each once, and what stands behind it is the
+    model that is trained and sent (`training/frozen_features.py`); views: of each image, itself among them, of which a
+    step draws one. drop_last: leave out the last batch of an epoch where it is shorter, as the programs of FedMR's and
+    FedGELA's authors do; private steps draw examples one by one.
     """
 
     lr: Annotated[Positive, bounded(at_most, MAX_STRENGTH)] = 0.01

@@ -100,6 +100,12 @@ FeatureCacheOption = Annotated[
         help="GiB of features of frozen models to cache in the home; 0: refuse such runs.",
     ),
 ]
+ProcessesOption = Annotated[
+    int,
+    typer.Option(
+        "--processes", help="Processes that share the steps of training, each on its own GPU if --device is one."
+    ),
+]
 PulseFloorOption = Annotated[
     float, typer.Option("--pulse-floor", help="Minimum seconds between pulses, whatever the coordinator asks for.")
 ]

@@ -20,6 +20,7 @@ from silo.cli.options import (
     MetricsBudgetsOption,
     MetricsOption,
     PageOption,
+    ProcessesOption,
     PulseFloorOption,
     SiloHome,
     home_of,
@@ -58,6 +59,7 @@ def serve(
     pulse_floor: PulseFloorOption = 1.0,
     image_cache: ImageCacheOption = 4.0,
     feature_cache: FeatureCacheOption = 4.0,
+    processes: ProcessesOption = 1,
     metrics: MetricsOption = None,
     metrics_budgets: MetricsBudgetsOption = False,
     show_page: PageOption = False,
@@ -89,6 +91,7 @@ def serve(
         metrics_budgets,
         image_cache,
         feature_cache,
+        processes,
     )
     foreground.serve(settings, as_json, log_format=logs.chosen_format(log_format), page=show_page)
 

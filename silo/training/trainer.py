@@ -30,7 +30,7 @@ from fl_core.training.local_data import eval_batch, has_batch_norm
 from fl_core.types import tensor_maps
 from fl_core.types.columns import difference
 from fl_core.types.enums import Coupling, Split, TaskKind
-from fl_core.types.interfaces import LocalData, RoundData
+from fl_core.types.interfaces import LocalData, RoundData, Team
 from fl_core.types.metric_parts import METRIC_PARTS, METRICS, PERSONAL
 from fl_core.types.values import Bundle, Examples, Progress, RoundContext, State, Tensors
 from privacy import profiles
@@ -53,6 +53,7 @@ from silo.storage.feature_cache import Block, FeatureCache, FeatureKey, KeptFeat
 from silo.storage.outbox import TrainingResult
 from silo.storage.run_data import RunData
 from silo.training.data_source import BrokenRecords, DataSource
+from silo.training.helpers import Helpers, HelpersRound, undivided
 from silo.training.own_evaluation import measure_exactly, own_evaluation
 
 log = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class PreparedRun:
     """A silo's part in a run, with everything that is built once.
 
     access: the hospital's permission for the run   broadcast: names, shapes and dtypes of the server's messages
-    device: of the model.
+    device: of the model   processes: that compute its steps where they can be shared.
     """
 
     run: CompiledRun
@@ -84,6 +85,7 @@ class PreparedRun:
     access: RunAccess
     broadcast: Mapping[str, object]
     device: torch.device
+    processes: int = 1
 
     @property
     def index(self) -> int:
@@ -134,6 +136,9 @@ class PreparedRun:
                 f"body of {self.run.manifest.model.name}, found less: choose a smaller model or smaller images",
             )
         rows, step = self.step_memory
+        shares_memory = self.processes > 1 and self.device.type == "cpu" and not self.undivided
+        sharing = self.processes if shares_memory else 1
+        free //= sharing
         if (need := step.need(rows.training, rows.evaluating)) <= free:
             return
         fitting = 0 if self.run.private else step.fitting(free, rows.training, rows.evaluating)
@@ -146,8 +151,15 @@ class PreparedRun:
         raise RefusedError(
             "E-RUN-38",
             f"expected about {memory.mib(need)} of free memory on {self.device} for {self.run.manifest.model.name} "
-            f"with {rows.training} examples at once, found less: {remedy}",
+            f"with {rows.training} examples at once{f' in each of {sharing} processes' if sharing > 1 else ''}, found "
+            f"less: {remedy}",
         )
+
+    @cached_property
+    def undivided(self) -> str:
+        """Say why helpers do not share the run's training steps; empty if they do."""
+        step = self.run.profile.made_up_step(self.index, _context_of(self, 0, 0), self.device)
+        return undivided(self.run, step.training)
 
     @cached_property
     def body_digest(self) -> str:
@@ -175,7 +187,10 @@ class PreparedRun:
 
 
 class Trainer:
-    """Runs tasks on one hospital's data. prototypes: False is the hospital's opt-out, for every run."""
+    """Runs tasks on one hospital's data.
+
+    prototypes: False is the hospital's opt-out, for every run   helpers: processes that share its training steps.
+    """
 
     def __init__(
         self,
@@ -186,8 +201,9 @@ class Trainer:
         features: FeatureCache,
         prototypes: bool = True,
         run_round: RunRound = run_silo_round,
+        helpers: Helpers | None = None,
     ) -> None:
-        self._silo = silo
+        self._silo, self.helpers = silo, helpers
         self._controls = controls
         self.source = data
         self.device = device
@@ -271,7 +287,8 @@ class Trainer:
         runtime.model.to(self.device)
         broadcast = tensor_maps.signature(run.method.broadcast(run.initial_state()))
         runtime, self._few = replace(runtime, withholds=access.floors.parts), ()
-        prepared = PreparedRun(run, runtime, access, broadcast, self.device)
+        processes = 1 if self.helpers is None else self.helpers.size
+        prepared = PreparedRun(run, runtime, access, broadcast, self.device, processes)
         self._prepared = (policy, prepared)
         return prepared
 
@@ -344,6 +361,10 @@ class Trainer:
             fingerprint=prepared.dataset.fingerprint,
         )
 
+    def helpers_of(self, prepared: PreparedRun, kind: TaskKind) -> Helpers | None:
+        """Return the helpers if they share the training steps of a task."""
+        return self.helpers if self.helpers is not None and kind.trains and not prepared.undivided else None
+
     def trained_classes(self, prepared: PreparedRun, access: TaskAccess) -> list[int]:
         """Return the positions of the classes that this silo trains, without those that the run's rules hide."""
         manifest, dataset = prepared.run.manifest, prepared.dataset
@@ -368,9 +389,12 @@ class Trainer:
             train, test = self._examples(prepared, progress, broken)
         sent = self._sent_of(prepared, test)
         opened = RoundData(train, test, prepared.run.manifest.train, context, self.device, progress)
-        data = access.open(replace(opened, test=sent))
+        helpers = self.helpers_of(prepared, access.key.kind)
+        data = access.open(replace(opened, test=sent, team=helpers or Team()))
         try:
             with _hide_details(private):
+                if helpers is not None:
+                    data = helpers.begin(data, _helpers_round(prepared, access, state, context, train))
                 done = self._run_round(prepared.runtime, access.message, state, data, context, access.key.kind)
                 if (private or sent is not test) and METRICS in done.measured:
                     exact = access.open_for_hospital(replace(opened, progress=None))
@@ -500,6 +524,26 @@ class Trainer:
                 f"expected to start from {start}, found the model {digests.get('w', 'none')[:16]} or other tensors "
                 "beside it than the manifest names: ask the lead",
             )
+
+
+def _helpers_round(
+    prepared: PreparedRun, access: TaskAccess, state: State | None, context: RoundContext, train: Examples
+) -> HelpersRound:
+    """Describe a round without the guards and masks of what leaves, which are the first process's alone."""
+    run, runtime = prepared.run, prepared.runtime
+    message = {group: dict(values) for group, values in prepared.model_of(access.message).items()}
+    layout = {part: spec for part, spec in runtime.layout.items() if part not in run.guard_parts}
+    return HelpersRound(
+        replace(runtime, layout=layout, guards=(), masking=None, withholds=frozenset(), own=None),
+        message,
+        state,
+        run.manifest.train,
+        context,
+        access.key.kind,
+        run.manifest.threads,
+        run.profile.private_form,
+        train.groups is not None,
+    )
 
 
 def _context_of(prepared: PreparedRun, round: int, cohort: int) -> RoundContext:

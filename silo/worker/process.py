@@ -22,6 +22,7 @@ from silo.events import SiloEvent
 from silo.identity.identity import SiloIdentity
 from silo.settings import SiloSettings
 from silo.storage.store import SiloStore
+from silo.training.helpers import Helpers
 from silo.worker.cage import Walls
 from silo.worker.exchange import ERRORS
 from silo.worker.tasks import TaskWork
@@ -36,9 +37,12 @@ def serve(setup: Mapping[str, Any], walls: Walls, line: Line) -> None:
     logging.basicConfig(level=setup["log_level"], handlers=[_LogLines(line)], force=True)
     try:
         settings = SiloSettings.of_json(setup["settings"])
+        helpers = Helpers.fork(settings.processes, settings.device, (line.incoming, line.outgoing))
         store = SiloStore(settings.home.database)
         controls = HospitalControls(settings.home, store, SiloIdentity(settings.home.path).ca_fingerprint())
-        work = TaskWork.of(settings, store, controls, lambda kind, s: line.send(computed=[kind.value, s]))
+        work = TaskWork.of(
+            settings, store, controls, lambda kind, s: line.send(computed=[kind.value, s]), helpers=helpers
+        )
         about = work.describe()
     except Exception as error:
         line.send(failed=_logged(error))

@@ -44,6 +44,7 @@ from silo.storage.store import SiloStore
 from silo.storage.tasks import OutboxEntry
 from silo.training import evaluation_summary
 from silo.training.data_source import BrokenRecords, data_offer
+from silo.training.helpers import Helpers
 from silo.training.trainer import PreparedRun, RunRound, Trainer
 from silo.worker.exchange import Description, PreflightReadiness, ServiceSide
 from silo.worker.masks import MAX_KEYS_BYTES, RunMasks
@@ -83,11 +84,12 @@ class TaskWork:
         controls: HospitalControls,
         computed: Callable[[TaskKind, float], None],
         run_round: RunRound = run_silo_round,
+        helpers: Helpers | None = None,
     ) -> TaskWork:
         """Make what a hospital's tasks need.
 
         computed: called with the seconds that a round took   run_round: the arithmetic of a round, replaced in tests
-        and benchmarks.
+        and benchmarks   helpers: share training steps. Raises as `Helpers.require_gpus`.
         """
 
         def timed(*parts: Any) -> SiloRound:  # noqa: ANN401
@@ -103,7 +105,9 @@ class TaskWork:
         features = FeatureCache(home.features, int(settings.feature_cache_gib * 2**30))
         features.forget(but=str(source.reference))
         device = choose_device(settings.device)
-        trainer = Trainer(silo, source, controls, device, features, settings.prototypes, timed)
+        if helpers is not None:
+            helpers.require_gpus(device)
+        trainer = Trainer(silo, source, controls, device, features, settings.prototypes, timed, helpers)
         return cls(Outbox(store, objects, silo), trainer, controls, RunMasks(store, identity))
 
     def describe(self) -> Description:
@@ -143,7 +147,12 @@ class TaskWork:
         state, comparison_model = self._kept_state(task, prepared), self._comparison_model(task, prepared)
         access = self._admit_task(task, prepared, self._question(task, prepared, data if begins else None))
         begun = f"{key} of {run.manifest.name} ({run.updates.reading}): {key.kind.doing}"
-        service.emit(event("training", begun, key, {"name": run.manifest.name}))
+        about: dict[str, Any] = {"name": run.manifest.name}
+        if key.kind.trains and (helpers := self.trainer.helpers) is not None:
+            about["processes"] = 1 if prepared.undivided else helpers.size
+            begun += f" in {about['processes']} of {helpers.size} processes"
+            begun += f", since {prepared.undivided}" if prepared.undivided else ""
+        service.emit(event("training", begun, key, about))
         _tell_repeated_charge(task, access)
         service.training_begins(private)
         with self._marked(task):

@@ -45,20 +45,22 @@ class Draws:
             _fill(self._secret, noise)
         self.unit_by_unit = stochastic and not noise.private
 
-    @contextmanager
-    def scope(self) -> Iterator[None]:
-        with rng.torch_scope(self._noise.seed(*self.path, "layers")):
-            if self._noise.private:
-                _fill(torch.default_generator, self._noise)
-            yield
+    def scope(self) -> AbstractContextManager[None]:
+        return layers_scope(self._noise, *self.path)
+
+    def seed_of_units(self, index: Tensor, step: int) -> int | None:
+        """Derive the seed of what layers draw for units; None where they draw in secret."""
+        if not self.unit_by_unit:
+            return None
+        keys = map(int, np.sort(self._keys(index)))
+        return self._noise.seed(*self.path, "step", step, "layers", "unit", *keys)
 
     def for_units(self, index: Tensor, step: int) -> AbstractContextManager[None]:
-        if not self.unit_by_unit:
-            return nullcontext()
-        return self._for(step, "unit", *map(int, np.sort(self._keys(index))))
+        return unit_scope(self.seed_of_units(index, step))
 
     def for_group(self, group: int, step: int) -> AbstractContextManager[None]:
-        return nullcontext() if self._noise.private else self._for(step, "group", group)
+        seed = None if self._noise.private else self._noise.seed(*self.path, "step", step, "layers", "group", group)
+        return unit_scope(seed)
 
     def read(self, index: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Read the records at `index` (B,), augmented as the schedule says."""
@@ -78,12 +80,23 @@ class Draws:
     def _own(self, step: int, key: int) -> torch.Generator:
         return torch.Generator().manual_seed(self._noise.seed(*self.path, "step", step, "augment", int(key)))
 
-    def _for(self, step: int, *about: str | int) -> AbstractContextManager[None]:
-        return rng.torch_scope(self._noise.seed(*self.path, "step", step, "layers", *about))
-
     def _keys(self, index: Tensor) -> NDArray[np.uint64]:
         keys: NDArray[np.uint64] = record_keys(self._examples)[index.numpy()]
         return keys
+
+
+@contextmanager
+def layers_scope(noise: NoiseSource, *path: str | int) -> Iterator[None]:
+    """Let layers draw from a source inside the block."""
+    with rng.torch_scope(noise.seed(*path, "layers")):
+        if noise.private:
+            _fill(torch.default_generator, noise)
+        yield
+
+
+def unit_scope(seed: int | None) -> AbstractContextManager[None]:
+    """Let layers draw from a seed inside the block; None: as before."""
+    return nullcontext() if seed is None else rng.torch_scope(seed)
 
 
 def record_keys(examples: Examples) -> NDArray[np.uint64]:

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +32,10 @@ from fl_core.survey.answers import known_patients
 from fl_core.survey.facts import names_patients
 from fl_core.training.local_data import PlainLocalData
 from fl_core.training.optimizers import correct_gradient, effective_steps, make_optimizers
+from fl_core.training.team import HelperData
 from fl_core.types.enums import Split
-from fl_core.types.interfaces import RoundData
+from fl_core.types.interfaces import Gradients as SomeGradients
+from fl_core.types.interfaces import RoundData, StepPart
 from fl_core.types.values import (
     AS_SCHEDULED,
     ClassSums,
@@ -45,10 +49,10 @@ from fl_core.types.values import (
 )
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan
 from privacy.mechanisms.noise import grid, sources
-from privacy.mechanisms.noise.sources import NoiseSource
+from privacy.mechanisms.noise.sources import NoiseSource, SecureNoise
 from privacy.mechanisms.record import survey
 from privacy.mechanisms.record.class_sums import KeyedUnits, PrivacyUnits, class_counts, class_sums, pad_batch
-from privacy.mechanisms.record.draws import DrawPath, Draws, is_stochastic
+from privacy.mechanisms.record.draws import DrawPath, Draws, is_stochastic, layers_scope, unit_scope
 from privacy.mechanisms.record.model_check import validate
 from privacy.mechanisms.record.moments import ReleaseGrid, moment_sums
 from privacy.mechanisms.record.per_sample_gradients import (
@@ -87,7 +91,7 @@ class DpSgdLocalData:
         self._units = {split: PrivacyUnits.of(examples) for split, examples in self._split.items()}
         self._config, self._context, self._plan = data.config, data.context, plan
         self._allowance, self._noise = allowance, noise
-        self._device = data.device or torch.device("cpu")
+        self._device, self._team = data.device or torch.device("cpu"), data.team
         self._log = log or InMemoryReleaseLog()
         self._progress = data.progress or (lambda *_: None)
         self._calls, self._sum_grid = 0, sum_grid
@@ -127,6 +131,7 @@ class DpSgdLocalData:
                     for optimizer in optimizers:
                         optimizer.step()
                     self._progress(step + 1, planned)
+            self._team.finish(list(named.values()))
         return planned
 
     def _draws(self, model: nn.Module, loss: LossFn) -> Draws:
@@ -157,11 +162,17 @@ class DpSgdLocalData:
 
         if not micro:
             rows = 1 if draws.unit_by_unit else plan.rows  # a unit that is computed separately keeps its shape
-            for index, unit in units.units.chunks(drawn, 0 if draws.unit_by_unit else rows, subset):
-                number = torch.cat((unit, unit.new_full((-len(unit) % rows,), PADDING)))
+            chunks = units.units.chunks(drawn, 0 if draws.unit_by_unit else rows, subset)
+            while some := list(islice(chunks, self._team.size)):
+                parts = [self._part(draws, index, unit, rows, step, len(drawn)) for index, unit in some[1:]]
+                self._team.deal(params, parts)
+                index, unit = some[0]
                 losses_of = partial(lambda i: losses(i, rows).per_example, index)
                 with draws.for_units(index, step):
-                    _add(total, engine.clipped_sum(losses_of, number.to(self._device), terms.clip, len(drawn)))
+                    number = padded(unit, rows).to(self._device)
+                    _add(total, engine.clipped_sum(losses_of, number, terms.clip, len(drawn)))
+                for gradients in self._team.collect():
+                    _add(total, gradients)
         if coupled:
             group_of = sources.random_groups(self._noise, units.at(drawn), plan.groups, *path, "groups")
             for group in range(plan.groups):
@@ -172,6 +183,12 @@ class DpSgdLocalData:
                     if term is not None and term.requires_grad:
                         _add(total, clipped(term * weight, params, terms.clip if micro else terms.coupled_clip))
         self._release(total, params, plan.groups if micro else plan.batch)
+
+    def _part(self, draws: Draws, index: Tensor, unit: Tensor, rows: int, step: int, in_all: int) -> StepPart:
+        """Make what a helper needs to clip and add up a chunk of units."""
+        x, y = (pad_batch(rows_of, rows) for rows_of in draws.read(index, step))
+        seed = draws.seed_of_units(index, step)
+        return StepPart((x, y, padded(unit, rows)), (self._plan.terms.clip, in_all), seed)
 
     def _release(self, total: Gradients, params: Sequence[nn.Parameter], divisor: float) -> None:
         g = grid.step(self._plan.terms.clip, sum(p.numel() for p in params))
@@ -284,9 +301,42 @@ class DpSgdLocalData:
         return self.class_counts() >= 0.5
 
 
-def _add(total: Gradients, more: Sequence[Tensor]) -> None:
+class PrivateHelperData(HelperData):
+    """`LocalData` of a helper in a run with record-level privacy: it clips units and adds them up, without noise."""
+
+    def __init__(self, *of_helper: Any, grouped: bool) -> None:  # noqa: ANN401
+        super().__init__(*of_helper)
+        self._grouped = grouped
+
+    @contextmanager
+    def computing(
+        self, model: nn.Module, loss: LossFn, params: Sequence[nn.Parameter]
+    ) -> Iterator[Callable[[StepPart], SomeGradients]]:
+        names = {name for name, p in model.named_parameters() if any(p is moved for moved in params)}
+        with (
+            _trainable_only(model, names.__contains__),
+            layers_scope(SecureNoise()),
+            per_unit(model, grouped=self._grouped) as engine,
+        ):
+            model.train()
+
+            def gradients(part: StepPart) -> SomeGradients:
+                (x, y, number), (clip, in_all) = (t.to(self.device) for t in part.tensors), part.numbers
+                with unit_scope(part.seed):
+                    return engine.clipped_sum(lambda: loss(model, x, y).per_example, number, clip, int(in_all))
+
+            yield gradients
+
+
+def padded(unit: Tensor, rows: int) -> Tensor:
+    """Give each row of a chunk the number of its unit, or `PADDING` where `pad_batch` fills it up."""
+    return torch.cat((unit, unit.new_full((-len(unit) % rows,), PADDING)))
+
+
+def _add(total: Gradients, more: SomeGradients) -> None:
     for t, m in zip(total, more, strict=True):
-        t.add_(m)
+        if m is not None:
+            t.add_(m.to(t.device))
 
 
 @contextmanager
