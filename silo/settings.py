@@ -28,7 +28,8 @@ class SiloSettings:
     answer_after, pulse_floor: see `ResponseTiming`   holds: classes that it declares to have examples of
     metrics: where they are served, if anywhere; metrics_budgets: include the ledger's spending
     image_cache_gib: of decoded images, kept in the home; see `ImageLoader`   feature_cache_gib: of features from a
-    frozen body; see `FeatureCache`   processes: that share training steps, each on its own GPU if there are any.
+    frozen body; see `FeatureCache`   processes: that share training steps, each on its own GPU if there are any
+    launcher: what starts the worker; see `silo.service.launchers`.
     """
 
     home: Home
@@ -45,11 +46,13 @@ class SiloSettings:
     image_cache_gib: float = 4.0
     feature_cache_gib: float = DEFAULT_GIB
     processes: int = 1
+    launcher: str = "local"
 
     def as_json(self) -> dict[str, object]:
         """Write what a worker needs of them."""
         values = {name: getattr(self, name) for name in _OF_WORKER}
-        return values | {"home": str(self.home.path), "data_root": self.data_root and str(self.data_root)}
+        root = self.data_root and str(self.data_root.absolute())
+        return values | {"home": str(self.home.path.absolute()), "data_root": root}
 
     @classmethod
     def of_json(cls, raw: Mapping[str, Any]) -> SiloSettings:

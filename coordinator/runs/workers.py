@@ -36,7 +36,7 @@ from fl_core.types.values import RoundContext
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.storage.object_store import ObjectStore
 from service_core.workers.calls import Calls, OtherSideEndedError
-from service_core.workers.child import ChildProcess, Launch, launch
+from service_core.workers.child import ChildProcess, Launch, launch, worker_words
 
 if TYPE_CHECKING:
     from coordinator.worker.work import RunWork
@@ -106,7 +106,7 @@ def in_this_process(place: Place) -> RunWork:
     return RunWork(place)
 
 
-launch_here: Launch = partial(launch, "coordinator.worker")
+launch_here: Launch = partial(launch, worker_words("coordinator.worker"))
 
 
 class ProcessWorker:

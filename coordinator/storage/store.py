@@ -51,6 +51,7 @@ class CoordinatorStore:
             contents=lambda: count_objects(home / OBJECTS),
             accept_loss=accept_loss,
             rehearsal=rehearsal,
+            wal=True,
         )
         self.members = MemberStore(self.database, clock)
         self.runs = RunStore(self.database, clock)

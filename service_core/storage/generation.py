@@ -14,6 +14,7 @@ import secrets
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -215,12 +216,23 @@ def open_read_only(database: Path, timeout: float = BUSY_SECONDS) -> sqlite3.Con
 
 def open_untouched(database: Path, timeout: float = BUSY_SECONDS) -> sqlite3.Connection:
     """Open a database as `open_read_only` does, without creating files beside it."""
-    with database.open("rb") as file:
-        logs = file.read(_HEADER)[_HEADER - 2 :] == b"\2\2"
-    if logs and not database.with_name(f"{database.name}-wal").exists():
+    if _is_logged(database) and not database.with_name(f"{database.name}-wal").exists():
         # No process has it open, and SQLite would create a log even to read.
         return sqlite3.connect(f"{database.absolute().as_uri()}?immutable=1", uri=True)
     return open_read_only(database, timeout)
+
+
+def _is_logged(database: Path) -> bool:
+    """Tell whether a file says that it has a WAL."""
+    there = database.stat()
+    return os.pread(_descriptor(database, there.st_dev, there.st_ino), _HEADER, 0)[_HEADER - 2 :] == b"\2\2"
+
+
+@cache
+def _descriptor(database: Path, device: int, inode: int) -> int:
+    """Open a file for good: closing any descriptor of it drops all locks of this process on it, also SQLite's."""
+    del device, inode
+    return os.open(database, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _require_sound(database: Path) -> None:

@@ -43,8 +43,9 @@ _SHOWN = 120
 class Database:
     """Transactions on a file, for several threads.
 
-    Guarantees: a `write` block is atomic and on the disk when it ends (WAL, synchronous=FULL); a `read` block sees a
-    snapshot and waits for no writer. A file that lacks changes is not opened: see `service_core.storage.generation`.
+    Guarantees: a `write` block is atomic and on the disk when it ends (synchronous=EXTRA); a `read` block sees a
+    snapshot, and with a WAL waits for no writer. A file that lacks changes is not opened: see
+    `service_core.storage.generation`.
     """
 
     def __init__(
@@ -55,13 +56,17 @@ class Database:
         contents: Callable[[], int] = lambda: 0,
         accept_loss: bool = False,
         rehearsal: bool = False,
+        wal: bool | None = None,
     ) -> None:
         """Open, create or migrate the file. steps: see `migrate`   tables: including `incarnation_table`.
 
         contents: see `GenerationFile.require`   accept_loss: continue with an incomplete database
         rehearsal: open a temporary copy; raises what opening the file itself would raise
+        wal: with a write-ahead log, which all processes must share memory for, or with a rollback journal, for
+        processes on several machines. The file keeps its choice, which None leaves as it is; a new file has a WAL.
         Raises StateError: E-STATE-22 on a damaged file, another kind of file or a newer version; E-STATE-23 on a file
-        that is missing, empty, older or another home's; E-STATE-26 in an unfinished folder.
+        that is missing, empty, older or another home's; E-STATE-26 in an unfinished folder; E-STATE-20 if another
+        program has the file open under the other journal.
         """
         require_finished(path.parent)
         self.path = path
@@ -93,9 +98,25 @@ class Database:
                 with closing(open_read_only(path) if path.exists() else sqlite3.connect(":memory:")) as db:
                     self._file.require(db, contents)
             with closing(sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)) as db:
+                if wal is None and generation_of(db) is None:
+                    wal = True
+                if wal is not None:
+                    self._choose_journal(db, "WAL" if wal else "DELETE")
                 migrate(db, create, steps, tables.tables)
                 self.incarnation = self._begin(db, accept_loss)
         self.checkpoint()
+
+    def _choose_journal(self, db: sqlite3.Connection, mode: str) -> None:
+        try:
+            db.execute(f"PRAGMA journal_mode = {mode}")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorname != "SQLITE_BUSY":
+                raise
+            raise StateError(
+                "E-STATE-20",
+                f"expected that nobody else has {self.path} open while its journal becomes {mode}, found another "
+                "program: end it (silo page, for instance), and start again",
+            ) from error
 
     def _rehearsal_of(self, path: Path, contents: Callable[[], int]) -> Path:
         """Check the generation of the file, and copy the file into a temporary folder beside it."""
@@ -153,7 +174,7 @@ class Database:
         self.shorten_log()
 
     def checkpoint(self, whole: bool = False) -> None:
-        """Checkpoint the WAL as far as readers allow, without waiting.
+        """Checkpoint the WAL, if there is one, as far as readers allow, without waiting.
 
         whole: truncate the WAL, so that overwritten data are gone from it
         A full disk is no error here: the WAL keeps what was committed, and the next write reports it.
@@ -238,8 +259,7 @@ def _configure(connection: DBAPIConnection, entry: ConnectionPoolEntry) -> None:
     # The driver begins deferred transactions: two threads that read and then write would deadlock.
     connection.isolation_level = None
     for pragma in (
-        "journal_mode = WAL",
-        "synchronous = FULL",
+        "synchronous = EXTRA",  # also the removal of a rollback journal
         "foreign_keys = ON",
         "wal_autocheckpoint = 0",
         f"journal_size_limit = {LOG_BYTES // 2}",

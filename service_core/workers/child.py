@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from service_core.workers.lines import Line
@@ -20,10 +20,16 @@ Kill = Callable[["subprocess.Popen[bytes]"], None]
 """Ends such a process and all that it started, whatever it does; is called also once it has ended. Raises nothing."""
 
 
-def launch(module: str) -> subprocess.Popen[bytes]:
-    """Start a module on this machine."""
-    words = [sys.executable, "-P", "-m", module]
-    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)  # noqa: S603
+def worker_words(module: str) -> list[str]:
+    """Return the command line of a worker."""
+    return [sys.executable, "-P", "-m", module]
+
+
+def launch(words: Sequence[str], surroundings: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """Start a command, without a shell. surroundings: its environment; None: that of this process."""
+    return subprocess.Popen(  # noqa: S603 - words of this program or of a hospital's settings
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=surroundings
+    )
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:

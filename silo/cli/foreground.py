@@ -24,14 +24,13 @@ from service_core.operations.logs import FIELDS, LogFormat
 from silo.events import SiloEvent, event
 from silo.identity.identity import SiloIdentity
 from silo.operations.liveness import Liveness
-from silo.service.service import Service
+from silo.service.service import POLL_S, Service
 from silo.settings import SiloSettings
 from silo.storage.home import Served
 
 if TYPE_CHECKING:  # only a worker loads torch
     from silo.training.trainer import RunRound
 
-POLL_S = 0.2
 _DOING = {
     pb.IDLE: "waiting for a task",
     pb.FETCHING: "fetching",
@@ -136,13 +135,13 @@ def serve(
 
         service = Service(settings, emit, run_round=run_round)
         root = "" if settings.data_root is None else str(settings.data_root.absolute())
-        settings.home.note_served(Served(settings.data, root, str(Path.cwd())))
+        settings.home.note_served(Served(settings.data, root, str(Path.cwd()), settings.launcher))
         try:
             with ShutdownSignals(service=True) as signals, ExitStack() as beside:
                 if page:
                     file = load("consilium.pages.hospital.command:show_beside", "--page")(settings.home, beside)
                     show(event("page", f"open the page with the file {file}"))
-                service.start()
+                service.start(lambda: bool(signals.received))
                 notify(READY)
                 while not signals.received and not service.wait(POLL_S):
                     if signals.hung_up():

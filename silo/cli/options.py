@@ -100,6 +100,15 @@ FeatureCacheOption = Annotated[
         help="GiB of features of frozen models to cache in the home; 0: refuse such runs.",
     ),
 ]
+LauncherOption = Annotated[
+    str,
+    typer.Option(
+        "--launcher",
+        help="What starts the worker, which reads images: local, 'slurm --partition=gpu' with options of srun, or "
+        "'command podman run -i ... {worker}' with any template (docs/operations/launchers.md).",
+        metavar="local|slurm ...|command ...",
+    ),
+]
 ProcessesOption = Annotated[
     int,
     typer.Option(

@@ -16,6 +16,7 @@ from silo.cli.options import (
     DataRootOption,
     FeatureCacheOption,
     ImageCacheOption,
+    LauncherOption,
     LogFormatOption,
     MetricsBudgetsOption,
     MetricsOption,
@@ -60,6 +61,7 @@ def serve(
     image_cache: ImageCacheOption = 4.0,
     feature_cache: FeatureCacheOption = 4.0,
     processes: ProcessesOption = 1,
+    launcher: LauncherOption = "local",
     metrics: MetricsOption = None,
     metrics_budgets: MetricsBudgetsOption = False,
     show_page: PageOption = False,
@@ -92,6 +94,7 @@ def serve(
         image_cache,
         feature_cache,
         processes,
+        launcher=launcher,
     )
     foreground.serve(settings, as_json, log_format=logs.chosen_format(log_format), page=show_page)
 

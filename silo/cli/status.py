@@ -36,9 +36,10 @@ def status(home: SiloHome) -> CommandResult:
         about = certificate, addresses, identity.renewal_due(), PeerStatus.of(identity, store), store
         trains = policy_in_force.trains(home)
         part = KeyValues([("takes part", "in evaluations only: nothing is trained here")])
-        walls = Health.of(home).walls
-        worker = KeyValues([("worker", "none has run" if walls is None else "; ".join(walls.sentences()))])
-        reply = {**status_json(*about), "trains": trains, "worker": walls and walls._asdict()}
+        health = Health.of(home)
+        worker = KeyValues([("worker", "; ".join(health.worker()) or "none has run")])
+        facts = {"where": health.where, "queue": health.queue, **(health.walls._asdict() if health.walls else {})}
+        reply = {**status_json(*about), "trains": trains, "worker": facts if health.worker() else None}
         return CommandResult(reply, [*([] if trains else [part]), worker, *_shown(*about)])
 
 

@@ -31,6 +31,7 @@ from service_core.storage.private_files import Credentials
 from silo.connection.channel import connect_with
 from silo.identity.identity import SiloIdentity
 from silo.operations.liveness import Health
+from silo.service.launchers import LOCAL, SLURM, Launcher
 from silo.storage.home import Home
 from silo.storage.tasks import Attestation, ledger_position
 from silo.worker import cage
@@ -213,8 +214,15 @@ class Examination:
 
     def _worker(self) -> Iterator[Finding]:
         """Report which walls stand around the process that reads images, or would if the service ran as this user."""
-        walls = Health.of(self.home).walls or cage.rehearse([self.home.path] if self.home.path.exists() else [])
-        text = "; ".join(walls.sentences())
+        health, served = Health.of(self.home), self.home.served()
+        launcher = Launcher.of(served.launcher if served is not None else LOCAL, self.home)
+        if health.queue or (health.walls is None and not launcher.local):
+            text = "; ".join(health.worker()) or f"it is started by {launcher.words[0] if launcher.words else SLURM}"
+            remedy = "the walls around it are tried when one starts, on its own machine: look again then"
+            yield checks.warning("worker", text, remedy)
+            return
+        walls = health.walls or cage.rehearse([self.home.path] if self.home.path.exists() else [])
+        text = "; ".join(health.worker() or walls.sentences())
         if not any(walls):
             yield checks.ok("worker", text)
         else:

@@ -34,6 +34,8 @@ class Liveness:
     _changed: float = field(default_factory=time.time)
     _why: str = ""
     _walls: Walls | None = None
+    _where: str = ""
+    _queue: str = ""
     _last: float = -BEAT_S
 
     def note(self, event: SiloEvent) -> None:
@@ -42,6 +44,9 @@ class Liveness:
             self._connected, self._changed, self._last = event.event == "connected", time.time(), -BEAT_S
         if event.event == "worker":
             self._walls = Walls(*(str(event.facts[name]) for name in Walls._fields))
+            self._where = str(event.facts["where"])
+        if event.event == "queue":
+            self._queue, self._last = str(event.facts["waits"]), -BEAT_S
         if not self._connected and (code := event.facts.get("code")):
             self._why = str(code)
 
@@ -52,7 +57,7 @@ class Liveness:
             return
         self._last = now
         facts: dict[str, object] = {"beat": now, "connected": self._connected, "since": self._changed, "why": self._why}
-        facts["walls"] = self._walls
+        facts |= {"walls": self._walls, "where": self._where, "queue": self._queue}
         path = self.home.path / FILE
         aside = path.with_name(f".{FILE}.tmp")
         with suppress(OSError):
@@ -64,7 +69,7 @@ class Liveness:
 class Health:
     """The state of a service. since: Unix seconds, of the session or of its loss   why: an error code, or empty.
 
-    walls: what held around its worker when that was last started.
+    walls: what held around its worker when that was last started   where: it was   queue: why none has started.
     """
 
     alive: bool
@@ -72,6 +77,8 @@ class Health:
     since: float = 0.0
     why: str = ""
     walls: Walls | None = None
+    where: str = ""
+    queue: str = ""
 
     @classmethod
     def of(cls, home: Home, clock: Callable[[], float] = since_boot) -> Health:
@@ -82,10 +89,16 @@ class Health:
             raw = json.loads((home.path / FILE).read_text())
             age = clock() - float(raw["beat"])
             walls = Walls(*map(str, raw["walls"])) if raw.get("walls") else None
-            health = cls(True, raw["connected"] is True, float(raw["since"]), str(raw["why"])[:20], walls)
+            texts = str(raw.get("where", "")), str(raw.get("queue", ""))
+            health = cls(True, raw["connected"] is True, float(raw["since"]), str(raw["why"])[:20], walls, *texts)
         except (OSError, ValueError, KeyError, TypeError):
             return cls(alive=False, why="it has not begun to work")
         return health if 0 <= age < _SILENCE_S else cls(alive=False, why="it runs and does nothing")
+
+    def worker(self) -> list[str]:
+        """Say where the worker is, or why none is, and which walls hold around it; empty if none has run."""
+        texts = [f"a worker {self.queue}"] if self.queue else [f"runs {self.where}"] if self.where else []
+        return texts + (self.walls.sentences() if self.walls is not None and not self.queue else [])
 
     def require(self, connected: bool) -> None:
         """Raise UnavailableError (E-NET-01) unless the service is alive and, if `connected`, has a session."""

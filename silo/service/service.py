@@ -30,7 +30,7 @@ from service_core.tls.causes import Diagnosis
 from service_core.version import PROTOCOL, software
 from silo.admission.policy_in_force import accepts_new_peers
 from silo.admission.rules import HospitalRules
-from silo.cancellation import CancelToken
+from silo.cancellation import CancelledError, CancelToken
 from silo.connection.channel import Connect, ConnectionManager, connect_with, diagnose_with
 from silo.connection.control_client import ControlClient
 from silo.connection.transfer import ReceiptVerifier, RetryPolicy, Transfer
@@ -38,6 +38,7 @@ from silo.events import EmitEvent, SiloEvent, error_event, event
 from silo.identity.identity import SiloIdentity
 from silo.operations.metrics import SiloMetrics
 from silo.service.enrolment import MembershipMaintainer, pinned_version
+from silo.service.launchers import Launcher
 from silo.service.secagg import SecaggMember, SessionHandler
 from silo.service.task_queue import TaskQueue
 from silo.service.task_runner import ResponseTiming, TaskRunner
@@ -46,12 +47,14 @@ from silo.settings import SiloSettings
 from silo.storage.outbox import Outbox
 from silo.storage.store import SiloStore
 from silo.storage.tasks import Attestation
+from silo.worker.exchange import Description
 
 if TYPE_CHECKING:  # the web server is loaded only for metrics, and only a worker loads torch
     from service_core.operations.metrics_endpoint import MetricsEndpoint
     from silo.training.trainer import RunRound
 
 RENEWAL_CHECK_S = 60.0
+POLL_S = 0.2
 
 
 class Service:
@@ -66,6 +69,7 @@ class Service:
     """Where metrics are served, after the start."""
     _endpoint: MetricsEndpoint | None = None
     _pinned: int = 0
+    _about: Description | None = None
 
     def __init__(
         self,
@@ -78,7 +82,8 @@ class Service:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._retry_policy = retry_policy or RetryPolicy()
-        self._settings = settings
+        self._settings, self._launcher = settings, Launcher.of(settings.launcher, settings.home)
+        self._launcher.take_over()
         self._identity = SiloIdentity(settings.home.path)
         this_silo = self._identity.load().identity
         self._trail = SiloAuditTrail.of(settings.home.path, self._identity)
@@ -86,9 +91,8 @@ class Service:
         self._emit = emit = self.metrics.counting(self._trail.recording(emit))
         self.name, self._consortium = this_silo.name, this_silo.consortium
         self._timing = ResponseTiming(settings.answer_after, settings.pulse_floor, clock)
-        self.store = SiloStore(settings.home.database)
+        self.store = SiloStore(settings.home.database, wal=self._launcher.local)
         self._controls, worker = self._make_worker(run_round)
-        self._about = worker.describe()
         self._instance = settings.home.begin_instance()
         credentials = self._identity.current_credentials
         serial = lambda: self._identity.load().serial  # noqa: E731
@@ -133,13 +137,15 @@ class Service:
             lambda receipt: self._trail.keep(receipt, emit),
         )
         self._stop, self._leaving, self._ended = CancelToken(), threading.Event(), threading.Event()
+        self._described, self._describing = threading.Event(), CancelToken()
         self.error: BaseException | None = None
         self._threads: list[threading.Thread] = []
 
-    def start(self) -> None:
-        """Start working.
+    def start(self, interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Start working, once a worker has described the data: this waits for that, but not for a queue.
 
-        Raises StateError: E-NET-20 if metrics cannot be served; E-BUDGET-07, E-BUDGET-08 on a privacy ledger that lacks
+        interrupted: asked now and then whether to wait no longer. Raises as `Worker.describe` unless there is a queue,
+        and StateError: E-NET-20 if metrics cannot be served; E-BUDGET-07, E-BUDGET-08 on a privacy ledger that lacks
         events.
         """
         self._trail.recorder.start()
@@ -147,8 +153,6 @@ class Service:
         for entry in self._controls.recover():
             self._emit(event("recovered", f"{entry}: open after a restart, counted as spent", facts={"entry": entry}))
         self._runner.count_kills("the service")
-        text = f"{self.name} of {self._consortium} serves {self._about.data.name} data on {self._about.device}"
-        self._emit(event("serving", text, facts={"silo": self.name, "device": self._about.device}))
         self._emit(
             event(
                 "privacy",
@@ -160,12 +164,9 @@ class Service:
                 facts={"profiles": ", ".join(("none", *PRIVATE_PROFILES)), "policy": self._controls.policy_digest()},
             )
         )
-        self._runner.worker.announce()
-        if self._about.cache:
-            self._emit(event("cache", self._about.cache))
         bodies: dict[str, Callable[[], None]] = {
-            "worker": lambda: self._runner.run(self._leaving),
-            "client": lambda: self._client.run(SessionHandler(self._queue, self._secagg), self._stop),
+            "worker": self._do_tasks,
+            "client": self._keep_session,
             "membership": self._maintain_membership,
         }
         self._threads = [
@@ -174,11 +175,43 @@ class Service:
         ]
         for thread in self._threads:
             thread.start()
+        if not self._launcher.queues:
+            while not self._described.wait(POLL_S) and not interrupted():
+                pass
+            if self._about is None and self.error is not None:
+                self.stop()
+                raise self.error
+
+    def _do_tasks(self) -> None:
+        try:
+            about = self._runner.worker.describe(self._describing)
+        except CancelledError:
+            return
+        except BaseException as error:
+            self.error = error
+            raise
+        else:
+            text = f"{self.name} of {self._consortium} serves {about.data.name} data on {about.device}"
+            self._emit(event("serving", text, facts={"silo": self.name, "device": about.device}))
+            self._runner.worker.announce()
+            if about.cache:
+                self._emit(event("cache", about.cache))
+            self._about = about
+        finally:
+            self._described.set()
+        self._runner.run(self._leaving)
+
+    def _keep_session(self) -> None:
+        with self._stop.on_cancel(self._described.set):
+            self._described.wait()
+        if self._about is not None:
+            self._client.run(SessionHandler(self._queue, self._secagg), self._stop)
 
     def _make_worker(self, run_round: RunRound | None) -> tuple[HospitalRules, Worker]:
         settings, of_home = self._settings, (self._settings.home, self.store, self._identity.ca_fingerprint())
         if run_round is None:
-            return HospitalRules(*of_home), CagedWorkers(settings, self.name, self._emit, self.metrics.computed)
+            workers = CagedWorkers(settings, self._launcher, self.name, self._emit, self.metrics.computed)
+            return HospitalRules(*of_home), workers
         from silo.admission.controls import HospitalControls
         from silo.worker.tasks import TaskWork
 
@@ -233,6 +266,7 @@ class Service:
     def leave(self, reason: str) -> None:
         self._queue.close(reason)
         self._leaving.set()
+        self._describing.cancel(reason)
         self.store.end_trainings()
 
     def settled(self, seconds: float) -> bool:
@@ -287,6 +321,7 @@ class Service:
         A policy that requires masks also hides the classes with examples, since each is a count of one hospital, and
         the digest of the label dictionary, which would confirm a guess of the whole dictionary.
         """
+        assert self._about is not None
         offer = pb.DataOffer()
         offer.CopyFrom(self._about.data)
         offer.holds.extend(self._settings.holds)
@@ -315,9 +350,9 @@ _ASKED = frozenset(
     {"training", "refused", "ready", "approval", "closed", "ended", "stopped", "roster", "held", "sealed", "opened"}
 )
 """Events that the coordinator caused; all others come from the silo itself."""
-_UNRECORDED = frozenset({"serving", "privacy", "metrics"})
+_UNRECORDED = frozenset({"serving", "privacy", "metrics", "queue"})
 """Repeated at each start."""
-_SHOWN = ("run", "round", "kind", "entry", "silo", "address", "state", "included", "walls")
+_SHOWN = ("run", "round", "kind", "entry", "silo", "address", "state", "included", "walls", "launcher", "host")
 
 
 @dataclass(frozen=True, slots=True)

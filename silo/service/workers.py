@@ -15,8 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -25,13 +26,16 @@ from fl_core.types.enums import TaskKind
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.tasks import TaskKey, contribution_id
 from service_core.storage.private_files import private_folder
-from service_core.workers.child import END_S, ChildProcess, Launch, launch
+from service_core.storage.shared_folder import await_file, held_locks
+from service_core.version import software
+from service_core.workers.child import END_S, ChildProcess
 from silo.cancellation import CancelledError, CancelToken
 from silo.events import EmitEvent, SiloEvent, event
+from silo.service.launchers import Launcher
 from silo.settings import SiloSettings
 from silo.storage.outbox import PendingEntry, read_manifest
 from silo.storage.tasks import Attestation, OutboxEntry
-from silo.worker.cage import NO_CAGE, Walls
+from silo.worker.cage import NO_CAGE, Walls, Whereabouts, machine
 from silo.worker.exchange import ERRORS, Description, PreflightReadiness, ServiceSide
 
 if TYPE_CHECKING:
@@ -42,10 +46,13 @@ START_S = 1800.0
 """Seconds that a worker has to load torch and a hospital's data."""
 ENTER_S = 600.0
 """Seconds that it has to write an update to the disk."""
+QUEUE_FIRST_S, QUEUE_S = 1.0, 30.0
+"""Seconds before it is asked why a worker waits in a queue, and between two of these questions."""
 IDLE_S = 60.0
 """Seconds after which a worker without a run under way ends."""
 MOST_WORKERS = 2
 """Each takes the memory of torch, a model and its data."""
+_NAME = re.compile(r"[\w.-]{0,80}", re.ASCII)
 _DIGEST = re.compile(r"\b[0-9a-f]{64}\b")
 log = logging.getLogger(__name__)
 
@@ -57,7 +64,7 @@ class WorkerEndedError(Exception):
 class Worker(Protocol):
     """Does one task after the other, called by one thread."""
 
-    def describe(self) -> Description:
+    def describe(self, stop: CancelToken) -> Description:
         """Load the data, and describe them; raises ConfigError or DataError as `DataSource.load`."""
 
     def announce(self) -> None:
@@ -85,7 +92,8 @@ class ThreadWorker:
     def __init__(self, work: TaskWork) -> None:
         self._work = work
 
-    def describe(self) -> Description:
+    def describe(self, stop: CancelToken) -> Description:
+        del stop
         return self._work.describe()
 
     def announce(self) -> None:
@@ -108,9 +116,6 @@ class ThreadWorker:
         pass
 
 
-launch_here: Launch = partial(launch, "silo.worker")
-
-
 class CagedWorkers:
     """Processes, each for one run, so that runs which take turns do not begin anew each time; at most `MOST_WORKERS`.
 
@@ -119,10 +124,15 @@ class CagedWorkers:
     """
 
     def __init__(
-        self, settings: SiloSettings, silo: str, emit: EmitEvent, computed: Callable[[TaskKind, float], None]
+        self,
+        settings: SiloSettings,
+        launcher: Launcher,
+        silo: str,
+        emit: EmitEvent,
+        computed: Callable[[TaskKind, float], None],
     ) -> None:
         rmtree(settings.home.scratch, ignore_errors=True)
-        self._make = partial(CagedWorker, settings, silo, emit, computed)
+        self._make = partial(CagedWorker, settings, launcher, silo, emit, computed)
         self._workers: dict[str, CagedWorker] = {}
         """By run, the one that was used last at the end; one that has none yet is that of ""."""
         self._state_of: Callable[[str], str] = lambda _: ""
@@ -142,8 +152,8 @@ class CagedWorkers:
                 return self._workers.pop(run_id)
         return None
 
-    def describe(self) -> Description:
-        return self.of("").describe()
+    def describe(self, stop: CancelToken) -> Description:
+        return self.of("").describe(stop)
 
     def announce(self) -> None:
         self.of("").announce()
@@ -182,13 +192,13 @@ class CagedWorker:
     def __init__(
         self,
         settings: SiloSettings,
+        launcher: Launcher,
         silo: str,
         emit: EmitEvent,
         computed: Callable[[TaskKind, float], None],
-        launch: Launch | None = None,
     ) -> None:
-        self._settings, self._silo, self._emit, self._computed = settings, silo, emit, computed
-        self._launch = launch or launch_here
+        self._settings, self._launcher, self._silo = settings, launcher, silo
+        self._emit, self._computed = emit, computed
         self._child: ChildProcess | None = None
         self._run_id, self._since = "", time.monotonic()
         self._manifest, self._named = "", set[str]()
@@ -200,13 +210,15 @@ class CagedWorker:
         """Return the process, where there is one."""
         return self._child.pid if self._child is not None and self._child.lives else None
 
-    def describe(self) -> Description:
-        self.begin("", CancelToken())
+    def describe(self, stop: CancelToken) -> Description:
+        self.begin("", stop)
         return self._about
 
     def announce(self) -> None:
-        text = f"a worker has started: it {', it '.join(self._walls.sentences())}"
-        self._emit(event("worker", text, facts={"walls": self._walls.holding, **self._walls._asdict()}))
+        where = self._launcher.place(self._place.host, self._place.job)
+        text = f"a worker has started {where}: it {', it '.join(self._walls.sentences())}"
+        facts = {"launcher": self._launcher.kind, "host": self._place.host, "where": where}
+        self._emit(event("worker", text, facts={"walls": self._walls.holding, **self._walls._asdict(), **facts}))
 
     def begin(self, run_id: str, stop: CancelToken) -> Walls:
         """Be ready for a task of a run; raises StateError (E-RUN-55) where no worker starts, or what it refuses."""
@@ -229,6 +241,8 @@ class CagedWorker:
         with self._cancelled_by(service.stop):
             self._ask(offer=offer.SerializeToString().hex())
             entry = self._until("staged", partial(self._entry, offer), service, over=False)
+        if _DIGEST.fullmatch(entry.object_digest):
+            await_file(self._settings.home.objects / entry.object_digest)
         entered: Future[None] = Future()
 
         def wait() -> None:
@@ -269,20 +283,38 @@ class CagedWorker:
         return self._child
 
     def _start(self, stop: CancelToken) -> None:
-        home, self._scratch = self._settings.home, self._settings.home.scratch / secrets.token_hex(4)
+        home, self._scratch = self._settings.home, self._settings.home.scratch.absolute() / secrets.token_hex(4)
         private_folder(self._scratch)
+        start, local = self._launcher.start(), self._launcher.local
         try:
-            self._child = ChildProcess(self._launch)
+            self._child = ChildProcess(start.launch, start.kill)
             late = f"it was not ready within {START_S:g} s"
-            with self._cancelled_by(stop), self._child.within(START_S, late):
-                self._ask(
-                    settings=self._settings.as_json(),
-                    service=os.getpid(),
-                    scratch=str(self._scratch),
-                    writable=sorted({str(home.path), str(home.ledger.parent), str(home.ledger_key.parent)}),
-                    log_level=logging.getLogger().getEffectiveLevel(),
-                )
-                self._about, self._walls = self._until("ready", _description, None)
+            with self._cancelled_by(stop):
+                with self._child.within(START_S, late) if start.waits is None else self._told(start.waits):
+                    self._place = self._until("began", _whereabouts, None)
+                if home.shares_ledger and self._place.machine != machine():
+                    raise StateError(
+                        "E-RUN-55",
+                        f"expected a ledger that this home has for itself with a worker on another machine, found "
+                        f"{home.ledger}: services that share one run on one machine, with their workers",
+                    )
+                folders = home.path, home.ledger.parent, home.ledger_key.parent
+                with (
+                    nullcontext("") if local else held_locks(self._scratch) as locks,
+                    self._child.within(START_S, late),
+                ):
+                    self._ask(
+                        settings=self._settings.as_json(),
+                        service=os.getpid() if local else 0,
+                        scratch=str(self._scratch),
+                        locks=locks,
+                        software=software(),
+                        folder=str(Path.cwd()),
+                        environment={name: os.environ[name] for name in os.environ if name.startswith("CONSILIUM_")},
+                        writable=sorted({str(folder.absolute()) for folder in folders}),
+                        log_level=logging.getLogger().getEffectiveLevel(),
+                    )
+                    self._about, self._walls = self._until("ready", _description, None)
         except BaseException as error:
             self.end()
             rmtree(self._scratch, ignore_errors=True)
@@ -292,6 +324,33 @@ class CagedWorker:
         self._since = time.monotonic()
         if self._run_id:
             self.announce()
+
+    @contextmanager
+    def _told(self, waits: Callable[[], str]) -> Iterator[None]:
+        """Tell, as long as the block lasts, why the process has not begun."""
+        over, lock, told = threading.Event(), threading.Lock(), ""
+
+        def tell(why: str) -> None:
+            nonlocal told
+            if why != told:
+                told = why
+                self._emit(event("queue", f"a worker {why or 'has left the queue'}", facts={"waits": why}))
+
+        def look() -> None:
+            pause = QUEUE_FIRST_S
+            while not over.wait(pause):
+                pause, why = QUEUE_S, waits()
+                with lock:
+                    if why and not over.is_set():
+                        tell(why)
+
+        threading.Thread(target=look, name="queue", daemon=True).start()
+        try:
+            yield
+        finally:
+            with lock:
+                over.set()
+                tell("")
 
     @contextmanager
     def _cancelled_by(self, stop: CancelToken) -> Iterator[None]:
@@ -413,6 +472,11 @@ class CagedWorker:
             self._running.line.send(failed=ERRORS.write(error))
         else:
             self._running.line.send(fetched=str(path))
+
+
+def _whereabouts(facts: Sequence[Any]) -> Whereabouts:
+    """Read what is shown and logged: names, and nothing else that a worker may write."""
+    return Whereabouts(*(text if _NAME.fullmatch(text) else "?" for text in facts))
 
 
 def _description(facts: Mapping[str, Any]) -> tuple[Description, Walls]:

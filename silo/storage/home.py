@@ -40,11 +40,15 @@ class ProcessInstance(NamedTuple):
 
 
 class Served(NamedTuple):
-    """The data options of `silo serve`. data_root: of named data sets, empty for the default   cwd: working folder."""
+    """The options of `silo serve` that other commands need.
+
+    data_root: of named data sets, empty for the default   cwd: working folder   launcher: of the worker.
+    """
 
     data: str
     data_root: str = ""
     cwd: str = ""
+    launcher: str = "local"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +150,11 @@ class Home:
     @property
     def features(self) -> Path:
         return self.path / FEATURES
+
+    @property
+    def worker_lock(self) -> Path:
+        """The file that a worker on another machine has locked as long as it runs."""
+        return self.path / "worker.lock"
 
     @property
     def scratch(self) -> Path:

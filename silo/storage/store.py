@@ -134,6 +134,7 @@ class SiloStore:
         clock: Callable[[], float] = time.time,
         accept_loss: bool = False,
         rehearsal: bool = False,
+        wal: bool | None = None,
     ) -> None:
         """Open a home's database, as `Database`. accept_loss: continue with an older or new one."""
         self.database = Database(
@@ -143,6 +144,7 @@ class SiloStore:
             contents=lambda: count_objects(path.with_name(OBJECTS)),
             accept_loss=accept_loss,
             rehearsal=rehearsal,
+            wal=wal,
         )
         self.approvals = Approvals(self.database, clock)
         self.secagg = SecaggKeyStore(self.database)

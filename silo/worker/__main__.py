@@ -17,12 +17,15 @@ from silo.worker import cage
 def main() -> None:
     """Enter the cage before anything large is loaded."""
     line = own_streams()
+    line.send(began=cage.Whereabouts.here())
     if (setup := line.read()) is None:
         return
-    os.environ["TMPDIR"] = setup["scratch"]
+    os.umask(0o077)
+    os.chdir(setup["folder"] if Path(setup["folder"]).is_dir() else "/")
+    os.environ |= {**setup["environment"], "TMPDIR": setup["scratch"]}
     walls = cage.enter(map(Path, setup["writable"]))
     cage.end_with_parent(signal.SIGKILL)
-    if os.getppid() != setup["service"]:
+    if setup["service"] not in (0, os.getppid()):
         sys.exit(1)  # it ended before it could be followed
     from silo.worker import process  # loads torch
 

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import resource
+import secrets
 import socket
 import struct
 import subprocess
@@ -55,6 +56,26 @@ class Walls(NamedTuple):
             ("writes only below its folders", "can write wherever this user can", self.landlock),
         )
         return [f"{missing} ({why})" if why else holds for holds, missing, why in texts]
+
+
+class Whereabouts(NamedTuple):
+    """Where a worker runs. machine: as `machine`   job: of Slurm, if it is in one."""
+
+    host: str
+    machine: str
+    job: str
+
+    @classmethod
+    def here(cls) -> Whereabouts:
+        return cls(platform.node(), machine(), os.environ.get("SLURM_JOB_ID", ""))
+
+
+def machine() -> str:
+    """Name the kernel that runs, which containers share and machines do not; a new name where it has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return secrets.token_hex(16)
 
 
 NO_CAGE = Walls(*["no cage: it is a thread of the service"] * 3)

@@ -1,9 +1,9 @@
 """What the service and its worker ask of each other, and the lines in which they say it over a pair of pipes.
 
 A line is one JSON object with one field; tensors go by file. The service sends `preflight`, `offer`, `cancel`, and
-`fetched` or `failed` as the answer to `fetch`. The worker sends `ready` or `failed` once; of a task `fetch`, `accept`,
-`tell`, `begin`, `progress` and `event`, and at its end `readiness`, or `staged` and then `entered`, or `failed`; at any
-time `computed` and `log`.
+`fetched` or `failed` as the answer to `fetch`. The worker sends `began` at once, and `ready` or `failed` once it has
+read where it is to work; of a task `fetch`, `accept`, `tell`, `begin`, `progress` and `event`, and at its end
+`readiness`, or `staged` and then `entered`, or `failed`; at any time `computed` and `log`.
 """
 
 from __future__ import annotations

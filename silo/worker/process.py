@@ -12,15 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fl_core.errors import FederationError
+from fl_core.errors import FederationError, StateError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.size_limits import MANIFEST_BYTES
+from service_core.storage.shared_folder import await_file, require_locks, use
+from service_core.version import software
 from service_core.workers.lines import Line
 from silo.admission.controls import HospitalControls
 from silo.cancellation import CancelToken
 from silo.events import SiloEvent
 from silo.identity.identity import SiloIdentity
 from silo.settings import SiloSettings
+from silo.storage.home import Home
 from silo.storage.store import SiloStore
 from silo.training.helpers import Helpers
 from silo.worker.cage import Walls
@@ -37,6 +40,8 @@ def serve(setup: Mapping[str, Any], walls: Walls, line: Line) -> None:
     logging.basicConfig(level=setup["log_level"], handlers=[_LogLines(line)], force=True)
     try:
         settings = SiloSettings.of_json(setup["settings"])
+        if setup["locks"]:
+            _join_service(setup, settings.home)
         helpers = Helpers.fork(settings.processes, settings.device, (line.incoming, line.outgoing))
         store = SiloStore(settings.home.database)
         controls = HospitalControls(settings.home, store, SiloIdentity(settings.home.path).ca_fingerprint())
@@ -65,6 +70,16 @@ def serve(setup: Mapping[str, Any], walls: Walls, line: Line) -> None:
             line.send(entered=True)
         except Exception as error:
             line.send(failed=_logged(error))
+
+
+def _join_service(setup: Mapping[str, Any], home: Home) -> None:
+    """Raise StateError (E-RUN-55) unless this process may write what a service writes that did not start it itself."""
+    if setup["software"] != software():
+        raise StateError(
+            "E-RUN-55", f"expected a worker of {setup['software']}, as the service, found {software()}: install that"
+        )
+    require_locks(Path(setup["scratch"]), setup["locks"])
+    use(home.worker_lock)
 
 
 @dataclass(slots=True)
@@ -96,7 +111,8 @@ class _PipedService:
         answer = self._answers.get()
         if "failed" in answer:
             raise ERRORS.read(answer["failed"])
-        return Path(answer["fetched"])
+        await_file(path := Path(answer["fetched"]))
+        return path
 
     def progress(self, done: int, total: int) -> None:
         now = time.monotonic()

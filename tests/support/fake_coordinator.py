@@ -465,13 +465,18 @@ class Hospital:
         self.notices: list[SiloEvent] = []
         self.service: Service | None = None
 
-    def start(self) -> Service:
+    def launch(self) -> Service:
+        """Start the service, and wait for no session."""
         place = SiloSettings(enrolled(self.folder), **{"data": "digits/p3c4/1", "device": "cpu", **self.settings})
         self.service = service(place, self.notices, PATIENCE, self.host.channel, self.run_round, self.clock)
-        before = len(self.control.sessions)
         self.service.start()
-        until(lambda: len(self.control.sessions) > before)
         return self.service
+
+    def start(self) -> Service:
+        before = len(self.control.sessions)
+        begun = self.launch()
+        until(lambda: len(self.control.sessions) > before)
+        return begun
 
     def stop(self) -> None:
         if self.service is not None:

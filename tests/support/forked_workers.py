@@ -19,11 +19,11 @@ from types import ModuleType
 import coordinator.runs.workers
 import coordinator.worker.__main__
 import coordinator.worker.process  # imported before the forks
-import silo.service.workers
+import silo.service.launchers
 import silo.worker.__main__
 import silo.worker.process
 
-SILO = silo.service.workers
+SILO = silo.service.launchers
 COORDINATOR = coordinator.runs.workers
 _MAIN = {SILO: silo.worker.__main__.main, COORDINATOR: coordinator.worker.__main__.main}
 

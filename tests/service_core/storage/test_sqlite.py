@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 from sqlalchemy import JSON, Column, Integer, MetaData, Table, insert, select, text, update
 
 from fl_core.errors import StateError
-from service_core.storage.generation import incarnation_table
+from service_core.storage import sqlite
+from service_core.storage.generation import incarnation_table, open_untouched
 from service_core.storage.sqlite import Database
 
 metadata = MetaData()
@@ -32,8 +34,8 @@ os._exit(0)
 """
 
 
-def opened(path: Path) -> Database:
-    return Database(path, counts.metadata, ())
+def opened(path: Path, wal: bool | None = None) -> Database:
+    return Database(path, counts.metadata, (), wal=wal)
 
 
 def add(database: Database) -> None:
@@ -59,10 +61,70 @@ def test_a_file_may_have_any_name(tmp_path: Path, name: str) -> None:
         assert value(database) == 1
 
 
-def test_a_write_waits_for_the_disk(tmp_path: Path) -> None:
-    with closing(opened(tmp_path / "db")) as database, database.write() as db:
-        assert db.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2
-        assert db.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
+@pytest.mark.parametrize(("wal", "mode"), [(None, "wal"), (True, "wal"), (False, "delete")])
+def test_a_write_waits_for_the_disk(tmp_path: Path, wal: bool | None, mode: str) -> None:
+    with closing(opened(tmp_path / "db", wal)) as database, database.write() as db:
+        assert db.exec_driver_sql("PRAGMA synchronous").scalar_one() == 3
+        assert db.exec_driver_sql("PRAGMA journal_mode").scalar_one() == mode
+
+
+def mode_of(path: Path) -> str:
+    with closing(opened(path)) as database, database.read() as db:
+        return str(db.exec_driver_sql("PRAGMA journal_mode").scalar_one())
+
+
+def test_a_file_keeps_its_journal_until_somebody_chooses_another(tmp_path: Path) -> None:
+    """What a command opened with a WAL would be no longer safe for a worker on another machine."""
+    path = tmp_path / "db"
+    for wal, mode in ((None, "wal"), (False, "delete"), (None, "delete"), (True, "wal")):
+        with closing(opened(path, wal)) as database:
+            add(database)
+            assert mode_of(path) == mode
+    with closing(opened(path)) as database:
+        assert value(database) == 4
+
+
+def test_a_journal_is_not_changed_under_a_process_that_has_the_file_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.1)
+    with closing(opened(tmp_path / "db")) as database, database.read() as db:
+        db.scalar(select(counts.c.value))
+        with pytest.raises(StateError, match="E-STATE-20"):
+            opened(tmp_path / "db", wal=False)
+
+
+def test_what_a_rollback_journal_left_behind_is_undone(tmp_path: Path) -> None:
+    path = tmp_path / "db"
+    with closing(opened(path, wal=False)) as database:
+        add(database)
+    code = f"""
+    import os, sqlite3
+    db = sqlite3.connect({str(path)!r}, isolation_level=None)
+    db.execute("PRAGMA cache_size = 1")
+    db.execute("BEGIN IMMEDIATE")
+    db.execute("UPDATE counts SET value = 7")
+    db.executemany("INSERT INTO counts VALUES (?, 0)", [(k,) for k in range(2, 3000)])
+    os._exit(0)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+    assert path.with_name("db-journal").stat().st_size
+    with closing(opened(path)) as database:
+        assert value(database) == 1
+
+
+def test_to_look_at_a_file_drops_no_lock_of_this_process_on_it(tmp_path: Path) -> None:
+    """fcntl(2): a process loses its locks on a file when it closes any descriptor of it."""
+    path = tmp_path / "db"
+    other = "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0.1).execute('BEGIN IMMEDIATE')"
+    with closing(opened(path, wal=False)) as database:
+        add(database)
+        with database.write() as db:
+            db.execute(update(counts).values(value=7))
+            with closing(open_untouched(path)) as looking:
+                assert looking.execute("SELECT value FROM counts").fetchone() == (1,)
+            locked = subprocess.run([sys.executable, "-c", other, str(path)], capture_output=True, text=True)
+            assert "database is locked" in locked.stderr
 
 
 def test_a_write_is_all_or_nothing(tmp_path: Path) -> None:

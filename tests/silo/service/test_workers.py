@@ -21,7 +21,7 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.types.records import TrainConfig
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.storage import digests
-from silo.service import workers
+from silo.service import launchers, workers
 from silo.service.workers import CagedWorker, CagedWorkers
 from tests.support import until
 from tests.support.fake_coordinator import Hospital, manifest
@@ -74,7 +74,7 @@ def gone(pid: int) -> bool:
 
 def programmed(monkeypatch: pytest.MonkeyPatch, before: str) -> None:
     """Have workers started that run Python before they begin, outside of the cage."""
-    monkeypatch.setattr(workers, "launch_here", lambda: WarmWorker("silo.worker", textwrap.dedent(before)))
+    monkeypatch.setattr(launchers, "launch_here", lambda: WarmWorker("silo.worker", textwrap.dedent(before)))
 
 
 def uploaded(hospital: Hospital) -> list[str]:
@@ -289,7 +289,7 @@ def test_a_launcher_that_cannot_start_a_process_is_an_error_of_the_worker(
     def launch() -> subprocess.Popen[bytes]:
         raise FileNotFoundError("sbatch")
 
-    monkeypatch.setattr(workers, "launch_here", launch)
+    monkeypatch.setattr(launchers, "launch_here", launch)
     with pytest.raises(StateError, match=r"E-RUN-55.*sbatch"):
         Hospital(tmp_path / "home", run_round=None).start()
 
