@@ -40,6 +40,8 @@ _IRRELEVANT = ("name", "quorum", "deadline_s", "patience_s", "lost_state", "silo
 """Fields of a configuration that change no number of a simulation, and the partition, which has a text of its own.
 Fields in neither list are newer than the first store: a key has them only if they differ from their default. Fields
 of `train` that manifests leave out at their default are left out here, too."""
+_LATER = (("adapter", "none"), ("patch", 0), ("grid", 0), ("shrink", 0))
+"""Options of models that are newer than the first store, at their defaults."""
 
 _OUTCOMES = {
     "updates_refused": "updates refused",
@@ -103,7 +105,7 @@ def key_of(spec: RunSpec, images: str = "", **also: object) -> str:
         values["secagg"] = {k: 0 if (k, v) == ("min_contributors", 1) else v for k, v in values["secagg"].items()}
     values["privacy"] = profiles.stated_options(str(spec.privacy["name"]), spec.privacy)
     values["method"] = stated(method_class(str(spec.method["name"])), spec.method)
-    values["model"] = {key: value for key, value in spec.model.items() if (key, value) != ("adapter", "none")}
+    values["model"] = {key: value for key, value in spec.model.items() if (key, value) not in _LATER}
     values |= {"train": spec.train.facts(), "federation": datasets.federation_text(spec.federation), **also}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:20]
 

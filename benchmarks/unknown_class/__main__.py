@@ -25,7 +25,7 @@ from consilium.model.calibration import CalibrationRequest, calibrate
 FALSE_FLAGS, CLASSES, TRAINING = 0.1, 10, 0.6
 NETWORK = {"model": "digits_cnn", "rounds": 20, "train.epochs": 2, "train.batch_size": 32}
 SETTINGS: Mapping[str, Mapping[str, object]] = {
-    "analytic": {"model": "random_features", "rounds": 1},
+    "analytic": {"model": "random_features", "model.kind": "cosine", "method.ridge": 1e-3, "rounds": 1},
     "fedgela": {**NETWORK, "train.lr": 0.1},
     "fedmr": {**NETWORK, "train.lr": 0.05},
 }

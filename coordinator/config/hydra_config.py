@@ -38,6 +38,8 @@ GROUPS = ("method", "data", "model", "federation", "privacy", "aggregator", "sec
 _NONE = "none"
 _LARGE_SIDE = 64
 """Image side in pixels from which a ResNet gets ImageNet's stem, unless the run chooses one."""
+_CHOSEN = {"random_features": ("kind",)}
+"""Options of models that follow from the data unless the run chooses them; of others, the stem."""
 _CONTINUED = ("method", "data", "model", "privacy", "aggregator", "secagg")
 _CLASSES = {5: (2,), 10: (2, 3, 5, 10, 20, 30, 50), 50: (2, 3, 10), 100: (3, 10)}
 _RUN, _SIMULATION = "run", "simulation"
@@ -60,8 +62,8 @@ def _store_dataclasses() -> None:
         store(name, {"method": {"name": name, **_defaults(method)}, **schedule}, group="method", package="_global_")
     for name, model in MODELS.items():
         options = _defaults(model)
-        stem = {"stem": AUTO} if "stem" in options else {}
-        words = {"name": name, "weights": _NONE, "weights_source": "", **options, **stem}
+        auto = {key: AUTO for key in _CHOSEN.get(name, ("stem",)) if key in options}
+        words = {"name": name, "weights": _NONE, "weights_source": "", **options, **auto}
         if getattr(model, "freezes", False):
             terms = {"model": words, "train": {"freeze": FEATURES}}
             store(name, terms, group="model", package="_global_")
@@ -151,6 +153,7 @@ def _composed_spec(
     words = [checked for word in overrides for checked in _validate_override(word, config_dir)]
     for key in values:
         _check_first_key(key, key)
+    words += _model_of_method(words, values)
     try:
         raw = _compose(root, words, config_dir)
     except (ConfigCompositionException, HydraException, OmegaConfBaseException) as error:
@@ -161,7 +164,7 @@ def _composed_spec(
     if isinstance(chosen["data"], Mapping):
         chosen["data"] = with_schema(chosen["data"])
     _move_weights(chosen)
-    _choose_stem(chosen)
+    _choose_for_data(chosen)
     if chosen["rounds"] == AUTO:
         method = dict(chosen["method"])  # type: ignore[call-overload]
         chosen["rounds"] = build_method(method.pop("name"), method).exchanges
@@ -269,12 +272,24 @@ def _move_weights(chosen: dict[str, object]) -> None:
     chosen |= {"weights_file": "" if file == _NONE else file, "weights_source": source}
 
 
-def _choose_stem(chosen: dict[str, object]) -> None:
-    """Resolve `auto`: larger images get ImageNet's stem, since CIFAR's needs ten times the memory."""
+def _model_of_method(words: Sequence[str], values: Mapping[str, object]) -> list[str]:
+    """Choose the model that suits a method, unless a model, its weights or an experiment is named."""
+    given, options = dict(word.lstrip("+").split("=", 1) for word in words), values.get("model")
+    model = getattr(programs().get(given.get("method", "")), "suitable_model", "")
+    has_weights = "model.weights" in given or (isinstance(options, Mapping) and "weights" in options)
+    return [f"model={model}"] if model and not has_weights and not {"model", "experiment"} & given.keys() else []
+
+
+def _choose_for_data(chosen: dict[str, object]) -> None:
+    """Resolve `auto`: larger images get ImageNet's stem (CIFAR's needs ten times the memory); patches are of images."""
     model, data = chosen["model"], chosen["data"]
-    if isinstance(model, Mapping) and model.get("stem") == AUTO:
-        side = _side(data) if isinstance(data, Mapping) else 0
+    if not isinstance(model, Mapping):
+        return
+    side = _side(data) if isinstance(data, Mapping) else 0
+    if model.get("stem") == AUTO:
         chosen["model"] = {**model, "stem": "imagenet" if side >= _LARGE_SIDE else "cifar"}
+    if model.get("kind") == AUTO:
+        chosen["model"] = {**model, "kind": "patches" if side else "cosine"}
 
 
 def _side(data: Mapping[str, object]) -> int:

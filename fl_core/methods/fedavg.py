@@ -47,6 +47,8 @@ class Traits(Method):
     has_personal_model: ClassVar[bool] = False
     schedule: ClassVar[Mapping[str, float]] = {}
     """What the method changes of the default schedule (`train`); what the command line says wins."""
+    suitable_model: ClassVar[str] = ""
+    """The model of runs that name none, in the place of the data set's."""
     without_prototypes: ClassVar[Mapping[str, str | bool] | None] = None
     """The options that turn prototypes off, for a run in which no silo submits any; None where there is no such way."""
     targets: ClassVar[Targets] = frozenset()

@@ -52,7 +52,14 @@ def exported(folder: Path) -> Exported:
     images = folder / "images"
     write_digits(images)
     words = [
-        *("method=analytic", "model=random_features", "model.width=1500", "model.length=1", "rounds=1"),
+        *(
+            "method=analytic",
+            "model=random_features",
+            "model.kind=cosine",
+            "model.width=1500",
+            "model.length=1",
+            "rounds=1",
+        ),
         *("threads=1", "federation=iid-2", "data=folder", f"data.path={images / 'hospital'}", "data.image_size=8"),
         "data.classes=[" + ",".join(f"'{c}'" for c in TAUGHT) + "]",
     ]

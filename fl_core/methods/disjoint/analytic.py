@@ -154,6 +154,7 @@ class Analytic(FedAvg):
     )
     multi_label_form: ClassVar[Mapping[str, bool]] = {"per_label": True}
     bias_follows_classes: ClassVar[bool] = False
+    suitable_model: ClassVar[str] = "random_features"
     exact: ClassVar[bool] = True
     personal_at_end: ClassVar[bool] = True
     head: Literal["ridge", "lda", "ncm"] = "ridge"

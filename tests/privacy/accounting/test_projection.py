@@ -83,7 +83,7 @@ def test_preview_from_the_command_line() -> None:
 
 
 def test_preview_states_three_epsilons_where_noise_is_shared_out() -> None:
-    words = ["data=digits", "method=analytic", "model=random_features", "model.width=16", "privacy=dp_record"]
+    words = ["data=digits", "method=analytic", "model=random_features", "model.width=18", "privacy=dp_record"]
     sizes = ["--sizes", ",".join(["300"] * 6)]
     shared = [*words, "privacy.placement=distributed", "secagg=on"]
     first = projected(*shared, *sizes)["silos"][0]  # type: ignore[index]

@@ -345,6 +345,7 @@ WORDS = (
     "data=digits",
     "federation=hospitals6",
     "model=random_features",
+    "model.kind=cosine",
     "model.width=96",
     "threads=1",
     "rounds=1",

@@ -19,7 +19,7 @@ from privacy.accounting.uncertainty import Estimate
 pytestmark = pytest.mark.integration
 
 WORDS = ("data=digits", "federation=hospitals6", "privacy=dp_record", "privacy.epsilon=8")
-CLOSED = (*WORDS, "method=analytic", "model=random_features", "model.width=64", "method.bound=0.6")
+CLOSED = (*WORDS, "method=analytic", "model=random_features", "model.kind=cosine", "model.width=64", "method.bound=0.6")
 
 
 def asked(*words: str) -> str:

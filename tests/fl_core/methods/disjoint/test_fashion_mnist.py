@@ -48,6 +48,7 @@ def solved(root: Path, federation: str) -> Simulation:
         rounds=1,
         seed=0,
         threads=1,
+        model__kind="cosine",
         model__width=2048,
     )
 
