@@ -25,8 +25,6 @@ import math
 from collections.abc import Callable
 from functools import lru_cache
 
-from scipy.special import log_ndtr, ndtr
-
 _MOST = 1e6
 """A larger mu, or epsilon, is none that a budget could mean."""
 _ROUNDING = 1e-12
@@ -36,6 +34,8 @@ _ERROR = 4e-16
 
 def delta_of(mu: float, epsilon: float) -> float:
     """Return the exact delta at epsilon >= 0 of Gaussian releases with sum 1 / z^2 = mu^2."""
+    from scipy.special import log_ndtr, ndtr  # imported late: services read budgets and compute none
+
     if not 0 < mu < _MOST:
         return 0.0 if mu == 0 else 1.0
     away = epsilon / mu
