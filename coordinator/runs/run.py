@@ -347,11 +347,14 @@ class ActiveRun:
 
         model: the model's digest after the last round; between rounds it is computed when it is asked for
         (`RunScheduler.with_model_digest`).
+        Raises StateError (E-STATE-63) if the file of the state before was damaged meanwhile.
         """
         store, objects = self.services.store, self.services.objects
         with self._open_round() as now:
             now.close()
             self.round = None
+            if self._state is not None:
+                objects.verified(self._state.digest)  # the worker read the state before from its file
             stored = None if written is None else StoredObject.taken(written, objects)
             unless_over(lambda: store.runs.close_round(self.id, record, stored, model, self.replaces))
         self._state = stored or self._state

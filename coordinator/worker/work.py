@@ -33,7 +33,7 @@ from fl_core.types.secagg import BLOCKS, CLASSES, MASKS
 from fl_core.types.values import Bundle, Layout, Part, RoundContext, State
 from privacy.compiled_run import CompiledRun
 from protos.consilium.v1 import federation_pb2 as pb
-from protos.wire.codec import BundleFile, read_state, write_state
+from protos.wire.codec import BundleFile, open_state, write_state
 from service_core.storage.disk import disk_errors
 from service_core.storage.object_store import ObjectStore
 
@@ -138,6 +138,7 @@ class RunWork:
         """Write the server's state of round 0."""
         with MODEL_LOCK:
             state = self._compiled.initial_state()
+            self._compiled.drop_model()
         return self.written(state)
 
     def census(self, quorum: int) -> list[float]:
@@ -148,7 +149,7 @@ class RunWork:
 
     def run(self, left: Rounds) -> None:
         """Run the rounds that are left; raises as `RoundLoop.run`."""
-        state = read_state(Path(left.state))
+        state = open_state(Path(left.state))
         rounds = _Rounds(self, state)
         if left.counted is not None:
             state = {**state, HOSPITALS: {HOSPITALS: torch.tensor(left.counted, dtype=torch.float64)}}
@@ -164,7 +165,9 @@ class RunWork:
         """Create the run's round loop."""
         unmask = self._unmask if self._compiled.masked else None
         with MODEL_LOCK:
-            return self._compiled.round_loop(ports, parallel=len(ports), sizes=self._sizes, unmask=unmask)
+            loop = self._compiled.round_loop(ports, parallel=len(ports), sizes=self._sizes, unmask=unmask)
+            self._compiled.drop_model()
+        return loop
 
     def _unmask(
         self,
@@ -209,12 +212,16 @@ class _Rounds(Observer):
     def refused(self, name: str, why: str) -> None:
         self.service.refused(name, why)
 
+    def merged(self, server: State) -> State:
+        self._written = self.work.written(server)
+        self._stored = open_state(Path(self._written.path))
+        return self._stored
+
     def closed(self, record: RoundRecord, server: State) -> None:
         if not record.kind.trains:
             self.service.closed(record, None, tensor_maps.digest(server["w"]))
             return
-        self.service.closed(record, self.work.written(server), "")
-        self._stored = server
+        self.service.closed(record, self._written, "")
 
     def update(self, silo: str, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
         """Have the model sent to a silo, and return its update; raises as `RunService.ask`."""

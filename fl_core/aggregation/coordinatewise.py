@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 from fl_core.aggregation.aggregator import Aggregator
-from fl_core.aggregation.number_blocks import BLOCK
 from fl_core.aggregation.options import GeometricMedian, Median, TrimmedMean
 from fl_core.aggregation.round_sum import AggregationDecision, RoundSum
 from fl_core.aggregation.update_check import UpdateCheck, UpdateNorms
 from fl_core.errors import ConfigError
+from fl_core.types.computed_tensors import BLOCK
 from fl_core.types.interfaces import Method
 from fl_core.types.metric_parts import METRIC_PARTS
 from fl_core.types.values import Bundle, Layout

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.types.computed_tensors import BLOCK
 from fl_core.types.tensor_maps import as_numpy
 from fl_core.types.values import StoredTensors, Tensors
 
-BLOCK = 1 << 15
 Blocks = Iterator[NDArray[np.generic]]
 _ROUNDER = 1.5 * 2.0**52
 """Units that are added to fewer than 2^51: the low bits of the sum are the nearest integer, of two the even one."""
@@ -110,11 +110,8 @@ class DecodedSums(StoredTensors):
             exact *= unit
             yield torch.from_numpy(exact)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sums)
-
-    def __len__(self) -> int:
-        return len(self._sums)
+    def dtype(self, name: str) -> torch.dtype:  # noqa: ARG002
+        return torch.float64
 
 
 def _room(memory: NDArray[np.float64], size: int) -> NDArray[np.float64]:

@@ -21,7 +21,7 @@ from typing import ClassVar, Literal
 from torch import Tensor, nn
 
 from fl_core import validate
-from fl_core.types import tensor_maps
+from fl_core.types import computed_tensors, tensor_maps
 from fl_core.types.enums import ANY_TARGET, Targets, Weighing
 from fl_core.types.interfaces import LocalData, Method
 from fl_core.types.targets import target_loss
@@ -147,7 +147,7 @@ class FedAvg(Traits):
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:  # noqa: ARG002
         """Add the mean difference; without any update the model stays as it is."""
-        return {**server, "w": tensor_maps.add_to(total["delta"].mean(), server["w"])}
+        return {**server, "w": computed_tensors.sum_of(server["w"], total["delta"].mean())}
 
     def exported(self, server: State) -> Tensors:
         return server["w"]

@@ -21,6 +21,7 @@ from fl_core.rounds.silo_round import round_layout
 from fl_core.rounds.updates import MaskedSums, PlainSums
 from fl_core.training.clinical import clinical_metrics
 from fl_core.training.evaluation import own_models, personal_scores, shown_result
+from fl_core.types import tensor_maps
 from fl_core.types.class_coverage import ClassCoverage
 from fl_core.types.enums import Capability, TaskKind
 from fl_core.types.interfaces import Guard, Method, SiloPort
@@ -62,6 +63,10 @@ class Observer:
 
     def refused(self, name: str, why: str) -> None:
         """Handle a silo without an update in this round: it was missing or refused."""
+
+    def merged(self, server: State) -> State:
+        """Return the state after a merge in memory or in a file; some of it is computed each time it is read."""
+        return tensor_maps.in_memory(server)
 
     def closed(self, record: RoundRecord, server: State) -> None:
         """Handle the state after a closed round; the next round begins when this returns."""
@@ -195,9 +200,9 @@ class RoundLoop:
         if train:
             rest = {name: part for name, part in total.items() if name not in METRIC_PARTS | guard_parts}
             following = adaptive_guards.next_settings(self.incoming, now, total)
-            server = {**self.method.merge(model, rest, context), **following}
+            server = observer.merged({**self.method.merge(model, rest, context), **following})
             del rest
-        del total, metrics  # free several times the model's bytes before the state is stored
+        del total, metrics  # several times the model's bytes
         observer.closed(record, server)
         for k in ids:
             self.ports[k].settle(context, kind, self.ports[k].name in included)

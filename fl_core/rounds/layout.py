@@ -10,6 +10,7 @@ from fl_core.rounds.manifest import EvaluationTerms
 from fl_core.rounds.silo_round import SiloRuntime, measure_global, run_silo_round
 from fl_core.training.evaluation import consent, evaluate_personal, no_own_parts
 from fl_core.training.local_data import NOTHING_TO_TRAIN, PlainLocalData
+from fl_core.types import tensor_maps
 from fl_core.types.clinical import BASIC, CLINICAL
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import Method, RoundData
@@ -49,7 +50,7 @@ def derive_layout(
     """
     context = RoundContext(n_silos=1, n_classes=len(schema.classes), cohort=1).for_silo(silo=0, seed=0)
     blank = DummyExamples(schema)
-    data = PlainLocalData(RoundData(blank, blank, TrainConfig(batch_size=2, epochs=1), context))
+    data = PlainLocalData(RoundData(blank, blank, TrainConfig(batch_size=2, epochs=1, momentum=0.0), context))
     server = method.init_server(model, context)
     msg = method.broadcast(server)
     parts = GLOBAL_PARTS if metrics == CLINICAL else (METRICS,)
@@ -66,9 +67,9 @@ def derive_layout(
     if personal:
         layout |= _layout(evaluate_personal(model, data, context.n_classes))
     layout = dict(sorted((layout | measured).items()))
-    run_silo_round(
-        SiloRuntime(method, model, layout), msg, None, data, context, TaskKind.TRAIN
-    )  # the layout is stable: it fits itself
+    scratch = tensor_maps.named_tensors(model)  # not reset, which would need a copy: numbers do not matter here
+    runtime = SiloRuntime(method, model, layout, initial=scratch)
+    run_silo_round(runtime, msg, None, data, context, TaskKind.TRAIN)  # the layout is stable: it fits itself
     return layout
 
 

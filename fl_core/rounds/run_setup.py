@@ -129,6 +129,12 @@ class RunSetup:
         """The whole model with its initial weights; read-only."""
         return self._drawn()
 
+    def drop_model(self) -> None:
+        """Free the memory of the initial model; it is drawn again when it is asked for."""
+        if self.weights is None:  # those cannot be drawn
+            self.__dict__.pop("network", None)
+            self.__dict__.pop("_trained", None)
+
     def _drawn(self) -> SplitModel:
         manifest = self.manifest
         return build_model(manifest.model.name, manifest.model.options, manifest.schema, manifest.seed)

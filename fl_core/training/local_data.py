@@ -134,6 +134,7 @@ class PlainLocalData:
                 descent.step()
                 taken += 1
                 self._progress(done, len(batches))
+            descent.clear()  # an update is made next, as large as the gradient
         self._team.finish(moved)
         if self._config.channels_last:
             model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]

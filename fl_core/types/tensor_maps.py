@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fl_core.errors import ProtocolError
-from fl_core.types.values import Tensors
+from fl_core.types.values import StoredTensors, Tensors
 
 
 def as_numpy(value: Tensor) -> NDArray[np.generic]:
@@ -84,9 +84,9 @@ def add(a: Tensors, b: Tensors, scale: float = 1.0) -> dict[str, Tensor]:
     return {name: v + (b[name] if scale == 1.0 else scale * b[name]) for name, v in a.items()}
 
 
-def add_to(a: Mapping[str, Tensor], b: Tensors) -> dict[str, Tensor]:
-    """Return `add(b, a)` in the memory of `a`, which nobody else holds."""
-    return {name: a[name].add_(v) if a[name].dtype == v.dtype else v + a[name] for name, v in b.items()}
+def in_memory(state: Mapping[str, Tensors]) -> dict[str, Tensors]:
+    """Return a state whose tensors are not computed or read anew each time they are asked for."""
+    return {group: dict(values) if isinstance(values, StoredTensors) else values for group, values in state.items()}
 
 
 def sub(a: Tensors, b: Tensors) -> dict[str, Tensor]:
@@ -127,7 +127,8 @@ def count(a: Tensors) -> int:
 def digest(a: Tensors) -> str:
     """Return the SHA-256, in hex, over names, types, shapes and bytes in the order of the names."""
     h = hashlib.sha256()
-    for name, v in sorted(a.items()):
+    for name in sorted(a):
+        v = a[name]
         h.update(f"{name}|{v.dtype}|{tuple(v.shape)}|".encode())
         h.update(v.detach().cpu().contiguous().view(-1).numpy().data)
     return h.hexdigest()

@@ -25,9 +25,21 @@ Tensors = Mapping[str, "Tensor"]
 
 
 class StoredTensors(Mapping[str, "Tensor"], ABC):
-    """Tensors that are read, from a file, each time they are asked for; `shapes` are known before."""
+    """Tensors that are read or computed each time they are asked for; `shapes` are known before."""
 
     shapes: Mapping[str, tuple[int, ...]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self[name].dtype
 
     def blocks(self, name: str, size: int) -> Iterator[Tensor]:
         """Read a tensor's numbers in order, at most `size` at a time; each block is valid until the next one."""
@@ -66,7 +78,7 @@ class Part:
         return Part({name: v + other.total[name] for name, v in self.total.items()}, self.weight + other.weight)
 
     def mean(self, default: Tensors | None = None) -> Tensors:
-        """Divide by the weight, in float64, and return float32 in memory of its own.
+        """Divide by the weight, in float64, and return float32: computed when it is read if the total is, else new.
 
         | weight of a row | result of that row            |
         |-----------------|-------------------------------|
@@ -77,31 +89,17 @@ class Part:
 
         w = self.weight.double()
         if w.dim() == 0 and w > 0:
-            return {name: self._divided(name, w) for name in self.total}
+            if isinstance(self.total, StoredTensors):
+                from fl_core.types.computed_tensors import mean_of
+
+                return mean_of(self.total, w)
+            return {name: (v.double() / w).float() for name, v in self.total.items()}
         safe = torch.where(w > 0, w, torch.ones_like(w))
         mean: dict[str, Tensor] = {}
         for name, v in self.total.items():
             rest = torch.zeros_like(v, dtype=torch.float32) if default is None else default[name].float()
             mean[name] = torch.where(_rows(w > 0, v), (v.double() / _rows(safe, v)).float(), rest)
         return mean
-
-    def _divided(self, name: str, weight: Tensor) -> Tensor:
-        if not isinstance(self.total, StoredTensors):
-            return (self.total[name].double() / weight).float()
-        import torch
-
-        mean, at = torch.empty(self.total.shapes[name]), 0
-        flat = mean.view(-1)
-        exact = torch.empty(min(_BLOCK, len(flat)), dtype=torch.float64)
-        for block in self.total.blocks(name, _BLOCK):
-            torch.div(block, weight, out=exact[: len(block)])
-            flat[at : at + len(block)] = exact[: len(block)]
-            at += len(block)
-        return mean
-
-
-_BLOCK = 1 << 15
-"""Numbers that are divided at a time, where they are not in memory already."""
 
 
 def _rows(weight: Tensor, value: Tensor) -> Tensor:

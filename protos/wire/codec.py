@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import finalize
 
 import numpy as np
@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # a service without a run reads files and computes nothing
     from torch import Tensor
 
 TensorPath = Sequence[str]
-_Content = tuple[dict[str, "Tensor"], dict[str, str]]
-"""Numbered tensors and the metadata that names them."""
+_Content = tuple[Sequence["_Entry"], Sequence[str]]
+"""What is written, in the order of the numbers, and the names of all groups."""
 _DTYPES = {
     "I64": ("int64", 8),
     "F64": ("float64", 8),
@@ -47,6 +47,8 @@ _DTYPES = {
 _KINDS = {f"torch.{dtype}": (place, kind) for place, (kind, (dtype, _)) in enumerate(_DTYPES.items())}
 _PIECE = 1 << 20
 """Bytes that are written and hashed at a time, while they are in the processor's cache."""
+_BLOCK = 1 << 17
+"""Numbers that are read or computed, written and hashed at a time."""
 _MAX_HEADER_BYTES = 16 << 20
 """Some hundred thousand tensors: a longer header is no model's."""
 _MAX_DIMENSIONS, _MAX_NUMBERS = 64, 1 << 48
@@ -54,12 +56,12 @@ _MAX_DIMENSIONS, _MAX_NUMBERS = 64, 1 << 48
 
 def pack_state(state: State) -> bytes:
     """Write a State; groups and names in sorted order."""
-    return b"".join(_pieces(_of_state(state)))
+    return b"".join(map(bytes, _pieces(_of_state(state))))
 
 
 def pack_bundle(bundle: Bundle) -> bytes:
     """Write a Bundle; parts in sorted order, each total before its weight."""
-    return b"".join(_pieces(_of_bundle(bundle)))
+    return b"".join(map(bytes, _pieces(_of_bundle(bundle))))
 
 
 def write_state(state: State, file: Path) -> tuple[str, int]:
@@ -72,25 +74,48 @@ def write_bundle(bundle: Bundle, file: Path) -> tuple[str, int]:
     return _write(_of_bundle(bundle), file)
 
 
+class _Entry(NamedTuple):
+    """A tensor that is written: its place in the groups, and where its numbers come from."""
+
+    path: TensorPath
+    tensors: Tensors
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, path: TensorPath, tensors: Tensors, name: str) -> _Entry:
+        if isinstance(tensors, StoredTensors):
+            return cls(path, tensors, name, tensors.dtype(name), tensors.shapes[name])
+        return cls(path, tensors, name, tensors[name].dtype, tuple(tensors[name].shape))
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * _DTYPES[_KINDS[str(self.dtype)][1]][1]
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Give its bytes in pieces that stay in the processor's cache; each is valid until the next one."""
+        if isinstance(self.tensors, StoredTensors):
+            yield from map(_bytes_of, self.tensors.blocks(self.name, _BLOCK))
+            return
+        data = _bytes_of(self.tensors[self.name].detach().cpu().contiguous())
+        for start in range(0, len(data), _PIECE):
+            yield data[start : start + _PIECE]
+
+
 def _of_state(state: State) -> _Content:
-    entries = [((group, name), v) for group, values in sorted(state.items()) for name, v in sorted(values.items())]
-    return _numbered(entries, sorted(state))
+    entries = [
+        _Entry.of((group, key), values, key) for group, values in sorted(state.items()) for key in sorted(values)
+    ]
+    return entries, sorted(state)
 
 
 def _of_bundle(bundle: Bundle) -> _Content:
-    entries: list[tuple[TensorPath, Tensor]] = []
+    entries = list[_Entry]()
     for name, part in sorted(bundle.items()):
-        entries += [((name, "total", key), v) for key, v in sorted(part.total.items())]
-        entries.append(((name, "weight"), part.weight))
-    return _numbered(entries, sorted(bundle))
-
-
-def _numbered(entries: Sequence[tuple[TensorPath, Tensor]], groups: Sequence[str]) -> _Content:
-    paths = json.dumps({"groups": list(groups), "paths": [list(path) for path, _ in entries]}, separators=(",", ":"))
-    tensors = {
-        name: value.detach().cpu().contiguous() for name, (_, value) in zip(_names(len(entries)), entries, strict=True)
-    }
-    return tensors, {"consilium": paths}
+        entries += [_Entry.of((name, "total", key), part.total, key) for key in sorted(part.total)]
+        entries.append(_Entry.of((name, "weight"), {"weight": part.weight}, "weight"))
+    return entries, sorted(bundle)
 
 
 def _names(count: int) -> list[str]:
@@ -113,24 +138,23 @@ def _write(content: _Content, file: Path) -> tuple[str, int]:
 
 
 def _pieces(content: _Content) -> Iterator[memoryview]:
-    """Give the bytes of a file that safetensors would write, in pieces that stay in the processor's cache."""
-    tensors, metadata = content
-    order = sorted(tensors, key=lambda name: (_KINDS[str(tensors[name].dtype)][0], name))
-    yield memoryview(_header(tensors, metadata, order))
-    for name in order:
-        data = _bytes_of(tensors[name])
-        for start in range(0, len(data), _PIECE):
-            yield data[start : start + _PIECE]
+    """Give the bytes of a file that safetensors would write; each piece is valid until the next one."""
+    entries, groups = content
+    named = list(zip(_names(len(entries)), entries, strict=True))
+    named.sort(key=lambda item: (_KINDS[str(item[1].dtype)][0], item[0]))
+    yield memoryview(_header(named, entries, groups))
+    for _, entry in named:
+        yield from entry.pieces()
 
 
-def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], order: Sequence[str]) -> bytes:
-    entries, end = dict[str, object](), 0
-    for name in order:
-        value, begin = tensors[name], end
-        end += value.nbytes
-        kind = _KINDS[str(value.dtype)][1]
-        entries[name] = {"dtype": kind, "shape": list(value.shape), "data_offsets": [begin, end]}
-    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+def _header(named: Sequence[tuple[str, _Entry]], entries: Sequence[_Entry], groups: Sequence[str]) -> bytes:
+    paths = json.dumps({"groups": groups, "paths": [list(entry.path) for entry in entries]}, separators=(",", ":"))
+    header, end = dict[str, object]({"__metadata__": {"consilium": paths}}), 0
+    for name, entry in named:
+        begin, end = end, end + entry.nbytes
+        kind = _KINDS[str(entry.dtype)][1]
+        header[name] = {"dtype": kind, "shape": list(entry.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -255,15 +279,20 @@ def _strings(names: object) -> list[str]:
     return names
 
 
-def read_state(file: Path) -> State:
-    """Read a State; raises ProtocolError (E-WIRE-06) when the file holds something else."""
+def open_state(file: Path) -> State:
+    """Open a State that stays in its file; raises ProtocolError (E-WIRE-06) when the file holds something else."""
     tensors = TensorFile(file)
-    state: dict[str, dict[str, Tensor]] = {group: {} for group in tensors.groups}
+    places: dict[str, dict[str, int]] = {group: {} for group in tensors.groups}
     for place, path in enumerate(tensors.paths):
-        if len(path) != 2 or path[0] not in state:
+        if len(path) != 2 or path[0] not in places:
             raise ProtocolError("E-WIRE-06", f"expected group and name, found the path {path}")
-        state[path[0]][path[1]] = tensors.read(place)
-    return state
+        places[path[0]][path[1]] = place
+    return {group: FileTensors(tensors, names) for group, names in places.items()}
+
+
+def read_state(file: Path) -> State:
+    """Read a State into memory; raises as `open_state`, and as `TensorFile.read`."""
+    return {group: dict(values) for group, values in open_state(file).items()}
 
 
 WEIGHTS = "weights"
@@ -285,7 +314,7 @@ def read_weights(file: Path) -> Tensors:
     return state[WEIGHTS]
 
 
-class BundleTensors(StoredTensors):
+class FileTensors(StoredTensors):
     """Tensors of a file, read anew each time; raises ProtocolError (E-WIRE-06) as `TensorFile.read`."""
 
     def __init__(self, file: TensorFile, places: Mapping[str, int]) -> None:
@@ -298,11 +327,8 @@ class BundleTensors(StoredTensors):
     def blocks(self, name: str, size: int) -> Iterator[Tensor]:
         return self._file.blocks(self._places[name], size)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
+    def dtype(self, name: str) -> torch.dtype:
+        return self._file.dtype(self._places[name])
 
 
 class BundleFile(Mapping[str, Part]):
@@ -324,9 +350,7 @@ class BundleFile(Mapping[str, Part]):
                     raise ProtocolError("E-WIRE-06", f"expected a part of a bundle, found the path {entry}")
         if missing := [name for name in totals if name not in weights]:
             raise ProtocolError("E-WIRE-06", f"expected a weight with every part, found none for {missing}")
-        self._parts = {
-            name: Part(BundleTensors(file, total), file.read(weights[name])) for name, total in totals.items()
-        }
+        self._parts = {name: Part(FileTensors(file, total), file.read(weights[name])) for name, total in totals.items()}
         self._dtypes = {
             name: {file.dtype(place) for place in (weights[name], *total.values())} for name, total in totals.items()
         }

@@ -22,7 +22,6 @@ from consilium.testing.federation import shares
 from consilium.testing.federation import total_of as total_of
 from consilium.testing.methods import CONTEXT as CONTEXT
 from consilium.testing.methods import TRAIN as TRAIN
-from fl_core.aggregation.number_blocks import BLOCK
 from fl_core.converter import Option
 from fl_core.errors import UnavailableError
 from fl_core.methods.disjoint.fedcd import FedCD
@@ -33,6 +32,7 @@ from fl_core.rounds.memory_need import StepMemory, measure_step
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.training.local_data import PlainLocalData
 from fl_core.training.optimizers import effective_steps
+from fl_core.types.computed_tensors import BLOCK
 from fl_core.types.enums import Split, TaskKind
 from fl_core.types.interfaces import RoundData, SiloPort
 from fl_core.types.records import RoundRecord, Schema, TrainConfig

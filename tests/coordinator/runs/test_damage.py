@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from consilium.research.engines.in_process import simulate
+from coordinator.runs.exchange import Written
+from coordinator.runs.run import ActiveRun
 from coordinator.storage.records import RunState
+from coordinator.worker.work import RunWork
 from fl_core.rounds.engine import Observer
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types import tensor_maps
+from fl_core.types.values import State
 from tests.support import until
-from tests.support.coordinator import events
+from tests.support.coordinator import FAST, events
 from tests.support.federation import federation, manifest
 from tests.support.federations import NAMES, shares
 
@@ -65,3 +71,33 @@ def test_a_damaged_update_is_sent_again(tmp_path: Path) -> None:
         assert world.finished(run.id).model_digest == tensor_maps.digest(expected["w"])
         assert len(events(world, run.id, "lost")) == 1
         assert len(events(world, run.id, "arrived")) == 2 + 1 + 1 + len(NAMES)  # again, the third, the evaluation
+
+
+class Damages(RunWork):
+    """Computes for a run; the state before a round is damaged on the disk just after the merge has read it, once."""
+
+    damaged: ClassVar[list[Path]] = []
+
+    def written(self, state: State) -> Written:
+        after, run = super().written(state), self.service
+        assert isinstance(run, ActiveRun | None)
+        if run is not None and run._state is not None and not self.damaged:
+            self.damaged.append(run.services.objects.path(run._state.digest))
+            flip(self.damaged[0])
+        return after
+
+
+def test_a_state_that_is_damaged_while_the_next_one_is_made_of_it_ends_in_no_model(tmp_path: Path) -> None:
+    agreed = manifest(rounds=2)
+    Damages.damaged.clear()
+    with federation(tmp_path / "home", settings=replace(FAST, start_worker=Damages)) as people:
+        world = people.world
+        people.come()
+        run = world.submit(agreed)
+        until(lambda: world.run(run.id).state is RunState.FAILED, "the end")
+        assert world.run(run.id).reason.startswith("E-STATE-63")
+        assert world.run(run.id).closed == 0
+        flip(Damages.damaged[0])  # restored
+        world.server.runs.resume(run.id)
+        expected = simulate(RunSetup.of(agreed), shares(), Observer())
+        assert world.finished(run.id).model_digest == tensor_maps.digest(expected["w"])

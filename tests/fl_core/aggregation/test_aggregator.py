@@ -11,10 +11,10 @@ from torch import Tensor
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.aggregation.fixed_point_guard import FixedPoint
-from fl_core.aggregation.number_blocks import BLOCK
 from fl_core.aggregation.update_check import UpdateCheck
 from fl_core.errors import ProtocolError
 from fl_core.types import tensor_maps
+from fl_core.types.computed_tensors import BLOCK
 from fl_core.types.values import Bundle, Part, PartSpec
 from tests.oracles.equations import units
 from tests.support.federations import LAYOUT, SHAPES, drawn, stored

@@ -16,12 +16,12 @@ from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.coordinatewise import CoordinatewiseSum
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.aggregation.fixed_point_guard import FixedPoint
-from fl_core.aggregation.number_blocks import BLOCK
 from fl_core.aggregation.options import AGGREGATORS, GeometricMedian, Median, TrimmedMean, read
 from fl_core.aggregation.update_check import UpdateCheck
 from fl_core.errors import ConfigError
 from fl_core.methods import METHODS
 from fl_core.rounds.run_setup import RunSetup
+from fl_core.types.computed_tensors import BLOCK
 from fl_core.types.values import Bundle, Layout, Part, PartSpec
 from tests.oracles.equations import slow_geometric_median, slow_trimmed_mean
 from tests.support.federations import go, manifest, same, same_bundle, stored

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fl_core.aggregation.fixed_point import FixedPointFormat, Ring
 from fl_core.aggregation.fixed_point_guard import FixedPoint
-from fl_core.aggregation.number_blocks import BLOCK, add_units, blocks, split, sum_of_squares
+from fl_core.aggregation.number_blocks import add_units, blocks, split, sum_of_squares
 from fl_core.errors import ProtocolError
-from fl_core.types import tensor_maps
+from fl_core.types.computed_tensors import BLOCK
 from fl_core.types.values import Part, PartSpec
 
 GRID = FixedPointFormat("ring64", 3)
@@ -117,12 +117,3 @@ def test_decoded_sums_and_their_mean_are_those_of_the_obvious_code(ring: Ring, w
         )  # type: ignore[attr-defined]
         assert torch.equal(decoded.mean()[name], value)
         assert torch.equal(units[name], before[name])
-
-
-def test_the_mean_is_added_in_memory_that_nobody_else_holds() -> None:
-    units = {"a": torch.arange(2 * BLOCK + 3) << 30}
-    mean = FixedPoint(GRID).incoming({"p": Part(units, torch.tensor(1 << 40))}, 3, 0)["p"].mean()
-    model = {"a": numbers(2 * BLOCK + 3, 1.0)}
-    expected, kept = tensor_maps.add(model, mean), model["a"].clone()
-    assert torch.equal(tensor_maps.add_to(dict(mean), model)["a"], expected["a"])
-    assert torch.equal(model["a"], kept)

@@ -1,0 +1,83 @@
+"""Tensors that are computed from others block by block, each time they are read.
+
+A mean and the model after it need no memory of the model's size, and what is computed stays in the processor's cache
+until it is written. The obvious version, whole tensors in memory, is the oracle of the tests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from fl_core.types import tensor_maps
+from fl_core.types.values import StoredTensors, Tensors
+
+BLOCK = 1 << 15
+"""Numbers that are computed at a time."""
+
+
+class ComputedTensors(StoredTensors):
+    """Tensors that `compute` makes. compute: as `StoredTensors.blocks`, in the dtype of `dtypes`."""
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtypes: Mapping[str, torch.dtype],
+        compute: Callable[[str, int], Iterator[Tensor]],
+    ) -> None:
+        self.shapes = shapes
+        self._dtypes, self._compute = dtypes, compute
+
+    def __getitem__(self, name: str) -> Tensor:
+        value, at = torch.empty(self.shapes[name], dtype=self._dtypes[name]), 0
+        flat = value.view(-1)
+        for block in self._compute(name, BLOCK):
+            flat[at : at + len(block)] = block
+            at += len(block)
+        return value
+
+    def blocks(self, name: str, size: int) -> Iterator[Tensor]:
+        return self._compute(name, size)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._dtypes[name]
+
+
+def mean_of(total: StoredTensors, weight: Tensor) -> ComputedTensors:
+    """Divide sums by a weight () in float64; the result is float32."""
+
+    def compute(name: str, size: int) -> Iterator[Tensor]:
+        most = min(size, math.prod(total.shapes[name]))
+        exact, mean = torch.empty(most, dtype=torch.float64), torch.empty(most)
+        for block in total.blocks(name, size):
+            torch.div(block, weight, out=exact[: len(block)])
+            yield mean[: len(block)].copy_(exact[: len(block)])
+
+    return ComputedTensors(total.shapes, dict.fromkeys(total.shapes, torch.float32), compute)
+
+
+def sum_of(a: Tensors, b: Tensors) -> Tensors:
+    """Return `tensor_maps.add(a, b)`, computed when it is read if `b` is."""
+    if not isinstance(b, StoredTensors):
+        return tensor_maps.add(a, b)
+
+    def compute(name: str, size: int) -> Iterator[Tensor]:
+        for x, y in zip(_blocks(a, name, size), b.blocks(name, size), strict=True):
+            yield x + y
+
+    dtypes = {name: a.dtype(name) if isinstance(a, StoredTensors) else a[name].dtype for name in a}
+    return ComputedTensors(
+        {name: b.shapes[name] for name in a},
+        {name: torch.promote_types(dtype, b.dtype(name)) for name, dtype in dtypes.items()},
+        compute,
+    )
+
+
+def _blocks(tensors: Tensors, name: str, size: int) -> Iterator[Tensor]:
+    if isinstance(tensors, StoredTensors):
+        return tensors.blocks(name, size)
+    flat = tensors[name].detach().reshape(-1)
+    return (flat[start : start + size] for start in range(0, len(flat), size))
