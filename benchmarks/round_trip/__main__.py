@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory  # noqa: E402
 from typing import NamedTuple  # noqa: E402
 
 from benchmarks.round_trip.bare import Bare  # noqa: E402
-from benchmarks.round_trip.federation import Federation, Rounds  # noqa: E402
+from benchmarks.round_trip.federation import Federation, Peaks, Rounds  # noqa: E402
 from benchmarks.round_trip.line import BYTES_PER_S  # noqa: E402
 from benchmarks.round_trip.models import Workload, workload  # noqa: E402
 from benchmarks.round_trip.processes import Processes, processes  # noqa: E402
@@ -51,7 +51,7 @@ def measure(
     starts, load = min(STARTS, len(legs)), os.getloadavg()[0]
     with processes(log) as started:
         found = [_measure_start(started, silos, chosen, legs[k::starts], delay_ms, masks) for k in range(starts)]
-    first, peak = found[0].first, max(one.peak for one in found)
+    first, peak = found[0].first, max((one.peak for one in found), key=lambda peaks: peaks.total)
     streams, runs = [s for one in found for s in one.streams], [run for one in found for run in one.runs]
     took = [seconds for run in runs for seconds in run.seconds]
     moved = [seconds for stream in streams for seconds in stream.seconds]
@@ -74,7 +74,8 @@ def measure(
         "round_seconds": round(median(took), 4),
         "bare_stream_seconds": round(median(moved), 4),
         "ratio": round(median(took) / median(moved), 3),
-        "coordinator_peak_mib": round(peak, 1),
+        "coordinator_peak_mib": round(peak.total, 1),
+        **{f"{name}_peak_mib": round(mib, 1) for name, mib in peak._asdict().items()},
         "coordinator_cpu_seconds": round(coordinator, 3),
         "silos_cpu_seconds": round(silo, 3),
         "bare_cpu_seconds": round(bare, 3),
@@ -98,7 +99,7 @@ def _under_masks(found: Sequence[_Start], plain: float) -> dict[str, Value]:
         "masked_bytes_up": runs[0].up,
         "masked_round_seconds": round(median(took), 4),
         "masked_ratio": round(median(took) / plain, 3),
-        "masked_coordinator_peak_mib": round(max(one.masked_peak for one in found), 1),
+        "masked_coordinator_peak_mib": round(max(one.masked_peak.total for one in found), 1),
         "masked_round_seconds_each": [round(s, 3) for s in took],
     }
 
@@ -119,9 +120,9 @@ class _Start(NamedTuple):
     first: Rounds
     runs: list[Rounds]
     streams: list[_Streams]
-    peak: float
+    peak: Peaks
     masked: list[Rounds]
-    masked_peak: float
+    masked_peak: Peaks
 
 
 def _measure_start(
@@ -137,14 +138,14 @@ def _measure_start(
             first = federation.run(0, 1)
             bare = Bare(started, federation.home, federation.silos, delay_ms)
             streams, runs, masked = [_streams(bare, first, legs[0])], list[Rounds](), list[Rounds]()
-            peak = 0.0
+            peak = Peaks()
             for leg in legs:
                 runs.append(federation.run(leg, WARM_UP))
-                peak = peak if masked else federation.peak_mib
+                peak = peak if masked else federation.peaks_mib
                 if masks:
                     masked.append(federation.run(leg, WARM_UP, masks=True))
                 streams.append(_streams(bare, first, leg))
-            return _Start(first, runs, streams, peak, masked, federation.peak_mib)
+            return _Start(first, runs, streams, peak, masked, federation.peaks_mib)
         finally:
             federation.close()
             started.stop()
@@ -161,7 +162,12 @@ def _streams(bare: Bare, like: Rounds, rounds: int) -> _Streams:
 def compared(found: Sequence[Mapping[str, Value]]) -> Mapping[str, object]:
     """Put several numbers of silos side by side: by how much the peak of the coordinator's memory differs."""
     peaks = [float(str(one["coordinator_peak_mib"])) for one in found]
-    return {"measured": list(found), "peak_difference_mib": round(max(peaks) - min(peaks), 1)}
+    difference = max(peaks) - min(peaks)
+    return {
+        "measured": list(found),
+        "peak_difference_mib": round(difference, 1),
+        "peak_difference_ratio": round(difference / min(peaks), 3),
+    }
 
 
 def _numbers(text: str) -> list[int]:

@@ -25,7 +25,7 @@ import grpc  # noqa: E402
 
 from benchmarks.round_trip.processes import Processes, cpu_seconds  # noqa: E402
 from coordinator.pki.server_certificate import server_credentials  # noqa: E402
-from protos.wire.channel_options import SERVER_OPTIONS  # noqa: E402
+from protos.wire.channel_options import server_options, window_bytes  # noqa: E402
 from protos.wire.chunks import CHUNK_BYTES  # noqa: E402
 from service_core.pki.identity import Address  # noqa: E402
 from silo.connection.channel import connect_with  # noqa: E402
@@ -60,10 +60,10 @@ class _Handlers:
         return str(sum(len(m) for m in messages)).encode()
 
 
-def serve(home: Path) -> None:
-    """Serve until standard input ends; the first line on standard output is the port."""
+def serve(home: Path, window: int) -> None:
+    """Serve until standard input ends, with this window; the first line on standard output is the port."""
     handlers = _Handlers()
-    server = grpc.server(ThreadPoolExecutor(32), options=SERVER_OPTIONS)
+    server = grpc.server(ThreadPoolExecutor(32), options=server_options(window))
     methods: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
         "Down": grpc.unary_stream_rpc_method_handler(handlers.down),
         "Up": grpc.stream_unary_rpc_method_handler(handlers.up),
@@ -95,8 +95,8 @@ class Bare:
 
     def __init__(self, started: Processes, coordinator: Path, silos: Sequence[Path], delay_ms: float) -> None:
         self._started = started
-        first = len(started.running)
-        server = started.start(["benchmarks.round_trip.bare", "serve", str(coordinator)], talks=True)
+        first, window = len(started.running), window_bytes(delay_ms)
+        server = started.start(["benchmarks.round_trip.bare", "serve", str(coordinator), str(window)], talks=True)
         address = f"127.0.0.1:{started.dialled(int(self._answer(server)), delay_ms)}"
         self._clients = [
             started.start(["benchmarks.round_trip.bare", "call", str(home), address], talks=True) for home in silos
@@ -133,12 +133,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=("serve", "call"))
     parser.add_argument("home", type=Path)
-    parser.add_argument("address", nargs="?")
+    parser.add_argument("place", help="serve: bytes of a window; call: the address of the service")
     words = parser.parse_args()
     if words.part == "serve":
-        serve(words.home)
+        serve(words.home, int(words.place))
     else:
-        call(words.home, words.address)
+        call(words.home, words.place)
 
 
 if __name__ == "__main__":

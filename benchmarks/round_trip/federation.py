@@ -15,7 +15,7 @@ from typing import NamedTuple
 from uuid import uuid4
 
 from benchmarks.round_trip.models import Workload
-from benchmarks.round_trip.processes import Processes, cpu_seconds, family, peak_mib
+from benchmarks.round_trip.processes import Processes, cpu_seconds, family, forget_peak, peak_mib
 from coordinator.config.hydra_config import compose_spec
 from coordinator.lead.client import LeadClient
 from coordinator.pki.authority import Authority
@@ -51,20 +51,35 @@ class Rounds:
     silos_cpu: float
 
 
+class Peaks(NamedTuple):
+    """Peaks of resident memory in MiB (VmHWM).
+
+    opening: of service and worker while a run is opened   service, worker: of each during rounds.
+    """
+
+    opening: float = 0.0
+    service: float = 0.0
+    worker: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return max(self.opening, self.service + self.worker)
+
+
 class Federation:
     """One coordinator and its silos, started and online."""
 
     def __init__(self, started: Processes, folder: Path, silos: int, workload: Workload, delay_ms: float) -> None:
         self._started = started
         self._workload = workload
-        self.peak_mib = 0.0
-        """Peaks of resident memory, of the coordinator's service and of the worker of its run, together."""
+        self.peaks_mib = Peaks()
         self.home = folder / "coordinator"
         self.silos = [folder / f"hospital{k}" for k in range(silos)]
         port = free_port()
         authority = Authority.create(self.home, "benchmark", [f"127.0.0.1:{started.dialled(port, delay_ms)}"])
         authority.issue_lead("lead")
         words = ["coordinator.cli.main", "serve", "--home", str(self.home), "--bind", f"127.0.0.1:{port}"]
+        words += ["--round-trip", str(delay_ms)]
         self._coordinator = started.start(words)
         started.until((self.home / "service.json").exists, "the coordinator", START_S)
         self._enrol(authority)
@@ -95,7 +110,10 @@ class Federation:
         """
         words = [*self._workload.overrides, f"rounds={warm_up + rounds}", "method=fedavg", "threads=1"]
         words.append("secagg=on" if masks else "secagg=off")
+        self._forget_peaks()
         run = self._lead.submit(compose_spec(words).to_json(), uuid4().hex).run_id
+        self.peaks_mib = self.peaks_mib._replace(opening=max(self.peaks_mib.opening, sum(self._peaks())))
+        self._forget_peaks()
         used = list[_Used]()
         with closing(CoordinatorStore(self.home)) as store:
 
@@ -122,9 +140,21 @@ class Federation:
         silos = sum(cpu_seconds(p.pid) for p in self._serving)
         coordinator = family(self._coordinator.pid)
         with suppress(FileNotFoundError, UnavailableError):  # the worker of the run ends with it
-            self.peak_mib = max(self.peak_mib, sum(map(peak_mib, coordinator)))
+            service, worker = self._peaks()
+            peaks = self.peaks_mib
+            if service + worker > peaks.service + peaks.worker:
+                self.peaks_mib = Peaks(peaks.opening, service, worker)
             return _Used(time.time(), sum(map(cpu_seconds, coordinator)), silos)
         return _Used(time.time(), math.nan, silos)
+
+    def _peaks(self) -> tuple[float, float]:
+        """Return the peaks of the service's process and of its workers."""
+        service, *workers = map(peak_mib, family(self._coordinator.pid))
+        return service, sum(workers)
+
+    def _forget_peaks(self) -> None:
+        for pid in family(self._coordinator.pid):
+            forget_peak(pid)
 
     def close(self) -> None:
         """Close the lead's connection."""

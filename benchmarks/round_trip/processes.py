@@ -130,3 +130,8 @@ def peak_mib(pid: int) -> float:
     if found is None:
         raise UnavailableError("E-RUN-99", "expected VmHWM in /proc: the benchmark needs Linux")
     return int(found[1]) / 1024
+
+
+def forget_peak(pid: int) -> None:
+    """Begin the peak of `peak_mib` anew, at what is resident now."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")

@@ -14,7 +14,6 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from fl_core.errors import UnavailableError
-from protos.wire.channel_options import WINDOW_BYTES
 from protos.wire.chunks import CHUNK_BYTES
 
 PER_SILO = 2
@@ -38,10 +37,13 @@ class Slot:
 
 
 class UploadSlots:
-    """The slots of all uploads; used on the event loop only. budget: bytes of memory for all of them."""
+    """The slots of all uploads; used on the event loop only.
 
-    def __init__(self, budget: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._budget = budget
+    budget: bytes of memory for all of them   window: bytes that one may be ahead of its reader.
+    """
+
+    def __init__(self, budget: int, window: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._budget, self._window = budget, window
         self._clock = clock
         self._slots: dict[str, Slot] = {}
         self._wanted = -LEASE_S
@@ -68,7 +70,7 @@ class UploadSlots:
             for name, slot in self._slots.items()
             if slot.streams or (name != contribution and now - slot.since < _UNUSED_S)
         }
-        room = min(WINDOW_BYTES, left) + CHUNK_BYTES
+        room = min(self._window, left) + min(CHUNK_BYTES, left)
         if sum(slot.silo == silo for slot in self._slots.values()) >= PER_SILO:
             raise UnavailableError("E-NET-12", f"expected at most {PER_SILO} uploads of {silo!r} at once: try again")
         if self._slots and self.room + room > self._budget:

@@ -14,9 +14,12 @@ from dataclasses import dataclass, field
 from google.protobuf.message import Message
 
 from fl_core.errors import ProtocolError, UnavailableError
+from protos.wire.channel_options import WINDOWS, window_bytes
+from protos.wire.chunks import CHUNK_BYTES
 from service_core.pki.identity import CertificateRole, PeerCertificate
 
 audit = logging.getLogger("consilium.audit")
+_UPLOADS = 16
 _TABLE = 4096
 """Callers that are remembered; beyond this number, idle ones are forgotten."""
 _NOTE_S = 60.0
@@ -46,7 +49,8 @@ class Limits:
         watch_s: total time of a stream of health or reflection
         check_s: between checks whether the callers of open streams are still allowed
         messages: in one session
-        upload_bytes: memory for all current uploads
+        window: bytes that an upload may be ahead of its reader
+        upload_bytes: memory for the windows and chunks of all current uploads
         downloads: at once, hospitals' and leads' separately
         downloads_each: at once, of one caller
     """
@@ -70,9 +74,16 @@ class Limits:
     get_idle_s: float = 60.0
     watch_s: float = 600.0
     check_s: float = 2.0
-    upload_bytes: int = 512 << 20
+    window: int = WINDOWS[0]
+    upload_bytes: int = 64 << 20
     downloads: int = 32
     downloads_each: int = 2
+
+    @classmethod
+    def over(cls, round_trip_ms: float) -> Limits:
+        """Return the limits for lines this long: as many uploads at once as over a short line, or `_UPLOADS`."""
+        window = window_bytes(round_trip_ms)
+        return cls(window=window, upload_bytes=max(cls().upload_bytes, _UPLOADS * (window + CHUNK_BYTES)))
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -45,7 +46,7 @@ from coordinator.storage.weights import WeightsUploads
 from fl_core.errors import FederationError, StateError
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.consilium.v1 import federation_pb2_grpc as rpc
-from protos.wire.channel_options import SERVER_OPTIONS
+from protos.wire.channel_options import server_options
 from service_core.loopback import LoopbackAddress
 from service_core.operations import checks
 from service_core.pki.identity import Address
@@ -219,7 +220,10 @@ class CoordinatorServer:
         self._grpc = grpc.aio.server(
             interceptors=[calls],
             # Further connections are closed at once: the service's own files need descriptors.
-            options=(*SERVER_OPTIONS, ("grpc.max_allowed_incoming_connections", self._connections)),
+            options=(
+                *server_options(self.settings.limits.window),
+                ("grpc.max_allowed_incoming_connections", self._connections),
+            ),
         )
         self._add_services(authorizer)
         self._add_standard_services()
@@ -295,8 +299,15 @@ class CoordinatorServer:
                 self._readiness.look()
                 self.runs.workers.rest()
                 self.store.database.shorten_log()
+                _give_memory_back()
             except Exception:  # the next attempt may succeed; this thread must not end unnoticed
                 log.exception("maintenance met an unexpected error")
+
+
+def _give_memory_back() -> None:
+    """Have glibc give back what streams have freed: it would keep the most that a round ever needed."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def _raise_descriptor_limit() -> int:

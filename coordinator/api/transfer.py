@@ -69,7 +69,7 @@ class TransferService(rpc.TransferServicer):
         self._workers = workers
         self._leads = leads
         self._limits = limits
-        self._slots = UploadSlots(limits.upload_bytes)
+        self._slots = UploadSlots(limits.upload_bytes, limits.window)
         self._turns = DownloadTurns(limits.downloads, limits.downloads_each)
         self._lead_turns = DownloadTurns(limits.downloads, limits.downloads_each)
         self._largest: dict[str, int] = {}

@@ -148,6 +148,15 @@ def serve(
     bind: Annotated[str, typer.Option(help="Address to listen on; port 0 lets the system choose.")] = "0.0.0.0:8443",
     metrics: MetricsOption = None,
     extension: Extensions = None,
+    round_trip: Annotated[
+        float,
+        typer.Option(
+            "--round-trip",
+            metavar="MS",
+            min=0,
+            help="Longest round trip to a hospital, in ms: from 8 on, one upload needs more memory to fill 1 Gbit/s.",
+        ),
+    ] = 0.0,
     log_format: LogFormatOption = None,
     *,
     home: SigningPlace,
@@ -157,13 +166,14 @@ def serve(
     from service_core.loopback import LoopbackAddress
 
     metrics_at = None if metrics is None else LoopbackAddress.parse(metrics)
+    from coordinator.api.limits import Limits
     from coordinator.api.server import CoordinatorServer, Settings
 
     checks.host_and_port(bind)
     Authority.open(home).unlock()
     logs.set_up(logs.chosen_format(log_format) or logs.LogFormat.TEXT, home)
     with ShutdownSignals(service=True) as signals:
-        settings = Settings(metrics=metrics_at, extensions=extension or ())
+        settings = Settings(metrics=metrics_at, extensions=extension or (), limits=Limits.over(round_trip))
         server = CoordinatorServer(home, bind, settings=settings)
         port = server.start()
         notify(READY)

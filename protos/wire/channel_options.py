@@ -6,13 +6,13 @@ MAX_MESSAGE_BYTES = 4 << 20
 """Both sides refuse larger messages: a bound against denial of service, far above a chunk."""
 MAX_ANSWER_BYTES = 64 << 20
 """A lead takes larger answers: what a service knows of a thousand silos, or of a run of a thousand rounds."""
-WINDOW_BYTES = 32 << 20
-"""What a stream may be ahead of its reader: 1 Gbit/s over a round trip of 250 ms."""
+WINDOWS = 1 << 20, 32 << 20
+"""What a stream may be ahead of its reader, in bytes: at least, and at most (1 Gbit/s over a round trip of 250 ms)."""
+_LINE_BYTES_PER_S = 125_000_000
 _MESSAGES: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     # Fixed: gRPC's own estimate of the line has no bound, and how many windows there are is bounded by the services.
     ("grpc.http2.bdp_probe", 0),
-    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
 )
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *_MESSAGES,
@@ -30,6 +30,7 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 _OF_CLIENTS: tuple[tuple[str, int], ...] = (
     *_MESSAGES,
+    ("grpc.http2.lookahead_bytes", WINDOWS[1]),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -42,3 +43,14 @@ _OF_CLIENTS: tuple[tuple[str, int], ...] = (
 )
 CLIENT_OPTIONS = (*_OF_CLIENTS, ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES))
 LEAD_OPTIONS = (*_OF_CLIENTS, ("grpc.max_receive_message_length", MAX_ANSWER_BYTES))
+
+
+def window_bytes(round_trip_ms: float) -> int:
+    """Return what a stream must be ahead of its reader for 1 Gbit/s over a round trip, within `WINDOWS`."""
+    least, most = WINDOWS
+    return int(min(max(least, _LINE_BYTES_PER_S * round_trip_ms / 1e3), most))
+
+
+def server_options(window: int) -> tuple[tuple[str, int], ...]:
+    """Return the options of a service whose callers may be so many bytes ahead in each stream."""
+    return (*SERVER_OPTIONS, ("grpc.http2.lookahead_bytes", window))

@@ -16,12 +16,13 @@ from coordinator.api import admission
 from coordinator.api.admission import LEASE_S, PER_SILO, DownloadTurns, UploadSlots
 from coordinator.api.limits import Limits
 from fl_core.errors import UnavailableError
-from protos.wire.channel_options import WINDOW_BYTES
+from protos.wire.channel_options import window_bytes
 from protos.wire.chunks import CHUNK_BYTES
 from tests.support.coordinator import AWAY, DATA, FAST, code, cut, open_request, open_round, running
 from tests.support.federations import NAMES
 
-ROOM = WINDOW_BYTES + CHUNK_BYTES
+WINDOW = 4 << 20
+ROOM = WINDOW + CHUNK_BYTES
 LARGE = 45 << 20
 BUSY = pytest.raises(UnavailableError, match="E-NET-12")
 
@@ -37,7 +38,7 @@ class Clock:
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(1, 1 << 62), st.booleans()), max_size=60))
 def test_the_room_of_all_uploads_never_exceeds_the_budget(steps: list[tuple[int, int, int, bool]]) -> None:
     clock = Clock()
-    slots = UploadSlots(3 * ROOM, clock)
+    slots = UploadSlots(3 * ROOM, WINDOW, clock)
     with ExitStack() as streams:
         for silo, upload, size, begins in steps:
             clock.now += 1
@@ -53,7 +54,7 @@ def test_the_room_of_all_uploads_never_exceeds_the_budget(steps: list[tuple[int,
 
 def test_a_slot_that_nobody_uses_is_given_to_another() -> None:
     clock = Clock()
-    slots = UploadSlots(ROOM, clock)
+    slots = UploadSlots(ROOM, WINDOW, clock)
     slots.open("a", "north", LARGE)
     with BUSY:
         slots.open("b", "south", LARGE)
@@ -68,7 +69,7 @@ def test_a_slot_that_nobody_uses_is_given_to_another() -> None:
 @pytest.mark.fault("a hospital", "sends a byte a minute", "gives its room back after two minutes when others wait")
 def test_a_slow_upload_makes_room_when_another_waits() -> None:
     clock = Clock()
-    slots = UploadSlots(ROOM, clock)
+    slots = UploadSlots(ROOM, WINDOW, clock)
     slots.open("a", "north", LARGE)
     with slots.using("a", "north") as slot:
         clock.now = 10 * LEASE_S
@@ -83,7 +84,7 @@ def test_a_slow_upload_makes_room_when_another_waits() -> None:
 
 
 def test_a_silo_has_few_slots_and_takes_over_its_own() -> None:
-    slots = UploadSlots(100 * ROOM, Clock())
+    slots = UploadSlots(100 * ROOM, WINDOW, Clock())
     for k in range(PER_SILO):
         slots.open(f"a{k}", "north", LARGE)
     with BUSY:
@@ -98,7 +99,7 @@ def test_a_silo_has_few_slots_and_takes_over_its_own() -> None:
 
 
 def test_a_slot_that_was_opened_again_outlives_the_stream_before() -> None:
-    slots = UploadSlots(ROOM, Clock())
+    slots = UploadSlots(ROOM, WINDOW, Clock())
     slots.open("a", "north", LARGE)
     with slots.using("a", "north"):
         slots.open("a", "north", LARGE)
@@ -107,7 +108,27 @@ def test_a_slot_that_was_opened_again_outlives_the_stream_before() -> None:
 
 
 def test_a_large_object_fits_an_empty_budget_of_any_size() -> None:
-    UploadSlots(1).open("a", "north", LARGE)
+    UploadSlots(1, WINDOW).open("a", "north", LARGE)
+
+
+def test_windows_hold_what_a_line_of_one_gigabit_carries_in_a_round_trip() -> None:
+    expected = {0: 1 << 20, 1: 1 << 20, 40: 5_000_000, 100: 12_500_000, 250: 31_250_000, 1e9: 32 << 20}
+    assert {ms: window_bytes(ms) for ms in expected} == expected
+    assert Limits.over(0) == Limits()
+    for ms in (0, 40, 250):
+        limits = Limits.over(ms)
+        slots = UploadSlots(limits.upload_bytes, limits.window)
+        for k in range(16):
+            slots.open(f"{k}", f"s{k}", LARGE)
+        with BUSY:
+            for k in range(16, 30):
+                slots.open(f"{k}", f"s{k}", LARGE)
+
+
+def test_small_uploads_take_little_of_the_budget() -> None:
+    slots = UploadSlots(Limits().upload_bytes, Limits().window)
+    for k in range(300):
+        slots.open(f"{k}", f"s{k}", 100_000)
 
 
 def test_downloads_wait_in_line_and_give_their_turn_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +173,7 @@ def test_downloads_wait_in_line_and_give_their_turn_back(monkeypatch: pytest.Mon
 
 @pytest.mark.fault("hospitals", "send more at once than there is room for", "wait with E-NET-12, and are let in later")
 def test_an_upload_beyond_the_budget_waits(tmp_path: Path) -> None:
-    settings = replace(FAST, limits=replace(Limits(), upload_bytes=CHUNK_BYTES + len(DATA)))
+    settings = replace(FAST, limits=replace(Limits(), upload_bytes=3 * len(DATA)))
     with running(tmp_path / "home", NAMES, settings) as world:
         _, offer = open_round(world)
         requests = {name: open_request(name, offer, DATA) for name in ("north", "south")}
