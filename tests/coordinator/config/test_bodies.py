@@ -23,14 +23,16 @@ from coordinator.config.hydra_config import compose_simulation, compose_spec, wo
 from coordinator.config.run_spec import RunSpec
 from coordinator.lead.client import LeadClient
 from fl_core.errors import ConfigError, FederationError, ProtocolError
+from fl_core.models import build_model
 from fl_core.models.frozen import BodyFacts
 from fl_core.rounds.manifest import RunManifest, Weights
 from privacy.compiled_run import CompiledRun
 from protos.wire import codec
 from tests.support import some
 from tests.support.coordinator import World
-from tests.support.encoders import DECLARED, model_of, node, vit_file, whole
+from tests.support.encoders import DECLARED, exported, model_of, node, vit_file, whole
 from tests.support.federation import Federation, hospitals
+from tests.support.federations import schema
 
 pytestmark = pytest.mark.integration
 
@@ -57,14 +59,31 @@ def finished(world: World, capsys: pytest.CaptureFixture[str], said: list[str]):
     return world.finished(json.loads(capsys.readouterr().out.splitlines()[-1])["run"])
 
 
+def lite_file(folder: Path, name: str, side: int) -> Path:
+    """EfficientNet-Lite with random weights, as anybody's encoder."""
+    network = build_model(name, {}, schema((3, side, side)), 0).body.eval()
+    file = exported(network, folder / f"secret-{name}.onnx", side)
+    images = torch.rand(1, 3, side, side)
+    (answer,) = onnxruntime.InferenceSession(file).run(None, {"input": images.numpy()})
+    with torch.no_grad():
+        assert torch.allclose(torch.from_numpy(answer), network(images), atol=1e-4)
+    return file
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("bodies", ["transformers", "EfficientNet-Lite"])
 def test_one_round_on_two_bodies_is_the_same_plain_masked_and_simulated(
-    people: Federation, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    people: Federation, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str], bodies: str
 ) -> None:
     people.join("hospital0", "hospital1", "hospital2", data="digits/p3c4")
+    masks = ["off", "on"]
     files = vit_file(tmp_path, "secret-a"), vit_file(tmp_path, "secret-b", side=8, width=12, seed=1)
+    if bodies != "transformers":  # a thousand times the arithmetic
+        masks = ["off"]
+        files = lite_file(tmp_path, "efficientnet_lite0", 32), lite_file(tmp_path, "efficientnet_lite2", 40)
     said = words(*files, more=("method=analytic",))
-    runs = [finished(world, capsys, [*said, f"secagg={secagg}"]) for secagg in ("off", "on")]
+    runs = [finished(world, capsys, [*said, f"secagg={secagg}"]) for secagg in masks]
     simulated = runner.run(compose_simulation([*said, "federation=p3c4"]))
     assert {run.model_digest for run in runs} == {simulated.model_digest}
     other = runner.run(compose_simulation([*words(files[0], more=("method=analytic",)), "federation=p3c4"]))
@@ -95,6 +114,8 @@ def test_a_head_is_trained_and_the_export_is_body_and_head(
     assert run.model_digest == simulated.model_digest
     folder = tmp_path / "models"
     export(run.id, out=folder, formats=["onnx"], home=world.home)
+    with pytest.raises(ConfigError, match="take safetensors"):
+        export(run.id, out=tmp_path / "program", formats=["torch"], home=world.home)
     loaded = model_file.load(folder / f"{run.id}.safetensors")
     session = onnxruntime.InferenceSession(folder / f"{run.id}.onnx")
     image = np.random.default_rng(0).random((1, 1, 8, 8)).astype(np.float32)
