@@ -247,10 +247,13 @@ class PrivacyFilter:
         return gaussian_cost(everything) <= self.mu**2
 
     def used(self, spent: Iterable[Mechanism]) -> float:
+        """Return the share of the budget that is spent: infinite of one too small for any release."""
         charged = list(spent)
         if self.decided(charged) == RENYI:
-            return float(rdp(charged, [self.order])[0]) / self.bound
-        return gaussian_cost(charged) / self.mu**2
+            cost, limit = float(rdp(charged, [self.order])[0]), self.bound
+        else:
+            cost, limit = gaussian_cost(charged), self.mu**2
+        return cost / limit if limit > 0 else math.inf if cost else 0.0
 
     def remedy(self, spent: Iterable[Mechanism], requested: Iterable[Mechanism]) -> str:
         """Say which filter would admit a request that this one refuses; empty if none would."""
