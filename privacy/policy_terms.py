@@ -127,7 +127,7 @@ class Floors:
         declared: the size that the hospital declared; the manifest may have a smaller one
         """
         most = SHARE_OF_UNITS / max(plan.units, declared)
-        if plan.steps_per_call or plan.moment_round >= 0 or plan.survey_round >= 0:
+        if plan.steps_per_call or plan.moment_shares or plan.survey_round >= 0:
             self.check_update(plan.noise)
         if not plan.rate <= self.max_rate:
             raise RefusedError("E-POLICY-05", f"expected a rate <= {self.max_rate:g}, found {plan.rate:.4g}")

@@ -59,7 +59,9 @@ class Attack:
         data = self.both if with_record else self.others
         config = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=128, augment=self.augment)
         terms = RecordDpConfig(prototype_noise=self.noise, test_data="public")
-        plan = ReleasePlan(terms, SamplingSchedule(config, 128), 1, Coupling.EXAMPLE, (1,), 1, False, moment_round=0)
+        plan = ReleasePlan(
+            terms, SamplingSchedule(config, 128), 1, Coupling.EXAMPLE, (1,), 1, False, moment_shares={0: 1.0}
+        )
         plan.__dict__["noise"] = self.noise  # where solving for an epsilon would put it
         local_data = DpSgdLocalData(
             RoundData(data, data, config, CONTEXT), plan, ReleaseAllowance(plan.releases(0, True)), noise

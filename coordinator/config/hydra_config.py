@@ -24,9 +24,10 @@ from fl_core.errors import ConfigError
 from fl_core.extensions import loading, registry
 from fl_core.methods import build_method, programs
 from fl_core.models import MODELS
+from fl_core.rounds.manifest import NamedOptions
 from fl_core.suggest import suggest
 from fl_core.types.records import FEATURES, TrainConfig
-from privacy.profiles import PROFILES
+from privacy.profiles import PROFILES, private_form
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -166,8 +167,9 @@ def _composed_spec(
     _move_weights(chosen)
     _choose_for_data(chosen)
     if chosen["rounds"] == AUTO:
-        method = dict(chosen["method"])  # type: ignore[call-overload]
-        chosen["rounds"] = build_method(method.pop("name"), method).exchanges
+        choices = (dict(chosen[key]) for key in ("method", "privacy"))  # type: ignore[call-overload]
+        method, _ = private_form(*(NamedOptions(choice.pop("name"), choice) for choice in choices))
+        chosen["rounds"] = build_method(method.name, method.options).exchanges
     return RunSpec.from_mapping(chosen)
 
 

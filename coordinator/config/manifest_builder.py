@@ -19,6 +19,7 @@ from fl_core.errors import ConfigError
 from fl_core.extensions import registry
 from fl_core.extensions.registry import Extension
 from fl_core.methods import all_options, build_method
+from fl_core.methods.shared.prototypes import features_of
 from fl_core.models import build_model, stated_options
 from fl_core.rounds import capabilities
 from fl_core.rounds.layout import closing_layout, derive_layout
@@ -121,6 +122,7 @@ def manifest_from(
     privacy = replace(privacy, options=profiles.stated_options(privacy.name, privacy.options))
     method, was = profiles.private_form(method, privacy)
     built = build_method(method.name, method.options)
+    _require_rounds(spec, built)
     model = _model_choice(spec)
     require_memory(method, model, schema, spec.train, disclose=True)
     network = build_model(model.name, model.options, schema, spec.seed)
@@ -160,6 +162,11 @@ def manifest_from(
         secagg=terms,
         **{name: getattr(spec, name) for name in _OF_SPEC},
     )
+    if spec.kind.trains:
+        chosen = profiles.form_for_noise(manifest, features_of(trained.model).feature_dim)
+        built = build_method(chosen.name, chosen.options)
+        layout = derive_layout(built, *trained, spec.personal, metrics, updates=spec.kind.updates, closing=closing)
+        manifest = replace(manifest, method=chosen, layout={**layout, **profiles.extra_parts(privacy)})
     compiled = CompiledRun.of(manifest)
     if compiled.masked:
         manifest = _with_grid(compiled, spec.secagg, examples)
@@ -238,15 +245,19 @@ def _method_choice(spec: RunSpec, names: Sequence[str], schema: Schema) -> Named
     capabilities.check_supported(
         method, capabilities.required_capabilities(spec.train, len(names), spec.cohort, spec.quorum)
     )
+    _require_rounds(spec, method)
+    if method.without_prototypes and not any(m.prototypes for m in _members(spec, names)):
+        return NamedOptions(choice.name, {**choice.options, **method.without_prototypes})
+    return choice
+
+
+def _require_rounds(spec: RunSpec, method: Method) -> None:
     if 0 < spec.rounds < method.exchanges:
         raise ConfigError(
             "E-CFG-08",
             f"method {method.name} takes {method.exchanges} rounds with these options, found rounds={spec.rounds}: "
             "leave rounds out",
         )
-    if method.without_prototypes and not any(m.prototypes for m in _members(spec, names)):
-        return NamedOptions(choice.name, {**choice.options, **method.without_prototypes})
-    return choice
 
 
 def _metrics(spec: RunSpec, schema: Schema, method: Method, privacy: NamedOptions, basic_only: Sequence[str]) -> str:

@@ -60,7 +60,7 @@ def programs() -> Mapping[str, type[Traits]]:
 
 
 _WRITTEN: Mapping[str, Mapping[str, object]] = {
-    "analytic": {"ridge": 1e-3},
+    "analytic": {"ridge": 1e-3, "head": "ridge"},
     "fedmr": {"mu1": 0.01, "mu2": 0.001, "eps": 1e-8},
 }
 """First defaults of options whose default has changed since: what a manifest means that leaves the option out."""

@@ -381,7 +381,8 @@ def sum_batch(query: Query, x: Tensor, y: Tensor) -> Tensors:
     if isinstance(query, ExampleSums):
         return {name: rows.sum(0) for name, rows in query.rows(x, y).items()}
     if isinstance(query, MomentSums):
-        u, one_hot = query.vectors(x, y).double(), nn.functional.one_hot(y, query.n_classes).double()
+        u, row = query.vectors(x, y).double(), torch.zeros_like(y) if query.joint else y
+        one_hot = nn.functional.one_hot(row, query.n_classes).double()
         a = u.T @ u if query.second else u.new_zeros(query.width, query.width)
         return {"a": a, "b": one_hot.T @ u, "variance": u.new_zeros(())}
     vectors = query.vectors(x, y)

@@ -202,6 +202,13 @@ class Method(Protocol):
         """Return the options that a run with record-level privacy must change, and their values; empty if none."""
         return {}
 
+    def for_noise(self, width: int, records: float, noise: float) -> Mapping[str, str | int]:  # noqa: ARG002
+        """Return options of a private run that follow from features, records and noise, never from data; empty if none.
+
+        noise: standard deviation on a sum over all hospitals to which a record adds a vector of length 1
+        """
+        return {}
+
     @property
     def coupling(self) -> Coupling:
         """Return whether the loss, with these hyper-parameters, mixes the examples of a batch."""

@@ -238,7 +238,8 @@ class MomentSums:
     """A joint `sum` query: second moments of a D-vector, and its sums per class.
 
     vectors: (x (B, ...), y (B,)) -> (B, D), whose last entry is `constant` times a weight of the class, so that a sum
-    per class ends in a count   second: False leaves the moments out, as zeros without noise.
+    per class ends in a count   second: False leaves the moments out, as zeros without noise   joint: the sum over all
+    classes is row 0, and the other rows are zeros without noise   share: of the run's 1 / z^2, in private data.
 
     In private data a vector counts with length 1 at most: a record moves (svec(u u^T), u (x) e_y), where svec counts
     entries beside the diagonal sqrt(2) times, by at most sqrt(2), or by 1 without moments. Result: {"a": (D, D),
@@ -250,6 +251,8 @@ class MomentSums:
     n_classes: int
     constant: float
     second: bool = True
+    joint: bool = False
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

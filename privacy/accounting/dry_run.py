@@ -40,7 +40,8 @@ class DataRequirements:
     """The requests of one round: steps of each training, sums over training examples, and whether counts are requested.
 
     closing: steps of each training in the closing evaluation   weights: of the parts weighed by one number, for a silo
-    of `SIZE` examples   moments: the round that requests second moments, -1 for none   survey: the same for a survey.
+    of `SIZE` examples   moments: the rounds that request second moments or a mean, with their shares of 1 / z^2
+    survey: the round that answers a survey, -1 for none.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -48,7 +49,7 @@ class DataRequirements:
     class_sums: int = 0
     example_sums: int = 0
     counts: bool = False
-    moments: int = -1
+    moments: dict[int, float] = field(default_factory=dict)
     survey: int = -1
     weights: dict[str, float] = field(default_factory=dict)
 
@@ -95,7 +96,7 @@ class _RecordingLocalData:
         if isinstance(query, MomentSums):
             if self._probe:
                 check_rows(query, self._schema)
-            self._needs.moments = self._round
+            self._needs.moments[self._round] = query.share
             return sum_batch(query, x, y)
         self._needs.example_sums += split is Split.TRAIN
         return sum_batch(query, x, y)

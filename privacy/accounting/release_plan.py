@@ -7,8 +7,8 @@ Rates and steps follow from the declared size of the hospital, never from a coun
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch import nn
@@ -97,7 +97,8 @@ class ReleasePlan:
     evaluates_global_model: the received model is evaluated, if the method has a global model   personal: personal
     models are evaluated, on the test records, and on a public test set with class counts   closing_steps: of each call
     of `sgd` in the closing evaluation   personal_at_end: personal models are evaluated only there
-    moment_round: the round that releases second moments; -1 for none   shared: how their noise is shared
+    moment_shares: of the rounds that release second moments, or a mean before them, their shares of 1 / z^2
+    shared: how their noise is shared
     survey_round: the round that answers a survey, about records of both splits; -1 for none.
     """
 
@@ -112,7 +113,7 @@ class ReleasePlan:
     personal: bool = False
     closing_steps: tuple[int, ...] = ()
     personal_at_end: bool = False
-    moment_round: int = -1
+    moment_shares: Mapping[int, float] = field(default_factory=dict)
     shared: SharedNoise | None = None
     survey_round: int = -1
 
@@ -142,7 +143,7 @@ class ReleasePlan:
                 f"method {method.name} sums over examples without a known bound: choose a method whose releases "
                 "are deltas, class counts and prototypes",
             )
-        if shared is not None and (needs.moments < 0 or needs.steps or needs.closing or needs.class_sums):
+        if shared is not None and (not needs.moments or needs.steps or needs.closing or needs.class_sums):
             raise RefusedError(
                 "E-PRIV-16",
                 "expected a method whose private release is one sum (analytic) for privacy.placement=distributed, "
@@ -226,12 +227,10 @@ class ReleasePlan:
     def prototypes(self) -> Release:
         return Release("prototypes", TRAIN, Mechanism(self.terms.prototype_noise))
 
-    @property
-    def moments(self) -> Release:
-        return self._moments(None)
-
-    def _moments(self, noise: float | None) -> Release:
-        return Release("moments", TRAIN, Mechanism(self.noise if noise is None else noise), self.shared)
+    def moments(self, round: int, noise: float | None = None) -> Release:
+        """Plan the release of a round in `moment_shares`: all of them together have 1 / z^2."""
+        z = (self.noise if noise is None else noise) / math.sqrt(self.moment_shares[round])
+        return Release("moments", TRAIN, Mechanism(z), self.shared)
 
     @property
     def survey(self) -> tuple[Release, ...]:
@@ -281,8 +280,8 @@ class ReleasePlan:
             planned += self.training(steps, noise)
         if train and prototypes and self.sends_prototypes(round):
             planned += [self.prototypes] * self.prototype_sums
-        if train and prototypes and round == self.moment_round:
-            planned.append(self._moments(noise))
+        if train and prototypes and round in self.moment_shares:
+            planned.append(self.moments(round, noise))
         if train and surveys and round == self.survey_round:
             planned += self._survey(noise)
         if counts:
@@ -303,7 +302,7 @@ class ReleasePlan:
 
     @property
     def _costliest_round(self) -> int:
-        return max(0, self.moment_round, self.survey_round)
+        return max(self.moment_shares, key=self.moment_shares.__getitem__, default=max(0, self.survey_round))
 
     def _history(self, noise: float) -> History:
         """List the whole run on the training records at training noise z: every round, its end, and the reserve."""

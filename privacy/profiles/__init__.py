@@ -11,6 +11,9 @@ from fl_core.methods import build_method
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.types.values import Layout
+from privacy.accounting.gaussian import mu_of
+from privacy.accounting.record_config import MIN_NOMINAL, RecordDpConfig
+from privacy.accounting.shared_noise import SharedNoise
 from privacy.accounting.uncertainty import RunNoise
 from privacy.profiles.base import Config, PrivacyProfile
 from privacy.profiles.plain import PlainProfile
@@ -73,6 +76,21 @@ def private_form(method: NamedOptions, privacy: NamedOptions) -> tuple[NamedOpti
     form = {} if terms is None or not kind.private_form else built.private_form
     was: dict[str, Option] = {option: getattr(built, option) for option in form}
     return NamedOptions(method.name, {**method.options, **form}), was
+
+
+def form_for_noise(manifest: RunManifest, width: int) -> NamedOptions:
+    """Return a run's method with the options that follow from its noise, if it leaves them open.
+
+    width: features of the body; a hospital that declared no size counts as the smallest.
+    """
+    method, terms = manifest.method, _resolve(manifest.privacy)[1]
+    if not isinstance(terms, RecordDpConfig):
+        return method
+    n, noise = len(manifest.members), 1 / mu_of(terms.epsilon, terms.delta)
+    noise = SharedNoise.of(manifest).of_all(noise) if terms.distributed else noise * math.sqrt(n)
+    records = sum(max(member.units, MIN_NOMINAL) for member in manifest.members)
+    chosen = build_method(method.name, method.options).for_noise(width, records, noise)
+    return NamedOptions(method.name, {**method.options, **chosen})
 
 
 def extra_parts(privacy: NamedOptions) -> Layout:

@@ -101,7 +101,7 @@ class PrototypeFilter(LocalDataWrapper):
             return torch.where(shown.to(y.device)[y].unsqueeze(1) > 0, rows, torch.zeros_like(rows))
 
         sums = super().sum(replace(query, vectors=vectors))
-        return sums if self._noise_leaves else {**sums, "b": sums["b"] * shown.unsqueeze(1)}
+        return sums if self._noise_leaves or query.joint else {**sums, "b": sums["b"] * shown.unsqueeze(1)}
 
     def _without_left_out(self, query: BatchSums) -> BatchSums:
         """Return the query over the examples of the classes that may be summed; examples it does not read count not."""

@@ -108,7 +108,8 @@ class RecordProfile(PrivateProfile):
             )
         for k in range(len(self.run.manifest.members)):
             plan = self.plan(k)
-            self._sum_grid.room(MOST_SENSITIVE * plan.moments.alone.noise)
+            for round in plan.moment_shares:
+                self._sum_grid.room(MOST_SENSITIVE * plan.moments(round).alone.noise)
 
     @property
     def _sum_grid(self) -> ReleaseGrid:
@@ -252,4 +253,4 @@ class RecordProfile(PrivateProfile):
         plan = self.plan(index)
         floors.check_plan(plan, unit, declared)
         if plan.shared:
-            floors.check_alone(plan.moments.alone.noise)
+            floors.check_alone(min(plan.moments(round).alone.noise for round in plan.moment_shares))

@@ -38,7 +38,7 @@ RUNS: Mapping[str, tuple[str, ...]] = {
         "threads=1",
         "secagg=on",
     ),
-    PRIVATE: ("experiment=private_demo", "rounds=1"),
+    PRIVATE: ("experiment=private_demo", "rounds=2"),
 }
 """What is trained, one after the other, on the same images: each run at the rate that suits it, or in closed form."""
 

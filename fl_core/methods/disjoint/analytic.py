@@ -42,6 +42,19 @@ where noise on each number of svec(A) and B has the standard deviation s, and S^
 spectral norm of A's noise is about sqrt(2 (d + 1)) S, of which lambda is a third. A+ has the eigenvalues of A that are
 above 0; so has what lda makes of it. Counts are B's entries for the constant. All of this is computed from the release.
 
+The mean of features holds most of their length and says nothing of the class. So it is released first (`centred`), with
+the tenth part of 1 / z^2, as one sum over all records. With its estimate m, shrunk by its noise (James and Stein), and
+the radius r = 0.35 a record then adds
+
+    u = r_y (v, k),   v = (sqrt(1 - k^2) z / (R sqrt(d)) - m) / r, shortened to sqrt(1 - k^2)
+
+    ncm:  W_c = M_c = B_c / n_c,  b_c = -(|M_c|^2 - d (S / n_c)^2) / 2       less the noise's own square
+
+where n_c are noisy counts, shrunk towards their mean by the variance of their noise. `mixed` = d': features are first
+multiplied by a public matrix of d' columns with entries +-1 / sqrt(d') (Achlioptas, "Database-friendly Random
+Projections", JCSS 2003), since the noise of a mean grows with d. Head and d' follow from d, the declared number of
+records and the noise alone, when the run is made (`for_noise`).
+
 `covariance="means"`: no A_k leaves. It is estimated from the means m_kc of the silos' examples of each class, which the
 server then sees one by one (Goswami, Magistri, Wang, Twardowski, Bagdanov and van de Weijer, "Covariances for Free:
 Exploiting Mean Distributions for Training-free Federated Learning", NeurIPS 2025, FedCOF), K_c silos having class c:
@@ -67,11 +80,14 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fl_core import rng
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.shared.closed_forms import (
@@ -82,6 +98,7 @@ from fl_core.methods.shared.closed_forms import (
     nearest_mean,
     packed,
     positive,
+    shrunk,
     solve_lda,
     solve_penalised,
     solve_ridge,
@@ -106,19 +123,27 @@ from fl_core.types.values import (
     State,
     Tensors,
 )
-from fl_core.validate import NonNegative, Positive
+from fl_core.validate import Count, NonNegative, Positive
 
 MOMENTS, CLASSES = "moments", "classes"
 STEP, MAX_ENTRY = 2.0**-14, 32.0
 """The grid of the entries, and their bound."""
 BETAS = (0.0, 1.0, 3.0, 10.0, 30.0, 100.0)
 """What beta is chosen from; 0 is the global model."""
-FIT, ALL, REST, COUNT, NOTHING = "fit", "all", "rest", "count", "nothing"
+FIT, ALL, REST, COUNT, MEAN, NOTHING = "fit", "all", "rest", "count", "mean", "nothing"
 """What an exchange is about: moments of some or all examples, classes alone; nothing once all is summed."""
 SHARE = 0.25
 """k, the entry of the constant in the vector that a private run sums: counts have noise of 4 s records."""
 NOISE = 0.5
 """Lambda in units of S sqrt(d + 1): between a fourth and 2 of them the digits' accuracy differs by two points."""
+OF_MEAN = 0.1
+"""Share of 1 / z^2 for the mean of a centred release."""
+RADIUS = 0.35
+"""r: centred features of random layers and of pretrained bodies are mostly longer, in units of R sqrt(d)."""
+MIXED, LEAST_MIXED = 0.06, 16
+"""Square of the mean's noise, in units of the bound, that features may take; the fewest features that are mixed."""
+RIDGE_BELOW = 0.06
+"""Noise of the moments sqrt(d) S / N above which the nearest mean wins: it has no matrix, so less noise."""
 MAX_WEIGHT = 10.0
 """Of a class in a private run, in units of one of average size: a smaller one would weigh all others down."""
 
@@ -128,11 +153,13 @@ class Analytic(FedAvg):
     """A linear head on features that nobody trains, solved from one sum: exact however classes are divided.
 
     Attributes:
-        head: "ridge", "lda" or "ncm"
+        head: "ridge", "lda" or "ncm"; "auto" is ridge, or in a private run what its noise permits
         ridge: lambda, in units of the features' mean square; 0: features are standardised, and lambda is chosen from
             the sums, in no further exchange
         class_weights: "balanced" gives every class the same share, in one more exchange, which counts
-        release: "noisy" is the form of private runs, where lambda follows from the noise, and ridge comes on top of it
+        release: "centred" is the form of private runs, where lambda follows from the noise, and ridge comes on top of
+            it; "noisy" is that of version 0.1.0, without the mean
+        mixed: features that a centred release is about; 0: all of the body's, as they are
         bound: of the root mean square of a record's features in that form: longer ones are shortened
         personal_head: sends A and B back to every hospital, which makes its personal model of them, with the beta that
             is right most often (balanced) about the fifth of its training examples that A is then without; of
@@ -150,18 +177,19 @@ class Analytic(FedAvg):
 
     name: ClassVar[str] = "analytic"
     omitted_at_default: ClassVar[frozenset[str]] = frozenset(
-        {"personal_head", "withdraws", "release", "bound", "covariance", "per_label"}
+        {"personal_head", "withdraws", "release", "bound", "mixed", "covariance", "per_label"}
     )
     multi_label_form: ClassVar[Mapping[str, bool]] = {"per_label": True}
     bias_follows_classes: ClassVar[bool] = False
     suitable_model: ClassVar[str] = "random_features"
     exact: ClassVar[bool] = True
     personal_at_end: ClassVar[bool] = True
-    head: Literal["ridge", "lda", "ncm"] = "ridge"
+    head: Literal["auto", "ridge", "lda", "ncm"] = "auto"
     ridge: NonNegative = 0.0
     class_weights: Literal["none", "balanced"] = "none"
-    release: Literal["exact", "noisy"] = "exact"
+    release: Literal["exact", "noisy", "centred"] = "exact"
     bound: Positive = 1.0
+    mixed: Count = 0
     personal_head: bool = False
     withdraws: str = ""
     covariance: Literal["moments", "means"] = "moments"
@@ -169,7 +197,7 @@ class Analytic(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.personal_head and self.head != "ridge":
+        if self.personal_head and self._solver != "ridge":
             raise ConfigError(
                 "E-CFG-02", f"expected head=ridge beside personal_head=true, found {self.head}: leave one of them out"
             )
@@ -179,7 +207,7 @@ class Analytic(FedAvg):
                 "expected method.head=lda or ridge for a covariance from means, found method.head=ncm, which has none: "
                 "change it, or leave method.covariance out",
             )
-        plain = self.head == "ridge" and self.class_weights == "none" and self._adds_up
+        plain = self._solver == "ridge" and self.class_weights == "none" and self._adds_up
         if self.per_label and (not plain or self.personal_head):
             raise ConfigError(
                 "E-CFG-02",
@@ -213,7 +241,11 @@ class Analytic(FedAvg):
 
     @property
     def _is_noisy(self) -> bool:
-        return self.release == "noisy"
+        return self.release != "exact"
+
+    @property
+    def _solver(self) -> str:
+        return "ridge" if self.head == "auto" else self.head
 
     @property
     def _adds_up(self) -> bool:
@@ -235,7 +267,7 @@ class Analytic(FedAvg):
 
     @property
     def private_form(self) -> Mapping[str, str | int]:
-        return {"release": "noisy"} if self._adds_up and not self.per_label else {}
+        return {"release": "centred"} if self._adds_up and not self.per_label else {}
 
     @property
     def exchanges(self) -> int:
@@ -245,7 +277,8 @@ class Analytic(FedAvg):
     def _plan(self) -> tuple[str, ...]:
         if self.withdraws:
             return (ALL,) if "," not in self.withdraws else (FIT, REST)
-        return (COUNT, ALL) if self.class_weights == "balanced" else (ALL,)
+        counts = (COUNT,) if self.class_weights == "balanced" else ()
+        return (*counts, MEAN, ALL) if self.release == "centred" else (*counts, ALL)
 
     @property
     def unsupported(self) -> Mapping[Capability, str]:
@@ -260,6 +293,19 @@ class Analytic(FedAvg):
             return reasons
         apart = "the server sees each silo's class means: set method.covariance=moments"
         return {**reasons, Capability.DIFFERENTIAL_PRIVACY: apart, Capability.SECURE_AGGREGATION: apart}
+
+    def for_noise(self, width: int, records: float, noise: float) -> Mapping[str, str | int]:
+        """Choose the head and the features of a centred release, as far as they were left open.
+
+        The mean's noise takes at most sqrt(`MIXED`) of the length that a vector can have.
+        """
+        if self.release != "centred":
+            return {}
+        of_mean = noise / math.sqrt(OF_MEAN) / records
+        mixed = self.mixed or max(math.floor(MIXED / of_mean**2), LEAST_MIXED)
+        of_moments = math.sqrt(2 * min(mixed, width) / (1 - OF_MEAN)) * noise / records
+        head = self.head if self.head != "auto" else "ridge" if of_moments < RIDGE_BELOW else "ncm"
+        return {"head": head, "mixed": mixed if mixed < width else 0}
 
     def shared(self, name: str) -> bool:
         return name.startswith("head.")
@@ -276,15 +322,19 @@ class Analytic(FedAvg):
                 "E-CFG-08",
                 "expected a linear head with a bias, found another: choose another model, or model.head_bias=true",
             )
-        everything, classes, width = tensor_maps.copy_state(model), context.n_classes, head.in_features + CONSTANT
+        everything, classes, width = tensor_maps.copy_state(model), context.n_classes, self._width(head.in_features)
         triangle = (width * (width + 1) // 2,)
         moments = {} if self._estimates else {"a": (classes, *triangle) if self.per_label else triangle}
         last = {"variance": ()} if self._is_noisy else {"n": (classes,)}
         shapes = {**moments, "b": (classes, width), **last}
+        centre = torch.zeros(width - CONSTANT, dtype=torch.float64)
         return {
             "w": {name: torch.zeros_like(v) for name, v in everything.items() if self.shared(name)},
             "frozen": {name: v for name, v in everything.items() if not self.shared(name)},
-            "asked": {"root": torch.ones(classes, dtype=torch.float64)},
+            "asked": {
+                "root": torch.ones(classes, dtype=torch.float64),
+                **({"mean": centre} if self.release == "centred" else {}),
+            },
             "sums": {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()},
             "chosen": {"ridge": torch.tensor(float(self.ridge), dtype=torch.float64)},
         }
@@ -343,32 +393,45 @@ class Analytic(FedAvg):
         return sums
 
     def _released(self, net: SplitModel, request: Tensors, about: str, data: LocalData, context: RoundContext) -> Part:
-        """Ask for the one release, or before it for noisy counts of classes, in their places of B."""
-        d, classes = net.feature_dim, context.n_classes
-        width = d + CONSTANT
+        """Ask for a release: the sums, before them the mean, or noisy counts of classes, in their places of B."""
+        classes, width = context.n_classes, self._width(net.feature_dim)
         sums: dict[str, Tensor] = {
             "a": torch.zeros(width, width, dtype=torch.float64),
             "b": torch.zeros(classes, width, dtype=torch.float64),
             "variance": torch.zeros((), dtype=torch.float64),
         }
-        scale = self._scale(d)
+        scale, mean = self._scale(net.feature_dim), request.get("mean") if about == ALL else None
 
         def vectors(x: Tensor, y: Tensor) -> Tensor:
             with torch.no_grad():
                 z = features_of(net).features(x).double()
-            whole = torch.cat((z, z.new_ones(len(z), CONSTANT)), dim=1)
-            return whole * scale.to(z.device) * request["root"].to(z.device)[y].unsqueeze(1)
+            z = z @ mixing(net.feature_dim, self.mixed).to(z.device) if self.mixed else z
+            whole = torch.cat((z, z.new_ones(len(z), CONSTANT)), dim=1) * scale.to(z.device)
+            if about == MEAN:
+                return whole
+            if mean is not None:
+                v, longest = (whole[:, :-CONSTANT] - mean.to(z.device)) / RADIUS, math.sqrt(1 - SHARE**2)
+                v = v * (longest / v.norm(dim=1, keepdim=True).clamp(min=longest))
+                whole = torch.cat((v, whole[:, -CONSTANT:]), dim=1)
+            return whole * request["root"].to(z.device)[y].unsqueeze(1)
 
         if context.prototypes and about == COUNT:
             sums["b"][:, -1] = SHARE * data.class_counts().double()
+        elif context.prototypes and about == MEAN:
+            sums |= data.sum(MomentSums(vectors, width, classes, SHARE, second=False, joint=True, share=OF_MEAN))
         elif context.prototypes and about == ALL:
-            sums |= data.sum(MomentSums(vectors, width, classes, SHARE, second=self.head != "ncm"))
+            share = 1 - OF_MEAN if self.release == "centred" else 1.0
+            sums |= data.sum(MomentSums(vectors, width, classes, SHARE, second=self._solver != "ncm", share=share))
         return Part({**sums, "a": packed(sums["a"])}, torch.tensor(data.size()))
 
+    def _width(self, d: int) -> int:
+        return (self.mixed or d) + CONSTANT
+
     def _scale(self, d: int) -> Tensor:
-        """Return what features and constant (d + 1,) are multiplied by in a private run."""
-        scale = torch.full((d + CONSTANT,), math.sqrt((1 - SHARE**2) / d) / self.bound, dtype=torch.float64)
-        scale[d:] = SHARE
+        """Return what features and constant are multiplied by in a private run; d: features of the body."""
+        one = math.sqrt((1 - SHARE**2) / d) / self.bound
+        scale = torch.full((self._width(d),), one, dtype=torch.float64)
+        scale[-CONSTANT:] = SHARE
         return scale
 
     def merge(self, server: State, total: Bundle, context: RoundContext) -> State:
@@ -399,21 +462,41 @@ class Analytic(FedAvg):
             return {**server, "asked": {**server["asked"], "root": root / root.max()}}
         if about == NOTHING or not bool(release["variance"] > 0 or release["b"].any()):
             return server
+        if about == MEAN:
+            if bool(server["asked"]["mean"].any()):  # of a run that this one goes on from, whose sums are about it
+                return server
+            return {**server, "asked": {**server["asked"], "mean": _shrunk_mean(release)}}
         sums = {name: value + release[name].double() for name, value in server["sums"].items()}
-        head = _head(self._solved_noisy(sums, server["asked"]["root"]))
+        head = _head(self._solved_noisy(sums, server["asked"], server["w"]["head.weight"].shape[1]))
         return {**server, "w": {name: head[name] for name in server["w"]}, "sums": sums}
 
-    def _solved_noisy(self, sums: Tensors, root: Tensor) -> Tensor:
+    def _solved_noisy(self, sums: Tensors, request: Tensors, d: int) -> Tensor:
+        """Return W (C, d + 1) for the body's d features."""
+        root, variance, centred = request["root"], sums["variance"].clamp(min=0), "mean" in request
         A, B = unpacked(sums["a"]), sums["b"] * root.unsqueeze(1)
         counts = sums["b"][:, -1] / (SHARE * root)
         present = counts >= 1.0  # else all that is known of a class is noise
+        if not bool(present.any()):
+            return torch.zeros(len(B), d + CONSTANT, dtype=torch.float64)
+        if centred:
+            counts = shrunk(counts, variance / (SHARE * root).square()).clamp(min=1.0)
         weights, B = torch.where(present, root.square() * counts, 0.0), torch.where(present.unsqueeze(1), B, 0.0)
-        scale, noise = self._scale(len(A) - CONSTANT), NOISE * math.sqrt(float(sums["variance"].clamp(min=0)) * len(A))
-        if self.head == "ridge":
-            return solve_ridge(positive(A), B, self.ridge, noise) * scale
-        scale[-CONSTANT:] = 1.0  # these heads have biases of their own
-        W = solve_lda(A, B, weights, self.ridge, noise) if self.head == "lda" else nearest_mean(B, weights)
-        return W * scale
+        scale, noise = self._scale(d), NOISE * math.sqrt(float(variance) * len(A))
+        if self._solver == "ridge":
+            W = solve_ridge(positive(A), B, self.ridge, noise)
+        else:
+            scale[-CONSTANT:] = 1.0  # these heads have biases of their own
+            own = variance / counts.square() if centred else torch.zeros_like(counts)
+            W = (
+                solve_lda(A, B, weights, self.ridge, noise)
+                if self.head == "lda"
+                else nearest_mean(B, weights, own / root.square())
+            )
+        if centred:
+            W = torch.cat((W[:, :-CONSTANT] / RADIUS, W[:, -CONSTANT:]), dim=1)
+            W[:, -1] -= W[:, :-CONSTANT] @ request["mean"] / scale[-1]
+        W = W * scale
+        return torch.cat((W[:, :-CONSTANT] @ mixing(d, self.mixed).T, W[:, -CONSTANT:]), dim=1) if self.mixed else W
 
     def _merge_means(self, server: State, each: Part, context: RoundContext) -> State:
         """Merge silos' sums of each class, (K, C, d + 1) and (K, C), which are seen one by one.
@@ -441,9 +524,9 @@ class Analytic(FedAvg):
             rows = [self._ridge(unpacked(a), b.unsqueeze(0), n, n)[1][0] if any_ else 0 * b for a, b, n, any_ in each]
             return self.ridge, torch.stack(rows)
         A, B, weights = unpacked(sums["a"]), sums["b"] * root.unsqueeze(1), root.square() * sums["n"]
-        if self.head == "ncm":
+        if self._solver == "ncm":
             return self.ridge, nearest_mean(B, weights)
-        if self.head == "ridge":
+        if self._solver == "ridge":
             return self._ridge(A, B, weights, sums["n"].sum())
         ridge = self.ridge or choose_ridge(A, B, weights, float(sums["n"].sum()))
         return ridge, solve_lda(A, B, weights, ridge, standardised=not self.ridge)
@@ -502,6 +585,23 @@ def _sums_by_label(z: Tensor, y: Tensor) -> Tensors:
 
 def _head(W: Tensor) -> Tensors:
     return {"head.weight": W[:, :-CONSTANT].float(), "head.bias": W[:, -1].float()}
+
+
+@lru_cache(maxsize=4)
+def mixing(d: int, mixed: int) -> Tensor:
+    """Return the public matrix (d, mixed) of entries +-1 / sqrt(mixed), which leaves lengths about as they are."""
+    bits = np.frombuffer(rng.numpy_stream(0, "mixed features").bytes(-(-d * mixed // 8)), dtype=np.uint8)
+    signs = torch.from_numpy(np.unpackbits(bits)[: d * mixed].astype(np.float64)) * 2 - 1
+    return signs.view(d, mixed) / math.sqrt(mixed)
+
+
+def _shrunk_mean(release: Tensors) -> Tensor:
+    """Return the mean of scaled features from its noisy sum, shorter by what its noise adds to its square."""
+    total, records = release["b"][0, :-CONSTANT].double(), release["b"][0, -1].double() / SHARE
+    if not bool(records >= 1.0):
+        return torch.zeros_like(total)
+    of_noise = len(total) * release["variance"].double() / total.square().sum().clamp(min=1e-300)
+    return total / records * (1 - of_noise).clamp(min=0.0)
 
 
 def _first_best(right: Tensor, counts: Tensor) -> int:

@@ -134,11 +134,21 @@ def solve_lda(
     return torch.cat((W, bias.unsqueeze(1)), dim=1)
 
 
-def nearest_mean(B: Tensor, weights: Tensor) -> Tensor:
-    """Return W (C, d + 1) whose logits are largest for the nearest class mean; classes without examples come last."""
+def nearest_mean(B: Tensor, weights: Tensor, variance: Tensor | None = None) -> Tensor:
+    """Return W (C, d + 1) whose logits are largest for the nearest class mean; classes without examples come last.
+
+    variance: (C,) of the noise on each entry of a mean, whose square it adds to
+    """
     means = _means(B, weights)
-    bias = -means.square().sum(1) / 2
+    squares = means.square().sum(1)
+    bias = -(squares if variance is None else squares - means.shape[1] * variance) / 2
     return torch.cat((means, torch.where(weights > 0, bias, _NEVER).unsqueeze(1)), dim=1)
+
+
+def shrunk(values: Tensor, variance: Tensor) -> Tensor:
+    """Return noisy values (C,) moved towards their mean by as much as their spread is noise; variance: of it (C,)."""
+    spread = (values.var(correction=0) - variance.mean()).clamp(min=0.0)
+    return values.mean() + (values - values.mean()) * spread / (spread + variance).clamp(min=1e-300)
 
 
 def _means(B: Tensor, weights: Tensor) -> Tensor:

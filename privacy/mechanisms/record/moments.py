@@ -108,7 +108,8 @@ def moment_sums(
         a, b = (v.clamp(-math.floor(room / step), math.floor(room / step)) for v, step in ((a, h**2), (b, h)))
     if query.second:
         a = _symmetric_noise(a, std / h**2, noise)
-    b = grid.add_noise(b, h, std, noise)
+    rows = 1 if query.joint else query.n_classes
+    b = torch.cat((grid.add_noise(b[:rows], h, std, noise), b[rows:].double()))
     if few:
         least = query.constant * few + 2 * std
         b = torch.where((b[:, -1] >= least).unsqueeze(1), b, torch.zeros_like(b))
@@ -138,6 +139,7 @@ def exact_sums(
         x, y = examples.batch(index)
         u = grid.truncated(grid.contributions(_vectors(query, x, y.clamp(min=0), device), 1.0), h)
         u, y = torch.where(has_class(y).unsqueeze(1), u, torch.zeros_like(u)), y.clamp(min=0)  # a coarse label adds 0
+        y = torch.zeros_like(y) if query.joint else y
         if int(unit[-1]) + 1 == len(unit):  # every unit is a single record
             a += _products(u, query.second)
             b.index_add_(0, y, u)

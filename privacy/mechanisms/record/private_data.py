@@ -227,12 +227,15 @@ class DpSgdLocalData:
             return self._plain.sum(query, bound=bound, split=split)
         plan, terms = self._plan, self._plan.terms
         if isinstance(query, MomentSums) and split is Split.TRAIN:
-            self._allowance.take(plan.moments)
+            release = plan.moments(self._context.round) if self._context.round in plan.moment_shares else None
+            if release is None:
+                raise RefusedError("E-PRIV-15", "expected no moments in this round, found a request: none was planned")
+            self._allowance.take(release)
             return moment_sums(
                 query,
                 self._split[split],
                 self._units[split],
-                plan.moments.alone.noise,
+                release.alone.noise,
                 self._noise,
                 few=terms.min_count,
                 device=self._device,

@@ -349,6 +349,7 @@ WORDS = (
     "model.width=96",
     "threads=1",
     "rounds=1",
+    "method.release=noisy",
     "privacy=dp_record",
     "privacy.rng=test",
     "privacy.test_data=public",
@@ -386,7 +387,8 @@ def test_without_masks_it_is_refused_with_the_remedy(made) -> None:  # type: ign
 
 
 def test_a_method_that_trains_by_steps_keeps_its_noise_at_the_hospital() -> None:
-    made = manifest_from(compose_spec([*WORDS, "method=fedavg", "rounds=2"]), SIX, [290.0] * 6)
+    words = [word for word in WORDS if not word.startswith("method.")]
+    made = manifest_from(compose_spec([*words, "method=fedavg", "rounds=2"]), SIX, [290.0] * 6)
     with pytest.raises(RefusedError, match=r"fedavg, which trains by steps.*set privacy.placement=local") as found:
         CompiledRun.of(shared_out(made))
     assert found.value.code == "E-PRIV-16"

@@ -38,13 +38,13 @@ def vectors(x: Tensor, y: Tensor) -> Tensor:
     return torch.cat((x.flatten(1).double(), torch.full((len(x), 1), SHARE, dtype=torch.float64)), dim=1)
 
 
-def query(second: bool = True) -> MomentSums:
-    return MomentSums(vectors, WIDTH, CLASSES, SHARE, second)
+def query(second: bool = True, joint: bool = False) -> MomentSums:
+    return MomentSums(vectors, WIDTH, CLASSES, SHARE, second, joint)
 
 
-def vector_of(data: Given, second: bool) -> Tensor:
+def vector_of(data: Given, second: bool, joint: bool = False) -> Tensor:
     """Return (svec(A), B) as the mechanism sums it, before its noise, in float64."""
-    a, b = moments.exact_sums(query(second), data, PrivacyUnits.of(data), H)
+    a, b = moments.exact_sums(query(second, joint), data, PrivacyUnits.of(data), H)
     rows, columns = torch.tril_indices(WIDTH, WIDTH)
     factor = torch.where(rows == columns, 1.0, math.sqrt(2.0)).double()
     return torch.cat((a[rows, columns].double() * factor * H**2, b.double().flatten() * H))
@@ -55,13 +55,13 @@ def with_group(data: Given, groups: list[str] | None) -> Given:
     return data
 
 
-@pytest.mark.parametrize("second", [True, False])
+@pytest.mark.parametrize(("second", "joint"), [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize("grouped", [False, True])
-def test_no_unit_moves_the_release_further_than_is_accounted(second: bool, grouped: bool) -> None:
+def test_no_unit_moves_the_release_further_than_is_accounted(second: bool, joint: bool, grouped: bool) -> None:
     """Hundreds of records of every kind, in front, in the middle and at the end; of a group three of them together."""
     x, y = records()
     names = [f"patient {i // 2}" for i in range(len(y))] if grouped else None
-    before, tried, furthest = vector_of(with_group(Given(x, y), names), second), 0, 0.0
+    before, tried, furthest = vector_of(with_group(Given(x, y), names), second, joint), 0, 0.0
     most = moments.sensitivity(query(second))
     for place in (0, 4, len(y)):
         for _, image, label in extreme_records():
@@ -74,11 +74,24 @@ def test_no_unit_moves_the_release_further_than_is_accounted(second: bool, group
                     torch.cat((y[:place], torch.tensor(labels), y[place:])),
                 )
                 own = None if names is None else [*names[:place], *["another"] * len(more), *names[place:]]
-                moved = float((vector_of(with_group(data, own), second) - before).norm())
+                moved = float((vector_of(with_group(data, own), second, joint) - before).norm())
                 assert moved <= most * (1 + 1e-12)
                 furthest, tried = max(furthest, moved), tried + 1
     assert tried > 500
     assert furthest > (0.6 if grouped else 0.999) * most  # the bound is reached by records that are all alike
+
+
+def test_a_joint_sum_is_one_row_with_noise_of_sensitivity_one_and_the_others_are_zeros() -> None:
+    data, z = examples(150), 40.0
+    rows = [
+        moments.moment_sums(query(False, True), data, PrivacyUnits.of(data), z, SeededNoise(k, "joint"))
+        for k in range(60)
+    ]
+    exact = moments.exact_sums(query(False, True), data, PrivacyUnits.of(data), H)[1][0].double() * H
+    noise = torch.stack([r["b"][0] - exact for r in rows]) / z
+    assert not any(bool(r["b"][1:].any()) or bool(r["a"].any()) for r in rows)
+    assert all(float(r["variance"]) == z**2 for r in rows)
+    assert kstest(noise.flatten().numpy(), "norm").pvalue > 1e-4
 
 
 def test_the_measurement_sees_a_missing_clip(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +220,7 @@ def test_one_release_is_planned_whatever_the_head_and_however_many_rounds(
 @pytest.mark.parametrize("epsilon", [8.0, 1.0, 0.1])
 def test_epsilon_by_two_other_accountants_is_within_what_was_asked_for(epsilon: float) -> None:
     plan = replace(plan_of(), terms=replace(TERMS, epsilon=epsilon, reserve_rounds=0))
-    release = plan.moments.mechanism
+    release = plan.moments(0).mechanism
     assert release == Mechanism(plan.noise)
     assert epsilon_of([release], 1e-5) <= epsilon
     assert epsilon_prv([release], 1e-5) <= epsilon + 0.0101  # whose error is 0.01
@@ -225,13 +238,13 @@ def test_a_reserve_is_room_for_the_release_once_more() -> None:
     assert [r.purpose for r in two.costliest if r.collection == "train"] == ["moments"]
     late = replace(plan_of(class_weights="balanced"), terms=kept)
     assert "moments" in [r.purpose for r in late.costliest]
-    assert epsilon_of([late.moments.mechanism] * 2, 1e-5) <= 8
+    assert epsilon_of([late.moments(1).mechanism] * 2, 1e-5) <= 8
 
 
 def test_a_second_release_is_refused_before_an_example_is_read() -> None:
     plan, data = plan_of(), examples()
     opened = private_data(plan, data, SeededNoise(1, "t"))
-    opened._allowance.left = [plan.moments]
+    opened._allowance.left = [plan.moments(0)]
     opened.sum(query())
     read = []
     data.batch = lambda *given: read.append(given)  # type: ignore[assignment, method-assign]
