@@ -13,6 +13,7 @@ from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import RoundContext
 from privacy.secagg.coordinator_side import OpenedSeeds
+from service_core.workers.calls import Later
 from service_core.workers.lines import ErrorLines
 
 Size = tuple[str, float, float]
@@ -127,8 +128,8 @@ class RunService(Protocol):
     def broadcast(self, round: int, written: Written | None) -> None:
         """Store what a round's silos get; None: the state that was stored just before."""
 
-    def ask(self, silo: str, context: RoundContext, kind: TaskKind) -> tuple[str, Path]:
-        """Return the id and the file of a silo's update, once it is here; raises why there is none."""
+    def ask(self, silo: str, context: RoundContext, kind: TaskKind) -> Later[tuple[str, Path]]:
+        """Return the id and the file of a silo's update, once it is here; raises why there is none, now or later."""
 
     def arrived(self, silo: str, classes: Collection[str] | None) -> None:
         """Count an update that was added. classes: that it trains; None if it does not say."""

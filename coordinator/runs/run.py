@@ -31,6 +31,7 @@ from fl_core.types.values import RoundContext, State
 from privacy.secagg.coordinator_side import OpenedSeeds
 from protos.wire.codec import write_state
 from service_core.storage.object_store import ObjectStore
+from service_core.workers.calls import Later
 
 log = logging.getLogger(__name__)
 _LOOK_S = 0.2
@@ -254,10 +255,10 @@ class ActiveRun:
                 raise RunInterrupted(self.id)
             yield self.round
 
-    def ask(self, silo: str, context: RoundContext, kind: TaskKind) -> tuple[str, Path]:
-        """Ask a silo for its update; return the update's id and its file.
+    def ask(self, silo: str, context: RoundContext, kind: TaskKind) -> Later[tuple[str, Path]]:
+        """Ask a silo for its update; return the update's id and its file, once it is here.
 
-        In a round with a fixed set only its updates are taken, and a lost one is asked for again.
+        In a round with a fixed set only its updates are taken, and a lost one is asked for again. No thread waits.
         Raises FederationError if the silo refuses, is revoked, excluded or given up: the round continues without it.
         Raises RunInterrupted if the run was aborted or the service stops: the round ends unclosed.
         """
@@ -267,13 +268,25 @@ class ActiveRun:
             raise UnavailableError("E-RUN-13", "no update: the aggregation set was fixed without it")
         # Pending before we look, so that a later delivery settles it; offered only after, so that no silo makes again,
         # and pays for, what is here.
-        with self.tasks.pending_task(task) as pending:
+        pending = self.tasks.begin(task)
+        try:
             digest = self._received_digest(task)
-            if digest is None:
-                if fixed is None and silo in store.steering.of(self.id).excluded:
-                    raise excluded_error()
+            if digest is not None:
+                pending.settle(digest)
+            elif fixed is None and silo in store.steering.of(self.id).excluded:
+                raise excluded_error()
+            else:
                 self.tasks.offer(pending)
-                digest = self._outcome(task, pending)
+        except BaseException:
+            self.tasks.end(pending)
+            raise
+        return Later(pending.outcome, partial(self._update, task, pending))
+
+    def _update(self, task: RoundTask, pending: PendingTask) -> tuple[str, Path]:
+        try:
+            digest = self._outcome(task, pending)
+        finally:
+            self.tasks.end(pending)
         return task.contribution_id, self.services.objects.verified(digest)
 
     def _outcome(self, task: RoundTask, pending: PendingTask) -> str:

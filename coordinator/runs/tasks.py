@@ -6,7 +6,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Protocol, TypeVar
@@ -133,32 +134,26 @@ class PendingTask:
     noted: bool = False
     entry: pb.SecaggEntry | None = None
     trains: Sequence[int] = ()
-    _outcome: str | FederationError | RunInterrupted | None = None
-    _settled: threading.Event = field(default_factory=threading.Event)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    outcome: Future[str] = field(default_factory=Future)
 
     @property
     def settled(self) -> bool:
-        return self._settled.is_set()
+        return self.outcome.done()
 
     def settle(self, outcome: str | FederationError | RunInterrupted) -> None:
         """Set the outcome (a digest: delivered, or ready for this manifest); later calls change nothing."""
-        with self._lock:
-            if self._outcome is None:
-                self._outcome = outcome
-                self._settled.set()
+        with suppress(InvalidStateError):
+            if isinstance(outcome, str):
+                self.outcome.set_result(outcome)
+            else:
+                self.outcome.set_exception(outcome)
 
     def wait(self) -> str:
         """Return the digest of the outcome; raises its error, and E-RUN-37 at a preflight's deadline."""
         if isinstance(self.task, Preflight):
-            self._settled.wait(max(0.0, self.task.due - time.monotonic()))
+            wait([self.outcome], max(0.0, self.task.due - time.monotonic()))
             self.settle(no_answer())
-        else:
-            self._settled.wait()
-        if isinstance(self._outcome, str):
-            return self._outcome
-        assert self._outcome is not None
-        raise self._outcome
+        return self.outcome.result()
 
 
 # ---- all that a run asks ---------------------------------------------------------------------------------------------
@@ -209,19 +204,27 @@ class RunTasks:
 
     # ---- asked by the run ----------------------------------------------------------------------------------------
 
-    @contextmanager
-    def pending_task(self, task: RoundTask | Preflight) -> Iterator[PendingTask]:
-        """Keep a task open inside the block; raises RunInterrupted if the run was interrupted."""
+    def begin(self, task: RoundTask | Preflight) -> PendingTask:
+        """Keep a task open until `end`; raises RunInterrupted if the run was interrupted."""
         pending = PendingTask(task)
         with self._lock:
             self._require_going_on()
             self._pending[task.silo] = pending
+        return pending
+
+    def end(self, pending: PendingTask) -> None:
+        with self._lock:
+            if self._pending.get(pending.task.silo) is pending:
+                del self._pending[pending.task.silo]
+
+    @contextmanager
+    def pending_task(self, task: RoundTask | Preflight) -> Iterator[PendingTask]:
+        """Keep a task open inside the block; raises as `begin`."""
+        pending = self.begin(task)
         try:
             yield pending
         finally:
-            with self._lock:
-                if self._pending.get(task.silo) is pending:
-                    del self._pending[task.silo]
+            self.end(pending)
 
     def offer(self, pending: PendingTask) -> None:
         """Offer an open task to its silo; a disconnected silo gets it in its next session, unless interrupted."""

@@ -35,7 +35,7 @@ from fl_core.types.records import RoundRecord
 from fl_core.types.values import RoundContext
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.storage.object_store import ObjectStore
-from service_core.workers.calls import Calls, OtherSideEndedError
+from service_core.workers.calls import Calls, Later, OtherSideEndedError
 from service_core.workers.child import ChildProcess, Launch, launch, worker_words
 
 if TYPE_CHECKING:
@@ -218,9 +218,9 @@ class ProcessWorker:
         def written(raw: list[Any] | None) -> Written | None:
             return None if raw is None else Written(*raw)
 
-        def ask(silo: str, about: list[Any], kind: str) -> tuple[str, str]:
-            update_id, path = service().ask(silo, context(about), TaskKind(kind))
-            return update_id, str(path)
+        def ask(silo: str, about: list[Any], kind: str) -> Later[list[str]]:
+            update = service().ask(silo, context(about), TaskKind(kind))
+            return Later(update.event, lambda: list(map(str, update.read())))
 
         return {
             "opened": lambda about, kind, *rest: service().opened(context(about), TaskKind(kind), *rest),

@@ -14,7 +14,7 @@ from fl_core.types.enums import TaskKind
 from fl_core.types.records import RoundRecord
 from fl_core.types.values import RoundContext
 from privacy.secagg.coordinator_side import OpenedSeeds
-from service_core.workers.calls import Calls
+from service_core.workers.calls import Calls, Later
 from service_core.workers.lines import Line
 
 
@@ -58,9 +58,14 @@ class _Service:
     def broadcast(self, round: int, written: Written | None) -> None:
         self._calls.call("broadcast", round, written)
 
-    def ask(self, silo: str, context: RoundContext, kind: TaskKind) -> tuple[str, Path]:
-        update_id, path = self._calls.call("ask", silo, astuple(context), kind.value)
-        return update_id, Path(path)
+    def ask(self, silo: str, context: RoundContext, kind: TaskKind) -> Later[tuple[str, Path]]:
+        answer = self._calls.begin("ask", silo, astuple(context), kind.value)
+
+        def read() -> tuple[str, Path]:
+            update_id, path = answer.result()
+            return update_id, Path(path)
+
+        return Later(answer, read)
 
     def arrived(self, silo: str, classes: Collection[str] | None) -> None:
         self._calls.call("arrived", silo, None if classes is None else sorted(classes))

@@ -6,9 +6,11 @@ import math
 import secrets
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from fl_core.aggregation.flat_blocks import CHECK_WORDS
 from fl_core.aggregation.masked_sum import unsigned
 from fl_core.aggregation.update_check import DeclaredSize, MeasuredUpdate, UpdateCheck, UpdateNorms, with_undeclared
 from fl_core.errors import ProtocolError
-from fl_core.rounds.engine import Observer, RoundLoop
+from fl_core.rounds.engine import Exchange, Observer, Replies, RoundLoop, reply_of
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.silo_round import require_expected, round_layout
 from fl_core.types import tensor_maps
@@ -36,6 +38,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire.codec import BundleFile, open_state, write_state
 from service_core.storage.disk import disk_errors
 from service_core.storage.object_store import ObjectStore
+from service_core.workers.calls import Later
 
 MODEL_LOCK = threading.Lock()
 """Held while a model is built: initial weights come from torch's global generator, which all threads share."""
@@ -161,11 +164,11 @@ class RunWork:
         with disk_errors(path):
             return Written(str(path), *write_state(state, path))
 
-    def round_loop(self, ports: Sequence[SiloPort]) -> RoundLoop:
+    def round_loop(self, ports: Sequence[SiloPort], exchange: Exchange) -> RoundLoop:
         """Create the run's round loop."""
         unmask = self._unmask if self._compiled.masked else None
         with MODEL_LOCK:
-            loop = self._compiled.round_loop(ports, parallel=len(ports), sizes=self._sizes, unmask=unmask)
+            loop = self._compiled.round_loop(ports, 1, self._sizes, exchange, unmask)
             self._compiled.drop_model()
         return loop
 
@@ -191,13 +194,13 @@ class _Rounds(Observer):
         assert work.service is not None
         self.work, self.service, self._stored = work, work.service, stored
         self._needed: Callable[[int], int] = lambda cohort: cohort
-        self._lock = threading.Lock()
         self._sent = -1
         self._classes: dict[str, Collection[str] | None] = {}
 
     def loop(self, quorum: int) -> RoundLoop:
         """Create the loop of these rounds. quorum: updates that close one; 0: as the manifest says."""
-        loop = self.work.round_loop([_Hospital(member.name, self) for member in self.work.manifest.members])
+        ports = [_Hospital(member.name, self) for member in self.work.manifest.members]
+        loop = self.work.round_loop(ports, self._exchange)
         loop = replace(loop, schedule=replace(loop.schedule, quorum=quorum or loop.schedule.quorum))
         self._needed = loop.needed
         return loop
@@ -223,24 +226,46 @@ class _Rounds(Observer):
             return
         self.service.closed(record, self._written, "")
 
-    def update(self, silo: str, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
-        """Have the model sent to a silo, and return its update; raises as `RunService.ask`."""
+    def ask(self, silo: str, msg: State, context: RoundContext, kind: TaskKind) -> Later[Bundle]:
+        """Have the model sent to a silo; return its update, once it is here. Raises as `RunService.ask`."""
         if not kind.census:
             self._send(msg, context.round)
-        update_id, file = self.service.ask(silo, context, kind)
+        sent = self.service.ask(silo, context, kind)
+        return Later(sent.event, lambda: self._opened(silo, *sent.read()))
+
+    def _opened(self, silo: str, update_id: str, file: Path) -> Bundle:
         update = self.work.bundle(file)
         self._classes[silo] = self.work.classes_in(update)
         measured = self.work.measured(update_id)
         return update if measured is None else MeasuredUpdate(update, measured)
 
+    def _exchange(self, ports: Sequence[SiloPort], msg: State, context: RoundContext, kind: TaskKind) -> Replies:
+        """Ask a cohort at once, and yield replies as they arrive; no thread waits for a silo."""
+        arrived: SimpleQueue[tuple[str, Callable[[], Bundle]]] = SimpleQueue()
+
+        def note(name: str, read: Callable[[], Bundle], event: Future[object]) -> None:
+            del event
+            arrived.put((name, read))
+
+        for port in ports:
+            reply: Future[Bundle] = Future()
+            try:
+                later = self.ask(port.name, msg, context, kind)
+            except Exception as error:
+                reply.set_exception(error)
+                later = Later(reply, reply.result)
+            later.event.add_done_callback(partial(note, port.name, later.read))
+        for _ in ports:
+            name, read = arrived.get()
+            yield name, reply_of(read)
+
     def _send(self, msg: State, round: int) -> None:
-        """Have a round's message stored, by the first caller; one that is the state stored before needs no file."""
-        with self._lock:
-            if self._sent != round:
-                state = self._stored
-                same = state is not None and set(msg) == set(state) and all(msg[group] is state[group] for group in msg)
-                self.service.broadcast(round, None if same else self.work.written(msg))
-                self._sent = round
+        """Have a round's message stored, once; one that is the state stored before needs no file."""
+        if self._sent != round:
+            state = self._stored
+            same = state is not None and set(msg) == set(state) and all(msg[group] is state[group] for group in msg)
+            self.service.broadcast(round, None if same else self.work.written(msg))
+            self._sent = round
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +279,7 @@ class _Hospital:
     rounds: _Rounds
 
     def round(self, msg: State, context: RoundContext, kind: TaskKind) -> Bundle:
-        return self.rounds.update(self.name, msg, context, kind)
+        return self.rounds.ask(self.name, msg, context, kind).result()
 
     def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:
         """Do nothing: the stored close is announced to every silo."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -87,8 +88,8 @@ class RoundLoop:
 
     incoming: the guards to undo on the sum, in the order of their application   check: of single updates, with the
     run's layout and grid   sums: the aggregation of updates
-    parallel: how many silos work at once (1 in one process, all of them over the network)   exchange: asks a whole
-    cohort, instead of port by port   initial: norms of the initial weights, as `NormHistory`.
+    parallel: how many silos work at once, each in a thread   exchange: asks a whole cohort, instead of port by port
+    initial: norms of the initial weights, as `NormHistory`.
     """
 
     method: Method
@@ -266,7 +267,7 @@ class RoundLoop:
         """Yield replies as they arrive, at most `parallel` silos at work; with one, silos run in this thread."""
         if self.parallel == 1:
             for port in ports:
-                yield port.name, reply_of(port, msg, context, kind)
+                yield port.name, reply_of(partial(port.round, msg, context, kind))
             return
         waiting, running = list(reversed(ports)), dict[Future[Bundle], str]()
         pool = ThreadPoolExecutor(self.parallel, thread_name_prefix="port")
@@ -282,10 +283,11 @@ class RoundLoop:
             pool.shutdown(wait=False)  # a round that cannot continue waits for nobody
 
 
-def reply_of(port: SiloPort, msg: State, context: RoundContext, kind: TaskKind) -> Future[Bundle]:
+def reply_of(read: Callable[[], Bundle]) -> Future[Bundle]:
+    """Return a reply that is here: what `read` returns, or raises."""
     reply: Future[Bundle] = Future()
     try:
-        reply.set_result(port.round(msg, context, kind))
+        reply.set_result(read())
     except Exception as error:
         reply.set_exception(error)
     return reply

@@ -6,14 +6,35 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from fl_core.errors import FederationError
 from service_core.workers.lines import ErrorLines, Line, encoded
 
+T = TypeVar("T")
+MOST_THREADS = 32
+"""Calls of the other side that are answered at once; those that it makes later wait."""
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Later(Generic[T]):
+    """An answer that is there once something has happened, without a thread that waits for it.
+
+    event: is done then, with any result   read: returns the answer, or raises
+    """
+
+    event: Future[Any]
+    read: Callable[[], T]
+
+    def result(self) -> T:
+        """Wait for the answer."""
+        wait([self.event])
+        return self.read()
 
 
 class OtherSideEndedError(Exception):
@@ -23,7 +44,8 @@ class OtherSideEndedError(Exception):
 class Calls:
     """One end. Each call of the other side is answered in a thread of its own; `call` may be used by every thread.
 
-    answers: what the other side may call, by name; arguments and results are JSON   errors: those that pass the pipe
+    answers: what the other side may call, by name; arguments and results are JSON, or a `Later` of that
+    errors: those that pass the pipe
     """
 
     def __init__(self, line: Line, answers: Mapping[str, Callable[..., object]], errors: ErrorLines) -> None:
@@ -32,9 +54,14 @@ class Calls:
         self._open: dict[int, Future[Any]] = {}
         self._answering = set[threading.Thread]()
         self._ended = False
+        self._room = threading.Semaphore(MOST_THREADS)
 
     def call(self, name: str, *arguments: object) -> Any:  # noqa: ANN401 - what the other side returns
         """Return the other side's answer; raises its error, or OtherSideEndedError."""
+        return self.begin(name, *arguments).result()
+
+    def begin(self, name: str, *arguments: object) -> Future[Any]:
+        """Ask, and return what will have the answer of `call`; raises OtherSideEndedError where nobody can answer."""
         answer: Future[Any] = Future()
         with self._lock:
             if self._ended:
@@ -44,7 +71,7 @@ class Calls:
         data = encoded(call=[number, name, arguments])
         with suppress(OSError, ValueError):  # it has ended: `listen` notices, and answers every open call
             self._line.write(data)
-        return answer.result()
+        return answer
 
     def listen(self) -> None:
         """Read until the other side ends; calls that are open then, and later ones, raise OtherSideEndedError."""
@@ -52,10 +79,8 @@ class Calls:
             while (message := self._line.read()) is not None:
                 if "call" in message:
                     number, name, arguments = message["call"]
-                    thread = threading.Thread(target=self._answer, args=(number, name, arguments), daemon=True)
-                    with self._lock:
-                        self._answering.add(thread)
-                    thread.start()
+                    self._room.acquire()
+                    self._start(self._answer, number, name, arguments)
                 elif "returned" in message:
                     number, value = message["returned"]
                     self._open.pop(number).set_result(value)
@@ -85,17 +110,41 @@ class Calls:
             if thread.ident is not None:
                 thread.join()
 
+    def _start(self, work: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=work, args=arguments, daemon=True)
+        with self._lock:
+            self._answering.add(thread)
+        thread.start()
+
     def _answer(self, number: int, name: str, arguments: list[Any]) -> None:
         try:
-            data = encoded(returned=[number, self._answers[name](*arguments)])
+            self._reply(number, name, lambda: self._answers[name](*arguments))
+        finally:
+            self._room.release()
+
+    def _reply(self, number: int, name: str, answer: Callable[[], object]) -> None:
+        try:
+            value = answer()
+            if isinstance(value, Later):
+                value.event.add_done_callback(partial(self._reply_later, number, name, value.read))
+                return
+            data = encoded(returned=[number, value])
         except BaseException as error:  # also SystemExit and panics of libraries: the caller waits for an answer
             if not isinstance(error, FederationError) and type(error).__name__ not in self._errors.plain:
                 log.exception("a call of %s failed", name)
             data = encoded(raised=[number, self._errors.write(error)])
+        finally:
+            with self._lock:
+                self._answering.discard(threading.current_thread())
         try:
             self._line.write(data)
         except (OSError, ValueError):
             log.debug("nobody waits for the answer to %s any more", name)
-        finally:
-            with self._lock:
-                self._answering.discard(threading.current_thread())
+
+    def _reply_later(self, number: int, name: str, read: Callable[[], object], event: Future[Any]) -> None:
+        """Reply in another thread: that in which something happened must not wait for the other side to read."""
+        del event
+        try:
+            self._start(self._reply, number, name, read)
+        except RuntimeError:  # no thread can be started
+            self._reply(number, name, read)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import resource
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from coordinator.runs.exchange import Place, Setup, Update
+from coordinator.runs.exchange import Place, Rounds, Setup, Update
+from coordinator.runs.tasks import RunInterrupted
 from coordinator.worker import work
 from coordinator.worker.work import RunWork
 from fl_core.aggregation.update_check import MeasuredUpdate
 from fl_core.errors import ProtocolError, UnavailableError
 from fl_core.types.enums import TaskKind
 from protos.wire.codec import BundleFile
+from service_core.workers.calls import Later
+from tests.support import until
 from tests.support.coordinator import DATA, update_bytes
 from tests.support.federations import manifest
 
@@ -55,8 +61,31 @@ def test_a_state_that_the_disk_does_not_take_is_an_error_of_the_disk(tmp_path: P
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def begun(folder: Path) -> RunWork:
-    agreed = manifest(rounds=1)
+def test_a_round_of_hundreds_of_hospitals_needs_no_thread_for_each(tmp_path: Path) -> None:
+    names, asked, over = [f"hospital{k}" for k in range(300)], list[str](), Future[None]()
+
+    def interrupted() -> tuple[str, Path]:
+        raise RunInterrupted("run")
+
+    def ask(silo: str, *_: object) -> Later[tuple[str, Path]]:
+        asked.append(silo)
+        return Later(over, interrupted)
+
+    computing = begun(tmp_path, names=names)
+    nothing = SimpleNamespace(opened=lambda *_: None, broadcast=lambda *_: None, ask=ask)
+    computing.service = nothing  # type: ignore[assignment]
+    state, before = computing.initial(), threading.active_count()
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(computing.run, Rounds(state.path, 0, 0, [], None))
+        until(lambda: len(asked) == len(names), "all to be asked")
+        assert threading.active_count() == before + 1
+        over.set_result(None)
+        with pytest.raises(RunInterrupted):
+            run.result(60)
+
+
+def begun(folder: Path, **more: object) -> RunWork:
+    agreed = manifest(rounds=1, **more)  # type: ignore[arg-type]
     computing = RunWork(Place(str(folder), f"{folder}/.written-"))
     computing.take(Setup(agreed.to_json(), [(member.name, 0, 0) for member in agreed.members]))
     return computing

@@ -7,13 +7,15 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 
 import pytest
 
 from fl_core.errors import RefusedError
-from service_core.workers.calls import Calls, OtherSideEndedError
+from service_core.workers.calls import MOST_THREADS, Calls, Later, OtherSideEndedError
 from service_core.workers.lines import ErrorLines, Line, UnforeseenError, encoded
+from tests.support import until
 
 
 @pytest.fixture
@@ -117,6 +119,54 @@ def test_settle_waits_for_the_answers_of_a_side_that_has_ended(ends: tuple[Line,
     threading.Timer(0.1, gate.set).start()
     calls.settle()
     assert done.is_set()
+
+
+def test_a_thousand_answers_that_come_later_hold_no_threads_and_keep_their_errors(ends: tuple[Line, Line]) -> None:
+    event, asked = Future[None](), list[int]()
+
+    def ask(n: int) -> Later[int]:
+        asked.append(n)
+        return Later(event, lambda: read(n))
+
+    def read(n: int) -> int:
+        if n == 7:
+            raise RefusedError("E-RUN-14", "no")
+        return 2 * n
+
+    one, other = Calls(ends[0], {}, ErrorLines()), Calls(ends[1], {"ask": ask}, ErrorLines())
+    for calls in (one, other):
+        threading.Thread(target=calls.listen, daemon=True).start()
+    before = threading.active_count()
+    answers = [one.begin("ask", n) for n in range(1000)]
+    until(lambda: len(asked) == 1000, "all questions")
+    until(lambda: threading.active_count() <= before, "the end of their threads")
+    assert not any(answer.done() for answer in answers)
+    event.set_result(None)
+    assert [answer.result(60) for answer in answers if answer is not answers[7]] == [
+        2 * n for n in range(1000) if n != 7
+    ]
+    with pytest.raises(RefusedError, match="E-RUN-14: no"):
+        answers[7].result(60)
+
+
+def test_calls_that_take_long_are_answered_by_a_bounded_number_of_threads(ends: tuple[Line, Line]) -> None:
+    gate, begun = threading.Event(), list[int]()
+
+    def wait(n: int) -> None:
+        begun.append(n)
+        gate.wait(60)
+
+    one, other = Calls(ends[0], {}, ErrorLines()), Calls(ends[1], {"wait": wait}, ErrorLines())
+    for calls in (one, other):
+        threading.Thread(target=calls.listen, daemon=True).start()
+    before = threading.active_count()
+    answers = [one.begin("wait", n) for n in range(100)]
+    until(lambda: len(begun) == MOST_THREADS, "as many as are answered at once")
+    assert threading.active_count() - before == MOST_THREADS
+    gate.set()
+    for answer in answers:
+        answer.result(60)
+    assert sorted(begun) == list(range(100))
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
