@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_core.aggregation.fixed_point import FixedPointFormat
-from fl_core.types.computed_tensors import BLOCK
+from fl_core.types.computed_tensors import BLOCK, StoredTensors
 from fl_core.types.tensor_maps import as_numpy
-from fl_core.types.values import StoredTensors, Tensors
+from fl_core.types.values import Tensors
 
 Blocks = Iterator[NDArray[np.generic]]
 _ROUNDER = 1.5 * 2.0**52

@@ -1,4 +1,4 @@
-"""Tensors that are computed from others block by block, each time they are read.
+"""Tensors that lie in a file, or are computed from others block by block, each time they are read.
 
 A mean and the model after it need no memory of the model's size, and what is computed stays in the processor's cache
 until it is written. The obvious version, whole tensors in memory, is the oracle of the tests.
@@ -7,16 +7,40 @@ until it is written. The obvious version, whole tensors in memory, is the oracle
 from __future__ import annotations
 
 import math
+from abc import ABC
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from fl_core.types import tensor_maps
-from fl_core.types.values import StoredTensors, Tensors
+if TYPE_CHECKING:  # as in `values`, which these are
+    import torch
+    from torch import Tensor
 
 BLOCK = 1 << 15
 """Numbers that are computed at a time."""
+
+
+class StoredTensors(Mapping[str, "Tensor"], ABC):
+    """Tensors that are read or computed each time they are asked for; `shapes` are known before."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self[name].dtype
+
+    def blocks(self, name: str, size: int) -> Iterator[Tensor]:
+        """Read a tensor's numbers in order, at most `size` at a time; each block is valid until the next one."""
+        import torch
+
+        return iter(torch.split(self[name].reshape(-1), size))
 
 
 class ComputedTensors(StoredTensors):
@@ -32,6 +56,8 @@ class ComputedTensors(StoredTensors):
         self._dtypes, self._compute = dtypes, compute
 
     def __getitem__(self, name: str) -> Tensor:
+        import torch
+
         value, at = torch.empty(self.shapes[name], dtype=self._dtypes[name]), 0
         flat = value.view(-1)
         for block in self._compute(name, BLOCK):
@@ -48,6 +74,7 @@ class ComputedTensors(StoredTensors):
 
 def mean_of(total: StoredTensors, weight: Tensor) -> ComputedTensors:
     """Divide sums by a weight () in float64; the result is float32."""
+    import torch
 
     def compute(name: str, size: int) -> Iterator[Tensor]:
         most = min(size, math.prod(total.shapes[name]))
@@ -59,10 +86,12 @@ def mean_of(total: StoredTensors, weight: Tensor) -> ComputedTensors:
     return ComputedTensors(total.shapes, dict.fromkeys(total.shapes, torch.float32), compute)
 
 
-def sum_of(a: Tensors, b: Tensors) -> Tensors:
-    """Return `tensor_maps.add(a, b)`, computed when it is read if `b` is."""
+def sum_of(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return a + b, computed when it is read if `b` is."""
     if not isinstance(b, StoredTensors):
-        return tensor_maps.add(a, b)
+        return {name: value + b[name] for name, value in a.items()}
+
+    import torch
 
     def compute(name: str, size: int) -> Iterator[Tensor]:
         for x, y in zip(_blocks(a, name, size), b.blocks(name, size), strict=True):
@@ -76,7 +105,7 @@ def sum_of(a: Tensors, b: Tensors) -> Tensors:
     )
 
 
-def _blocks(tensors: Tensors, name: str, size: int) -> Iterator[Tensor]:
+def _blocks(tensors: Mapping[str, Tensor], name: str, size: int) -> Iterator[Tensor]:
     if isinstance(tensors, StoredTensors):
         return tensors.blocks(name, size)
     flat = tensors[name].detach().reshape(-1)

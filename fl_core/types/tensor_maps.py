@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fl_core.errors import ProtocolError
-from fl_core.types.values import StoredTensors, Tensors
+from fl_core.types.computed_tensors import StoredTensors
+from fl_core.types.values import Tensors
 
 
 def as_numpy(value: Tensor) -> NDArray[np.generic]:

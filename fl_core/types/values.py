@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from fl_core.errors import ConfigError, ProtocolError
+from fl_core.types.computed_tensors import StoredTensors, mean_of
 from fl_core.types.enums import Weighing
 from fl_core.types.survey import MIN_PATIENTS, SurveyQuestion
 
@@ -22,30 +23,6 @@ if TYPE_CHECKING:  # whoever only names these values needs no torch
 
 Tensors = Mapping[str, "Tensor"]
 """Parameter name -> tensor; float32, or integers once on the fixed-point grid."""
-
-
-class StoredTensors(Mapping[str, "Tensor"], ABC):
-    """Tensors that are read or computed each time they are asked for; `shapes` are known before."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.shapes
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shapes)
-
-    def __len__(self) -> int:
-        return len(self.shapes)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self[name].dtype
-
-    def blocks(self, name: str, size: int) -> Iterator[Tensor]:
-        """Read a tensor's numbers in order, at most `size` at a time; each block is valid until the next one."""
-        import torch
-
-        return iter(torch.split(self[name].reshape(-1), size))
 
 
 State = Mapping[str, Tensors]
@@ -90,8 +67,6 @@ class Part:
         w = self.weight.double()
         if w.dim() == 0 and w > 0:
             if isinstance(self.total, StoredTensors):
-                from fl_core.types.computed_tensors import mean_of
-
                 return mean_of(self.total, w)
             return {name: (v.double() / w).float() for name, v in self.total.items()}
         safe = torch.where(w > 0, w, torch.ones_like(w))

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from fl_core.errors import ProtocolError
-from fl_core.types.values import Bundle, Part, State, StoredTensors, Tensors
+from fl_core.types.computed_tensors import StoredTensors
+from fl_core.types.values import Bundle, Part, State, Tensors
 from service_core.storage.digests import Hasher, write_all
 
 if TYPE_CHECKING:  # a service without a run reads files and computes nothing

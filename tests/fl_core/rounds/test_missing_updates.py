@@ -14,10 +14,11 @@ from fl_core.errors import ProtocolError, RefusedError, UnavailableError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import RunSetup
+from fl_core.types.computed_tensors import StoredTensors
 from fl_core.types.enums import Capability, TaskKind
 from fl_core.types.interfaces import SiloPort
 from fl_core.types.records import TrainConfig
-from fl_core.types.values import Bundle, Part, RoundContext, State, StoredTensors, Tensors
+from fl_core.types.values import Bundle, Part, RoundContext, State, Tensors
 from tests.support.federations import NAMES, Failing, Given, Kept, go, manifest, same, shares
 
 

@@ -12,8 +12,8 @@ from fl_core.aggregation.fixed_point import FixedPointFormat, Ring
 from fl_core.aggregation.fixed_point_guard import FixedPoint
 from fl_core.methods.fedavg import FedAvg
 from fl_core.types import tensor_maps
-from fl_core.types.computed_tensors import BLOCK, mean_of, sum_of
-from fl_core.types.values import Bundle, Part, RoundContext, StoredTensors
+from fl_core.types.computed_tensors import BLOCK, StoredTensors, mean_of, sum_of
+from fl_core.types.values import Bundle, Part, RoundContext
 from protos.wire import codec
 
 SHAPES: dict[str, tuple[int, ...]] = {

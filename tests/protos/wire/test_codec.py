@@ -13,7 +13,8 @@ from safetensors.torch import save
 
 from fl_core.errors import ProtocolError
 from fl_core.types import tensor_maps
-from fl_core.types.values import Part, StoredTensors
+from fl_core.types.computed_tensors import StoredTensors
+from fl_core.types.values import Part
 from protos.wire import codec
 from service_core.storage import digests
 
