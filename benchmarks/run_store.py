@@ -105,6 +105,8 @@ def key_of(spec: RunSpec, images: str = "", **also: object) -> str:
         values["secagg"] = {k: 0 if (k, v) == ("min_contributors", 1) else v for k, v in values["secagg"].items()}
     values["privacy"] = profiles.stated_options(str(spec.privacy["name"]), spec.privacy)
     values["method"] = stated(method_class(str(spec.method["name"])), spec.method)
+    if spec.privacy["name"] == "none" and values["method"].get("head") == "auto":  # chooses ridge, the default of 0.1.0
+        values["method"] |= {"head": "ridge"}
     values["model"] = {key: value for key, value in spec.model.items() if (key, value) not in _LATER}
     values |= {"train": spec.train.facts(), "federation": datasets.federation_text(spec.federation), **also}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:20]

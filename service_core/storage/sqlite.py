@@ -100,9 +100,9 @@ class Database:
             with closing(sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None)) as db:
                 if wal is None and generation_of(db) is None:
                     wal = True
-                if wal is not None:
-                    self._choose_journal(db, "WAL" if wal else "DELETE")
                 migrate(db, create, steps, tables.tables)
+                if wal is not None:  # of a file that is ours now
+                    self._choose_journal(db, "WAL" if wal else "DELETE")
                 self.incarnation = self._begin(db, accept_loss)
         self.checkpoint()
 

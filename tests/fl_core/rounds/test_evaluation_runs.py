@@ -16,7 +16,14 @@ from fl_core.errors import ConfigError, ProtocolError
 from fl_core.methods import build_method
 from fl_core.models import build_model
 from fl_core.rounds.layout import closing_layout, derive_layout
-from fl_core.rounds.manifest import EvaluationTerms, NamedOptions, OtherModel, RunManifest, StartPoint
+from fl_core.rounds.manifest import (
+    MAX_WEIGHTS_BYTES,
+    EvaluationTerms,
+    NamedOptions,
+    OtherModel,
+    RunManifest,
+    StartPoint,
+)
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.rounds.silo_round import SiloRuntime, round_layout, run_silo_round
 from fl_core.training.delong import paired_auc
@@ -249,7 +256,7 @@ def test_a_second_model_that_is_another_than_the_manifest_says_is_refused(wrong:
     [
         ({"object": "../../etc/passwd"}, "other.object of 64 hex digits"),
         ({"size": 0}, "size"),
-        ({"size": (1 << 30) + 1}, "size"),
+        ({"size": MAX_WEIGHTS_BYTES + 1}, "size"),
     ],
 )
 def test_a_manifest_names_a_second_model_as_an_object(changes: dict[str, object], expected: str) -> None:
