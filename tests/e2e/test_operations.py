@@ -172,6 +172,6 @@ def test_the_log_of_a_silo_is_json_line_by_line(tmp_path):
         assert process.wait(30) == 0
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     events = [line for line in lines if "event" in line]
-    assert [line["event"] for line in events[:3]] == ["metrics", "serving", "privacy"]
-    serving_line = events[1]
+    assert [line["event"] for line in events[:3]] == ["metrics", "privacy", "serving"]
+    serving_line = events[2]
     assert (serving_line["silo"], serving_line["logger"]) == ("center1", "silo")

@@ -222,7 +222,7 @@ def test_serve_ends_in_good_order_on_ctrl_c(tmp_path):  # SIGTERM: tests/e2e/tes
         process.wait()
         log.close()
     events = [json.loads(line)["event"] for line in (tmp_path / "log").read_text().splitlines()]
-    assert events[:2] == ["serving", "privacy"]
+    assert events[:2] == ["privacy", "serving"]
 
 
 def test_the_command_line_answers_before_anything_heavy_is_imported():

@@ -20,7 +20,7 @@ from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.types.records import TrainConfig
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.storage import digests
-from silo.service import workers
+from silo.service import launchers
 from silo.service.workers import CagedWorker, CagedWorkers
 from silo.training.helpers import Helpers
 from tests.support import until
@@ -44,7 +44,7 @@ Serving = Callable[..., Hospital]
 def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
     """Start hospitals whose worker is so many caged processes; 0: the service computes."""
     started: list[Hospital] = []
-    monkeypatch.setattr(workers, "launch_here", lambda: WarmWorker("silo.worker"))
+    monkeypatch.setattr(launchers, "launch_here", lambda: WarmWorker("silo.worker"))
 
     def serve(run: RunManifest, processes: int, folder: Path | None = None) -> Hospital:
         caged = {"run_round": None, "processes": processes} if processes else {}
