@@ -36,6 +36,8 @@ SIDE = 32
 _THRESHOLD, _FLOOR, _SCALE = 0.5, 0.01, 2.0
 _AT_ONCE = 1 << 21
 """Filter responses that are computed at once: they stay in a processor's cache."""
+_ROWS = 32
+"""Images of a group at most: a batch of fewer is filled up to one."""
 
 
 class PatchFilters(nn.Module):
@@ -54,11 +56,10 @@ class PatchFilters(nn.Module):
         channels, *sides = shape
         self.shrink, self.grid = shrink, grid
         places = prod(side // shrink - patch + 1 for side in sides)
-        self.rows = max(1, _AT_ONCE // (2 * filters * places))
+        self.rows = min(_ROWS, max(1, _AT_ONCE // (2 * filters * places)))
         weight = nn.init.normal_(torch.empty(filters, channels, patch, patch))
-        weight = functional.avg_pool2d(functional.pad(weight, (1, 1, 1, 1), mode="reflect"), 3, stride=1)
-        weight = weight - weight.mean((1, 2, 3), keepdim=True)
-        self.register_buffer("weight", weight / weight.square().sum((1, 2, 3), keepdim=True).sqrt())
+        # On the meta device, where numbers are only counted, these calls import the compiler, which takes a second.
+        self.register_buffer("weight", weight if weight.is_meta else _smoothed(weight))
 
     def forward(self, x: Tensor) -> Tensor:
         whole = x.new_zeros(len(x) + -len(x) % self.rows, *x.shape[1:])
@@ -76,6 +77,13 @@ class PatchFilters(nn.Module):
         both = torch.cat((response, -response), dim=1)
         pooled = functional.adaptive_avg_pool2d(torch.relu(both - _THRESHOLD), self.grid)
         return _SCALE * pooled.flatten(1)
+
+
+def _smoothed(weight: Tensor) -> Tensor:
+    """Average filters (K, channels, p, p) over 3 x 3 neighbours, reflected at the edge; then mean 0 and length 1."""
+    weight = functional.avg_pool2d(functional.pad(weight, (1, 1, 1, 1), mode="reflect"), 3, stride=1)
+    weight = weight - weight.mean((1, 2, 3), keepdim=True)
+    return weight / weight.square().sum((1, 2, 3), keepdim=True).sqrt()
 
 
 class RandomLayer(nn.Module):

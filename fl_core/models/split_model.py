@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def assemble(
     return SplitModel(body, between, nn.Linear(dim, n_classes, bias=head_bias), dim, n_classes)
 
 
-class FrozenBody(nn.Module):
+class FrozenBody(nn.Module, ABC):
     """A body that is a file's: nothing in it can be trained, and each example passes alone.
 
     width: d0, of its features (B, d0).
@@ -95,13 +96,13 @@ class FrozenBody(nn.Module):
         super().__init__()
         self.width = width
 
+    @abstractmethod
     def runtime(self, shape: Sequence[int], device: torch.device) -> str:
         """Name what computes features here, with the digest of those of made-up examples of a shape."""
-        raise NotImplementedError
 
+    @abstractmethod
     def memory(self, threads: int) -> int:
         """Return the bytes that as many examples at once take outside of torch."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

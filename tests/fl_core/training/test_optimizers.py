@@ -115,10 +115,11 @@ def test_neither_counting_nor_digits_nor_training_import_what_they_do_not_use() 
         "assert len(load('digits/p5c2/0').train) > 0\n"
         "for name in set(MODELS) - {'efficientnet_b0', 'frozen'}:\n"
         "    assert describe(name, schema(MODEL_SHAPES[name])).parameters > 0\n"
+        "assert describe('random_features', schema((1, 8, 8)), {'kind': 'patches'}).parameters > 0\n"
         "words = ['method=fedmr', 'data=digits', 'federation=p3c4', 'rounds=1', 'train.epochs=1']\n"
         "for optimizer in ('sgd', 'adam'):\n"
         "    assert runner.run(compose_spec([*words, f'train.optimizer={optimizer}'])).summary()\n"
-        "print([name for name in ('torch._dynamo', 'sklearn', 'torchvision') if name in sys.modules])"
+        "print([name for name in ('torch._dynamo', 'sympy', 'sklearn', 'torchvision') if name in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": "."}
