@@ -9,35 +9,33 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fl_core.errors import ConfigError, StateError
-from fl_core.rounds.manifest import RunManifest
 from fl_core.types.records import TrainConfig
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.storage import digests, shared_folder
+from service_core.storage import shared_folder
 from service_core.workers.child import worker_words
 from silo.cancellation import CancelToken
 from silo.operations.doctor import Examination
 from silo.operations.liveness import Health, Liveness
-from silo.service import launchers, workers
+from silo.service import workers
 from silo.service.launchers import Launcher
-from silo.service.workers import CagedWorker, CagedWorkers
+from silo.service.workers import CagedWorker
 from silo.settings import SiloSettings
 from silo.storage.home import Home, Served
 from silo.worker import process
 from tests.support import some, until
+from tests.support.caged_hospitals import Serving, programmed, started_in, uploaded, worker_of
 from tests.support.fake_coordinator import PATIENCE, Hospital, enrolled, manifest
 from tests.support.privacy import budgeted, private
 from tests.support.services import service
 from tests.support.slurm import FakeSlurm, missing_programs, real_jobs, real_slurm
-from tests.support.warm import WarmWorker
 
-Serving = Callable[..., Hospital]
 LONG = replace(manifest(), train=TrainConfig(epochs=10_000, batch_size=8))
 """A task that nobody waits for."""
 SLURM = "slurm --partition=gpu --gres=gpu:1"
@@ -59,29 +57,10 @@ def _until_cancelled() -> None:
 
 @pytest.fixture
 def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
-    """Start hospitals whose worker is launched."""
-    started: list[Hospital] = []
-    monkeypatch.setattr(launchers, "launch_here", lambda: WarmWorker("silo.worker"))
-
-    def serve(launcher: str, run: RunManifest | None = None, folder: Path | None = None) -> Hospital:
-        hospital = Hospital(folder or tmp_path / f"home{len(started)}", run, run_round=None, launcher=launcher)
-        started.append(hospital)
-        hospital.start()
-        return hospital
-
-    yield serve
-    for hospital in started:
-        hospital.end()
-
-
-def uploaded(hospital: Hospital) -> list[str]:
-    return [digests.digest(bytes(data)) for data in hospital.transfer.uploads.values()]
-
-
-def worker_of(hospital: Hospital) -> CagedWorker:
-    worker = hospital.service._runner.worker
-    assert isinstance(worker, CagedWorkers)
-    return list(worker._workers.values())[-1]
+    """Start hospitals whose worker is launched: by a launcher, for a run, in a folder."""
+    programmed(monkeypatch)
+    with started_in(tmp_path) as serve:
+        yield lambda launcher, run=None, folder=None: serve(run, folder, launcher=launcher)
 
 
 # ---- what is refused at the start ------------------------------------------------------------------------------------

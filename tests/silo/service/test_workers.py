@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,68 +17,26 @@ import psutil
 import pytest
 
 from fl_core.errors import StateError
-from fl_core.rounds.manifest import RunManifest
 from fl_core.types.records import TrainConfig
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.storage import digests
 from silo.service import launchers, workers
-from silo.service.workers import CagedWorker, CagedWorkers
+from silo.service.workers import CagedWorker
 from tests.support import until
+from tests.support.caged_hospitals import Serving, gone, pid_of, programmed, started_in, uploaded, worker_of
 from tests.support.fake_coordinator import Hospital, manifest
 from tests.support.privacy import budgeted, private
-from tests.support.warm import WarmWorker
 
 pytestmark = pytest.mark.integration
 
-Serving = Callable[..., Hospital]
 LONG = replace(manifest(), train=TrainConfig(epochs=10_000, batch_size=8))
 """A task that nobody waits for."""
 
 
 @pytest.fixture
 def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
-    """Start hospitals whose worker is a process."""
-    started: list[Hospital] = []
-    programmed(monkeypatch, "")
-
-    def serve(run: RunManifest | None = None, folder: Path | None = None, **settings: object) -> Hospital:
-        hospital = Hospital(folder or tmp_path / f"home{len(started)}", run, run_round=None, **settings)
-        started.append(hospital)
-        hospital.start()
-        return hospital
-
-    yield serve
-    for hospital in started:
-        hospital.end()
-
-
-def worker_of(hospital: Hospital) -> CagedWorker:
-    worker = hospital.service._runner.worker
-    assert isinstance(worker, CagedWorkers)
-    return list(worker._workers.values())[-1]
-
-
-def pid_of(hospital: Hospital) -> int:
-    pid = worker_of(hospital).pid
-    assert pid is not None
-    return pid
-
-
-def gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-def programmed(monkeypatch: pytest.MonkeyPatch, before: str) -> None:
-    """Have workers started that run Python before they begin, outside of the cage."""
-    monkeypatch.setattr(launchers, "launch_here", lambda: WarmWorker("silo.worker", textwrap.dedent(before)))
-
-
-def uploaded(hospital: Hospital) -> list[str]:
-    return [digests.digest(bytes(data)) for data in hospital.transfer.uploads.values()]
+    programmed(monkeypatch)
+    with started_in(tmp_path) as serve:
+        yield serve
 
 
 # ---- the same as before ----------------------------------------------------------------------------------------------
@@ -494,7 +452,7 @@ def test_a_policy_may_require_that_the_worker_reaches_no_network(
             setattr(cage, name, refuse)
         """,
     )
-    hospital = serving(folder=tmp_path / "home")
+    hospital = serving(home=tmp_path / "home")
     hospital.offer()
     if code:
         assert hospital.refused().code == code

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,14 +19,11 @@ from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import NamedOptions, RunManifest
 from fl_core.types.records import TrainConfig
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.storage import digests
-from silo.service import launchers
-from silo.service.workers import CagedWorker, CagedWorkers
 from silo.training.helpers import Helpers
 from tests.support import until
+from tests.support.caged_hospitals import Serving, pid_of, programmed, started_in, uploaded, worker_of
 from tests.support.fake_coordinator import Hospital, manifest
 from tests.support.privacy import budgeted, private
-from tests.support.warm import WarmWorker
 
 pytestmark = [
     pytest.mark.integration,
@@ -37,36 +34,23 @@ GROUP = NamedOptions("digits_cnn", {"norm": "group"})
 DIVIDED = replace(manifest(), model=GROUP, train=TrainConfig(epochs=1, batch_size=64, micro_batch=24))
 LONG = replace(DIVIDED, train=TrainConfig(epochs=10_000, batch_size=8, micro_batch=3))
 """A task that nobody waits for."""
-Serving = Callable[..., Hospital]
 
 
 @pytest.fixture
 def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
     """Start hospitals whose worker is so many caged processes; 0: the service computes."""
-    started: list[Hospital] = []
-    monkeypatch.setattr(launchers, "launch_here", lambda: WarmWorker("silo.worker"))
+    programmed(monkeypatch)
+    with started_in(tmp_path) as serve:
 
-    def serve(run: RunManifest, processes: int, folder: Path | None = None) -> Hospital:
-        caged = {"run_round": None, "processes": processes} if processes else {}
-        started.append(hospital := Hospital(folder or tmp_path / f"home{len(started)}", run, **caged))
-        hospital.start()
-        return hospital
+        def start(run: RunManifest, processes: int, folder: Path | None = None) -> Hospital:
+            return serve(run, folder, caged=bool(processes), **({"processes": processes} if processes else {}))
 
-    yield serve
-    for hospital in started:
-        hospital.end()
-
-
-def worker_of(hospital: Hospital) -> CagedWorker:
-    of_runs = hospital.service._runner.worker
-    assert isinstance(of_runs, CagedWorkers)
-    return list(of_runs._workers.values())[-1]
+        yield start
 
 
 def processes_of(hospital: Hospital) -> list[int]:
     """Return a worker's first process and its helpers."""
-    pid = worker_of(hospital).pid
-    assert pid is not None
+    pid = pid_of(hospital)
     return [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
@@ -82,10 +66,6 @@ def gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
         return True
-
-
-def uploaded(hospital: Hospital) -> list[str]:
-    return [digests.digest(bytes(data)) for data in hospital.transfer.uploads.values()]
 
 
 def said_of_training(hospital: Hospital) -> list[str]:
