@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 
 from fl_core.errors import UnavailableError
@@ -20,6 +20,7 @@ PER_SILO = 2
 LEASE_S = 120.0
 LINE_S = 45.0
 """How long a download waits for its turn; a silo gives up a stream in which nothing moves for a minute."""
+PAUSE_S, HELD_S = 0.5, 2.0
 _UNUSED_S = 15.0
 """How long a slot is reserved before its stream begins."""
 
@@ -105,6 +106,38 @@ class UploadSlots:
         now = self._clock()
         if now - slot.since > LEASE_S and now - self._wanted < LEASE_S:
             raise UnavailableError("E-NET-12", "other uploads wait: continue in a moment")
+
+
+class LeadsFirst:
+    """Uploads give way to leads between two chunks; used on the event loop only.
+
+    Guarantees: an upload waits at most `PAUSE_S` for each chunk, and a call holds uploads up for at most `HELD_S`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._calls: dict[object, float] = {}
+        self._quiet = asyncio.Event()
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Let uploads wait while the block runs."""
+        key = object()
+        self._calls[key] = self._clock()
+        self._quiet.clear()
+        try:
+            yield
+        finally:
+            del self._calls[key]
+            if not self._calls:
+                self._quiet.set()
+
+    async def give_way(self) -> None:
+        """Wait until no lead's call is under way."""
+        if self._calls and self._clock() - max(self._calls.values()) < HELD_S:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PAUSE_S):
+                    await self._quiet.wait()
 
 
 class DownloadTurns:

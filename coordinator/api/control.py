@@ -116,7 +116,7 @@ class ControlService(rpc.ControlServicer):
             elif time.monotonic() < due:
                 await wait_for(changed, due - time.monotonic())
             else:
-                if (silent := time.monotonic() - session.last_heard) > MISSED_PULSES * pulse:
+                if (silent := session.silent_s) > MISSED_PULSES * pulse:
                     raise UnavailableError("E-NET-12", f"no pulse for {silent:.0f} s: session closed, connect again")
                 await self._write(pb.CoordinatorMessage(pulse=pb.Pulse()), context)
                 due = time.monotonic() + pulse
@@ -158,11 +158,11 @@ class ControlService(rpc.ControlServicer):
         bucket = Bucket(self._limits.messages)
         try:
             while (message := await context.read()) is not grpc.aio.EOF and not session.over:
-                session.last_heard = time.monotonic()
-                if bucket.take():
-                    raise UnavailableError("E-NET-12", "found too many messages in a session: connect again")
-                require_known_fields(message)
-                await self._process(session, message)
+                with session.hear():
+                    if bucket.take():
+                        raise UnavailableError("E-NET-12", "found too many messages in a session: connect again")
+                    require_known_fields(message)
+                    await self._process(session, message)
         except FederationError as error:
             session.finish(error)
         except DecodeError as error:

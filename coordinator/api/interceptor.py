@@ -6,11 +6,13 @@ import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import grpc
+from google.protobuf.message import Message
 
+from coordinator.api.admission import LeadsFirst
 from coordinator.api.authorization import PUBLIC_SERVICES, Authorizer, Context
 from coordinator.api.event_loop import Workers
 from coordinator.api.limits import Gate, require_known_fields
@@ -49,7 +51,9 @@ class Interceptor(grpc.aio.ServerInterceptor):
         trail: CallAuditTrail,
         metrics: CoordinatorMetrics,
         streams: OpenStreams,
+        leads_first: LeadsFirst,
     ) -> None:
+        self._leads_first = leads_first
         self._streams = streams
         self._trail = trail
         self._metrics = metrics
@@ -162,7 +166,9 @@ class Interceptor(grpc.aio.ServerInterceptor):
             with self._metrics.call(method), self._trail.call(method, context, request):
                 peer, address = self._authorizer.peer(method, context), context.peer()
                 workers = self._leads if peer.identity.kind is CertificateRole.LEAD else self._members
-                with self._gate.call(peer, method, address):
+                short = workers is self._leads and isinstance(request, Message)
+                first = self._leads_first.call() if short else nullcontext()
+                with self._gate.call(peer, method, address), first:
                     require_known_fields(request)
                     await workers.run(self._authorizer.authorize_peer, peer, method, address)
                     yield workers

@@ -19,6 +19,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from coordinator.api.admission import LeadsFirst
 from coordinator.api.authorization import Authorizer, Context
 from coordinator.api.control import ControlService
 from coordinator.api.event_loop import EventLoop, Workers
@@ -215,8 +216,11 @@ class CoordinatorServer:
     async def _serve(self, consortium: str) -> int:
         authorizer = Authorizer(consortium, self.store.members, self.dispatcher.note_refusal)
         gate = Gate(self.settings.limits)
+        self._leads_first = LeadsFirst()
         self._streams = OpenStreams(authorizer, min(self.settings.pulse_s, self.settings.limits.check_s))
-        calls = Interceptor(authorizer, gate, self._members, self._leads, self._trail, self.metrics, self._streams)
+        calls = Interceptor(
+            authorizer, gate, self._members, self._leads, self._trail, self.metrics, self._streams, self._leads_first
+        )
         self._grpc = grpc.aio.server(
             interceptors=[calls],
             # Further connections are closed at once: the service's own files need descriptors.
@@ -255,6 +259,7 @@ class CoordinatorServer:
             self._members,
             self._leads,
             limits,
+            self._leads_first,
             self.runs.workers.check,
         )
         rpc.add_TransferServicer_to_server(transfer, server)

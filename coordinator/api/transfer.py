@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeAlias
 
-from coordinator.api.admission import DownloadTurns, Slot, UploadSlots
+from coordinator.api.admission import DownloadTurns, LeadsFirst, Slot, UploadSlots
 from coordinator.api.authorization import Authorizer, Context
 from coordinator.api.event_loop import Workers
 from coordinator.api.limits import Limits
@@ -57,6 +57,7 @@ class TransferService(rpc.TransferServicer):
         workers: Workers,
         leads: Workers,
         limits: Limits,
+        leads_first: LeadsFirst,
         check: Callable[[Contribution, Path], None],
     ) -> None:
         """Set up; check: as `UpdateChecks.check`."""
@@ -74,6 +75,7 @@ class TransferService(rpc.TransferServicer):
         self._lead_turns = DownloadTurns(limits.downloads, limits.downloads_each)
         self._largest: dict[str, int] = {}
         self._largest_lock = threading.Lock()
+        self._leads_first = leads_first
         self._check_update = check
 
     async def Open(self, request: pb.OpenRequest, context: Context) -> pb.OpenReply:  # noqa: N802
@@ -140,6 +142,7 @@ class TransferService(rpc.TransferServicer):
                 slot.left = c.size - file.size
                 chunk = None  # before the next one comes
                 self._slots.yield_to_others(slot)
+                await self._leads_first.give_way()
                 chunk = await stream.next()
             upload.digest = file.digest()
             return file.size

@@ -64,6 +64,7 @@ class SiloSession:
     peer: PeerCertificate
     activity: SiloActivity = field(default_factory=SiloActivity)
     last_heard: float = field(default_factory=time.monotonic)
+    hearing: bool = False
     over: bool = False
     error: FederationError | None = None
     hello: pb.Hello | None = None
@@ -85,10 +86,23 @@ class SiloSession:
         if self.peer.not_before > other.peer.not_before:
             return "with a newer certificate"
         mine, theirs = self.hello or pb.Hello(), other.hello or pb.Hello()
-        silent = time.monotonic() - self.last_heard >= alive_s
-        if silent or mine.instance in (theirs.instance, theirs.previous_instance):
+        if self.silent_s >= alive_s or mine.instance in (theirs.instance, theirs.previous_instance):
             return None
         return "with this certificate on another home"
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the last message; 0 while one is processed, since those behind it are not read yet."""
+        return 0.0 if self.hearing else time.monotonic() - self.last_heard
+
+    @contextmanager
+    def hear(self) -> Iterator[None]:
+        """Process a message inside the block."""
+        self.hearing = True
+        try:
+            yield
+        finally:
+            self.last_heard, self.hearing = time.monotonic(), False
 
     def send(self, message: pb.CoordinatorMessage) -> None:
         """Queue a message; it is dropped if the session has ended."""
@@ -314,7 +328,7 @@ class Dispatcher:
         """Return a silo's activity and the seconds since its last message; None without a session."""
         with self._lock:
             session = self._sessions.get(name)
-            return None if session is None else (session.activity, time.monotonic() - session.last_heard)
+            return None if session is None else (session.activity, session.silent_s)
 
     def connected(self) -> set[str]:
         """Return the names of silos with a session."""

@@ -12,7 +12,7 @@ from sqlalchemy.dialects.sqlite import insert as upsert
 
 from coordinator.storage.schema import contributions, policies
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.storage.sqlite import Database
+from service_core.storage.sqlite import Database, fetch_at_once
 
 _FIELDS = {
     "policy": "policy_digest",
@@ -63,7 +63,7 @@ class AttestationStore:
     def policies(self) -> dict[str, str]:
         """Return the digest of each silo's policy, by its name; empty if it has none."""
         with self._db.read() as db:
-            return {row.silo: row.digest for row in db.execute(select(policies))}
+            return {row["silo"]: row["digest"] for row in fetch_at_once(db, select(policies))}
 
 
 def attested(stated: pb.Attestation | None, sealed: bytes = b"") -> dict[str, object]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import asdict
 from datetime import datetime
+from typing import Any
 
-from sqlalchemy import Connection, Integer, RowMapping, Table, delete, func, insert, literal_column, select, update
+from sqlalchemy import Connection, Integer, Table, delete, func, insert, literal_column, select, update
 from sqlalchemy.dialects.sqlite import insert as upsert
 
 from coordinator.storage.records import DataOffer, InvitationRow, IssuedCertificate, Lead, MembershipStatus, Silo
@@ -25,7 +26,7 @@ from coordinator.storage.schema import (
 from fl_core.errors import RefusedError
 from service_core.pki.identity import PeerCertificate
 from service_core.pki.roster import Revocation, Roster, SignedRoster
-from service_core.storage.sqlite import Database
+from service_core.storage.sqlite import Database, fetch_at_once
 
 GRACE_S = 30.0
 """How long a certificate is still valid after its successor's first use, so that running calls can end."""
@@ -164,7 +165,7 @@ class MemberStore:
         """Return all silos, including revoked ones, by name."""
         with self._db.read() as db:
             now = self._clock()
-            listed = [_to_silo(row, now) for row in db.execute(_SILOS).mappings()]
+            listed = [_to_silo(row, now) for row in fetch_at_once(db, _SILOS)]
         return sorted(listed, key=lambda silo: silo.name)
 
     def introduce(self, name: str, software: str, data: DataOffer) -> None:
@@ -301,7 +302,7 @@ class MemberStore:
     def membership(self) -> tuple[int, list[Silo], list[Revocation]]:
         """Return the version of the membership, the silos in force and everything revoked, from one moment."""
         with self._db.read() as db:
-            listed = [_to_silo(row, self._clock()) for row in db.execute(_SILOS.order_by(silos.c.name)).mappings()]
+            listed = [_to_silo(row, self._clock()) for row in fetch_at_once(db, _SILOS.order_by(silos.c.name))]
             gone = [
                 Revocation(r.name, r.serial, r.reason, time.strftime(_ISO, time.gmtime(r.at)))
                 for r in db.execute(select(revocations))
@@ -369,7 +370,7 @@ def _silo(db: Connection, name: str, now: float) -> Silo | None:
     return None if row is None else _to_silo(row, now)
 
 
-def _to_silo(row: RowMapping, now: float) -> Silo:
+def _to_silo(row: Mapping[Any, Any], now: float) -> Silo:
     """Read a silo; one last seen in the future, by a wrong clock, counts as never seen."""
     raw = row["data"]
     lists = ("shape", "classes", "holds", "metrics")  # the first rows of 0.1.0 lack the last two

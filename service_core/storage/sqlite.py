@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
@@ -9,8 +10,25 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import RLock
+from typing import Any
 
-from sqlalchemy import URL, Connection, MetaData, create_engine, event
+from sqlalchemy import (
+    JSON,
+    URL,
+    Boolean,
+    ColumnElement,
+    Connection,
+    Float,
+    MetaData,
+    Select,
+    String,
+    case,
+    create_engine,
+    event,
+    func,
+    select,
+    type_coerce,
+)
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import DatabaseError, IntegrityError
 from sqlalchemy.pool import ConnectionPoolEntry
@@ -243,6 +261,32 @@ class Database:
             f"expected a database in {self.path}, found a file that SQLite cannot use ({cause}): restore it from a "
             "backup",
         )
+
+
+def fetch_at_once(db: Connection, query: Select[Any]) -> list[dict[str, Any]]:
+    """Return all rows of a query, as `db.execute(query).mappings()` would, in one step of SQLite.
+
+    The driver releases Python's lock at each row: a thousand rows wait a thousand times in a busy service. Times are
+    exact (SQLite itself rounds numbers beyond about 1e100); columns of bytes cannot be read so.
+    """
+    rows = query.subquery().c
+    wanted = func.json_group_array(func.json_array(*map(_as_json, rows)))
+    values = json.loads(db.scalar(select(wanted)) or "[]")
+    exact = [float if isinstance(c.type, Float) else bool if isinstance(c.type, Boolean) else None for c in rows]
+    return [
+        {
+            c.name: value if value is None or read is None else read(value)
+            for c, read, value in zip(rows, exact, row, strict=True)
+        }
+        for row in values
+    ]
+
+
+def _as_json(column: ColumnElement[Any]) -> ColumnElement[Any]:
+    if isinstance(column.type, JSON):
+        return func.json(type_coerce(column, String))
+    # Into JSON, SQLite writes 15 digits of a number; as text it keeps all.
+    return case((column.is_not(None), func.printf("%!.17g", column))) if isinstance(column.type, Float) else column
 
 
 def _changes(db: Connection) -> int:

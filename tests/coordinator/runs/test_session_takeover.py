@@ -109,10 +109,13 @@ def test_the_same_process_and_the_next_on_its_home_take_over_at_once(patient: Wo
     second.close()
 
 
-def test_a_machine_that_fell_silent_makes_place(tmp_path: Path) -> None:
-    who = Identity(CertificateRole.SILO, "test", "north")
+def certified() -> PeerCertificate:
     start = datetime(2026, 1, 1, tzinfo=UTC)
-    peer = PeerCertificate(who, "1", "f", start, start + timedelta(days=90))
+    return PeerCertificate(Identity(CertificateRole.SILO, "test", "north"), "1", "f", start, start + timedelta(days=90))
+
+
+def test_a_machine_that_fell_silent_makes_place(tmp_path: Path) -> None:
+    peer = certified()
     dispatcher = Dispatcher(CoordinatorStore(tmp_path), 1.0)
     silent, fresh = SiloSession(peer, hello=instance("a")), SiloSession(peer, hello=instance("b"))
     dispatcher.attach(silent)
@@ -123,3 +126,14 @@ def test_a_machine_that_fell_silent_makes_place(tmp_path: Path) -> None:
     dispatcher.attach(fresh)
     assert silent.over
     dispatcher.store.close()
+
+
+def test_a_silo_whose_message_is_being_processed_is_not_silent() -> None:
+    """A busy service reads the pulses behind a message late: the silo has sent them."""
+    session = SiloSession(certified())
+    session.last_heard -= 100.0
+    assert session.silent_s >= 100.0
+    with session.hear():
+        session.last_heard -= 100.0
+        assert session.silent_s == 0.0
+    assert session.silent_s < 50.0

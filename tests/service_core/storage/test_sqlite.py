@@ -10,12 +10,28 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from sqlalchemy import JSON, Column, Integer, MetaData, Table, insert, select, text, update
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import (
+    JSON,
+    Boolean,
+    Column,
+    Float,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    create_engine,
+    insert,
+    select,
+    text,
+    update,
+)
 
 from fl_core.errors import StateError
 from service_core.storage import sqlite
 from service_core.storage.generation import incarnation_table, open_untouched
-from service_core.storage.sqlite import Database
+from service_core.storage.sqlite import Database, fetch_at_once
 
 metadata = MetaData()
 incarnation_table(metadata)
@@ -188,3 +204,36 @@ def test_a_damaged_row_is_an_error_of_ours(tmp_path: Path) -> None:
             db.execute(text("UPDATE many SET data = '{'"))
         with pytest.raises(StateError, match="E-STATE-22"), database.read() as db:
             db.execute(select(table)).all()
+
+
+kinds = Table(
+    "kinds",
+    MetaData(),
+    Column("id", Integer, primary_key=True),
+    Column("at", Float),
+    Column("facts", JSON),
+    Column("on", Boolean),
+    Column("text", String),
+)
+
+
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {
+                "at": st.none() | st.just(0.0) | st.floats(1e-6, 1e12),
+                "facts": st.none() | st.lists(st.floats(allow_nan=False, allow_infinity=False) | st.text("a\"'ü\n")),
+                "on": st.none() | st.booleans(),
+                "text": st.none() | st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])),
+            }
+        )
+    )
+)
+def test_rows_fetched_at_once_are_those_fetched_one_by_one(rows: list[dict[str, object]]) -> None:
+    engine = create_engine("sqlite://")
+    kinds.metadata.create_all(engine)
+    with engine.begin() as db:
+        if rows:
+            db.execute(insert(kinds), rows)
+        query = select(kinds, kinds.c.at.label("again")).order_by(kinds.c.id)
+        assert fetch_at_once(db, query) == [dict(row) for row in db.execute(query).mappings()]

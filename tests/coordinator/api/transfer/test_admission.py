@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.api import admission
-from coordinator.api.admission import LEASE_S, PER_SILO, DownloadTurns, UploadSlots
+from coordinator.api.admission import LEASE_S, PER_SILO, DownloadTurns, LeadsFirst, UploadSlots
 from coordinator.api.limits import Limits
 from fl_core.errors import UnavailableError
 from protos.wire.channel_options import window_bytes
@@ -184,3 +184,46 @@ def test_an_upload_beyond_the_budget_waits(tmp_path: Path) -> None:
         world.transfer("north").Put(cut(DATA, requests["north"].contribution_id))
         assert world.transfer("south").Open(requests["south"]).have == 0
         assert world.transfer("south").Put(cut(DATA, requests["south"].contribution_id)).have == len(DATA)
+
+
+async def passed(uploads: LeadsFirst) -> bool:
+    """Return whether an upload goes on at once."""
+    going_on = asyncio.create_task(uploads.give_way())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    done = going_on.done()
+    going_on.cancel()
+    return done
+
+
+def test_an_upload_waits_for_a_leads_call_and_no_longer_than_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "PAUSE_S", 60.0)
+
+    async def play() -> None:
+        first = LeadsFirst()
+        assert await passed(first)
+        with first.call():
+            with first.call():
+                assert not await passed(first)
+            waiting = asyncio.create_task(first.give_way())
+            assert not await passed(first)
+        async with asyncio.timeout(30.0):
+            await waiting
+        assert await passed(first)
+
+    asyncio.run(play())
+
+
+def test_leads_that_ask_without_end_hold_no_upload_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        clock = Clock()
+        first = LeadsFirst(clock)
+        with first.call():
+            monkeypatch.setattr(admission, "PAUSE_S", 0.01)
+            async with asyncio.timeout(30.0):
+                await first.give_way()
+            monkeypatch.setattr(admission, "PAUSE_S", 60.0)
+            clock.now += admission.HELD_S
+            assert await passed(first)
+
+    asyncio.run(play())
