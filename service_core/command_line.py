@@ -25,7 +25,9 @@ from service_core.operations.exit_status import status_of
 from service_core.tls.connect import require_tls13, silence_grpc_logs
 from service_core.version import PROTOCOL, software
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+COMMON, RARE = "Options of many commands", "Rarely needed"
+"""Panels of options, below those that a command is usually called with."""
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.", rich_help_panel=COMMON)]
 BackupFolder = Annotated[Path, typer.Argument(help="A new or empty folder, best on another disk.", metavar="TO")]
 AcceptLoss = Annotated[bool, typer.Option("--accept-loss", help="Continue with an incomplete database.")]
 
@@ -94,26 +96,30 @@ def command(function: Callable[..., CommandResult | None]) -> Callable[..., None
 class Program:
     """A command line that imports only the module of the command called; the help imports none.
 
-    modules: the commands of each module, in the order of the help; a group has the name of its command, or `app`
+    modules: the commands of each module; a group has the name of its command, or `app`
+    panels: title of a panel of the help -> command ("ca sign") -> words of an example, in the order of the help
     reading: commands that are not recorded in the audit log   home_of: finds the home that holds this log
     """
 
     name: str
     help: str
     modules: Mapping[str, Sequence[str]]
+    panels: Mapping[str, Mapping[str, str]]
     reading: Collection[str]
     home_of: Callable[[Path | None], Path]
 
     def build(self, words: Sequence[str]) -> typer.Typer:
         """Build the application from the module of the command called; without one, from the names of all commands."""
         app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help=self.help)
-        app.callback()(version_option)
+        app.callback(epilog=f"All about a command: {self.name} COMMAND --help")(version_option)
         module = self._module(words)
         if module is None:
-            for name, commands in self.modules.items():
-                summaries = _summaries(name)
-                for command in commands:
-                    app.command(name=command, help=summaries.get(command, summaries.get("app")))(lambda: None)
+            summaries = {name: _summaries(name) for name in self.modules}
+            for panel, commands in self.panels.items():
+                for command in dict.fromkeys(path.split()[0] for path in commands):
+                    summary = summaries[self._module([command]) or ""]
+                    text = summary.get(command, summary.get("app"))
+                    app.command(name=command, help=text, rich_help_panel=panel)(lambda: None)
             return app
         loaded = importlib.import_module(module)
         for command in self.modules[module]:
@@ -127,6 +133,15 @@ class Program:
 
             record_commands(app, self.reading, self.home_of)
         return app
+
+    def examples(self, path: str) -> list[str]:
+        """Return the examples of a command, or of all commands of a group."""
+        words = {name: example for commands in self.panels.values() for name, example in commands.items()}
+        return [
+            f"{self.name} {name} {example}".rstrip()
+            for name, example in words.items()
+            if f"{name} ".startswith(f"{path} ")
+        ]
 
     def run(self, words: Sequence[str]) -> int:
         """Run one command line and return its exit status."""
@@ -148,7 +163,7 @@ class Program:
         typed = command_words(self.name, words)
         room = (self._module(typed) or "").split(".")
         with requires_extra(room[1], f"{self.name} {_called(typed)}") if room[0] == "consilium" else nullcontext():
-            command = make_command(self.build(typed))
+            command = make_command(self.build(typed), self.examples)
             ready()
             command(list(words), prog_name=self.name)
 
@@ -192,17 +207,28 @@ def version_option(
     pass
 
 
-def make_command(app: typer.Typer) -> Any:  # noqa: ANN401 - of Click, which Typer has within itself
+def make_command(app: typer.Typer, examples: Callable[[str], Sequence[str]] = lambda _: ()) -> Any:  # noqa: ANN401
     """Make the Click command of an application.
 
-    Its help escapes `[...]`, which Typer would drop as markup, and shows no "<bool>" after a flag.
+    Its help ends with examples, escapes `[...]`, which Typer would drop as markup, and shows no "<bool>" after a flag.
     """
     command = typer.main.get_command(app)
+    for name, inner in getattr(command, "commands", {}).items():
+        _add_examples(inner, name, examples)
     _prepare_help(command)
     return command
 
 
+def _add_examples(command: Any, path: str, examples: Callable[[str], Sequence[str]]) -> None:  # noqa: ANN401
+    if shown := examples(path):
+        command.epilog = "\n\n".join(("Examples:" if len(shown) > 1 else "Example:", *(f"  {line}" for line in shown)))
+    for name, inner in getattr(command, "commands", {}).items():
+        _add_examples(inner, f"{path} {name}", examples)
+
+
 def _prepare_help(command: Any) -> None:  # noqa: ANN401
+    if command.help:
+        command.help = "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(command.help).split("\n\n"))
     _escape(command, "help", "short_help", "epilog")
     for parameter in command.get_params(command.context_class(command)):  # with --help
         _escape(parameter, "help")

@@ -34,16 +34,19 @@ SUMMARY = "audit.json"
 
 @command
 def audit(
-    data: Annotated[str, typer.Option("--data", help="What to attack, as `silo serve` takes it.", metavar="REF")],
+    data: Annotated[str, typer.Option("--data", help="Data to attack, as for `silo serve`.", metavar="REF")],
     out: Annotated[Path, typer.Option("--out", help="A new or empty folder for the pictures and audit.json.")],
-    epsilon: Annotated[float, typer.Option("--epsilon", help="The claim to test: a run's epsilon.")] = 8.0,
-    delta: Annotated[float, typer.Option("--delta", help="The claim's delta, less than 1 / (10 records).")] = 1e-5,
+    epsilon: Annotated[float, typer.Option("--epsilon", help="The epsilon that is claimed and tested.")] = 8.0,
+    delta: Annotated[
+        float, typer.Option("--delta", help="The delta that is claimed, less than 1 / (10 records).")
+    ] = 1e-5,
     only: Annotated[
-        list[str] | None, typer.Option("--only", help="Audits to run, repeatable. Default: all.", metavar="AUDIT")
+        list[str] | None, typer.Option("--only", help="Audit to run; may be repeated. Default: all.", metavar="AUDIT")
     ] = None,
-    seeds: Annotated[int, typer.Option("--seeds", help="Repetitions of every audit.")] = 1,
+    seeds: Annotated[int, typer.Option("--seeds", help="How often each audit is repeated.")] = 1,
     image_size: Annotated[
-        int | None, typer.Option("--image-size", help=f"Pixels. Default: {PIXELS}, or what the data fixes.")
+        int | None,
+        typer.Option("--image-size", help=f"Side of the images in pixels. Default: {PIXELS}, or the data's."),
     ] = None,
     data_root: DataRootOption = None,
     classes: Annotated[

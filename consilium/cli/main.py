@@ -1,4 +1,4 @@
-"""The command line for an exported model: `consilium`."""
+"""The command line for one machine alone: `consilium`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,28 @@ from service_core import startup
 if TYPE_CHECKING:
     from service_core.command_line import Program
 
-COMMANDS = {"consilium.model.commands": ("predict", "calibrate", "page")}
+COMMANDS = {
+    "consilium.research.commands": ("demo",),
+    "consilium.model.commands": ("predict", "calibrate", "page"),
+}
+"""The commands of each module."""
+PANELS = {
+    "First steps": {"demo": ""},
+    "Use a model": {
+        "predict": "models/first-1a2b.safetensors images",
+        "calibrate": "models/first-1a2b.safetensors --data folder:images",
+        "page": "models/first-1a2b.safetensors",
+    },
+}
+"""The panels of the help: each command, in order, with the words of an example."""
 
 
 def program() -> Program:
     from service_core.command_line import Program
 
-    summary = "Use an exported model on this machine: nothing is sent, and no membership is needed."
-    return Program("consilium", summary, COMMANDS, COMMANDS["consilium.model.commands"], lambda _: Path())
+    summary = "Try a federation, or use an exported model, on this machine alone. No membership is needed."
+    reading = {name for names in COMMANDS.values() for name in names}
+    return Program("consilium", summary, COMMANDS, PANELS, reading, lambda _: Path())
 
 
 def main() -> None:

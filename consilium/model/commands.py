@@ -63,7 +63,7 @@ def _named(
         Path | None, typer.Option("--card", help="The card that names the file. Default: MODEL.md, beside it.")
     ] = None,
     sha256: Annotated[
-        str | None, typer.Option("--sha256", help="Of the file, in place of a card: of a simulation, for instance.")
+        str | None, typer.Option("--sha256", help="SHA-256 of the file, if it has no card, as after a simulation.")
     ] = None,
     extension: Annotated[
         list[str] | None,
@@ -83,7 +83,7 @@ def predict(
         list[Path] | None, typer.Argument(help="Images, folders of them, DICOM, or a table.", metavar="INPUT...")
     ] = None,
     out: Annotated[
-        list[Path] | None, typer.Option("--out", help="Write them to FILE.csv or FILE.json; may be repeated.")
+        list[Path] | None, typer.Option("--out", help="Write predictions to FILE.csv or FILE.json. May be repeated.")
     ] = None,
     sr: Annotated[
         Path | None,
@@ -91,7 +91,7 @@ def predict(
     ] = None,
     calibration: CalibrationFile = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Probabilities as the hospitals' evaluation has them: no calibration at all.")
+        bool, typer.Option("--raw", help="Show probabilities as in the hospitals' evaluation, without calibration.")
     ] = False,
     data: Data = None,
     split: Split = "test",
@@ -159,7 +159,7 @@ def calibrate(
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Where it goes. Default: beside the model, where predict finds it.")
+        Path | None, typer.Option("--out", help="File to write. Default: beside the model, where `predict` looks.")
     ] = None,
     data_root: DataRoot = None,
     *,

@@ -20,7 +20,7 @@ from service_core.console import CommandResult, KeyValues
 from service_core.pki.identity import format_fingerprint
 from service_core.storage.private_files import write_public
 
-File = Annotated[Path, typer.Argument(help="RUN.card.json, or the page RUN.card.html.")]
+File = Annotated[Path, typer.Argument(help="The card: RUN.card.json, or its page RUN.card.html.")]
 Authority = Annotated[
     str | None,
     typer.Option(

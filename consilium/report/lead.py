@@ -29,21 +29,26 @@ def export(
     out: Annotated[Path, typer.Option(help="Folder for the model and its card.")] = Path("models"),
     formats: Annotated[
         list[str] | None,
-        typer.Option("--format", help="Also as onnx, or as torch (a program of plain torch); may be repeated."),
+        typer.Option(
+            "--format", help="Also write the model as onnx, or as torch (a program of plain torch). May be repeated."
+        ),
     ] = None,
     licence: Annotated[
-        str, typer.Option(help="Of the model, as an SPDX name or in your words; the card and files of --format say it.")
+        str,
+        typer.Option(help="Licence of the model, an SPDX name or your words, for the card and the files of --format."),
     ] = "",
     intended_use: Annotated[
-        str, typer.Option("--intended-use", help="What the model is for, in your words; the card says it.")
+        str, typer.Option("--intended-use", help="What the model is for, in your words, for the card.")
     ] = "",
     survey: Annotated[
         str | None,
-        typer.Option("--survey", metavar="RUN", help="The card repeats what hospitals answered to this survey."),
+        typer.Option("--survey", metavar="RUN", help="Repeat in the card what hospitals answered to this survey."),
     ] = None,
     temperature: Annotated[
         bool,
-        typer.Option("--temperature", help="Let consilium predict divide logits as hospitals' counts suggest."),
+        typer.Option(
+            "--temperature", help="Let `consilium predict` use a temperature estimated from hospitals' counts."
+        ),
     ] = False,
     extension: Extensions = None,
     *,

@@ -10,38 +10,78 @@ import typer
 from consilium.research.simulate import EVERY
 from coordinator.cli.options import Trackers
 from fl_core.errors import ConfigError
-from service_core.command_line import Json, command
+from service_core.command_line import RARE, Json, command
 from service_core.console import CommandResult, make_table
 
 
 @command
 def simulate(
-    overrides: Annotated[list[str] | None, typer.Argument(help="method=fedmr data=digits federation=p5c2 ...")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings, such as method=fedmr data=digits federation=p5c2.")
+    ] = None,
     data_root: Annotated[Path | None, typer.Option(help="Folder that holds the data sets.")] = None,
-    multirun: Annotated[bool, typer.Option("--multirun", "-m", help="All combinations: seed=0,1,2 ...")] = False,
-    jobs: Annotated[int, typer.Option(help="With -m: simulations at a time; 0: one per core.", min=0)] = 0,
-    engine: Annotated[str, typer.Option(help="local; ray: in actors, on several machines.")] = "local",
+    multirun: Annotated[
+        bool, typer.Option("--multirun", "-m", help="Run all combinations of values: seed=0,1,2.")
+    ] = False,
+    jobs: Annotated[int, typer.Option(help="With -m: simulations at a time. 0 means one per core.", min=0)] = 0,
+    engine: Annotated[
+        str, typer.Option(help="Where silos train: `local` is this machine, `ray` several.", rich_help_panel=RARE)
+    ] = "local",
     workers: Annotated[
-        int, typer.Option(help="Processes for the silos of a round; 0: all cores where that pays.", min=0)
+        int,
+        typer.Option(
+            help="Processes that train the silos of a round. 0 uses all cores where that pays.",
+            min=0,
+            rich_help_panel=RARE,
+        ),
     ] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "cpu",
-    deterministic: Annotated[bool, typer.Option(help="Only kernels that repeat to the last bit.")] = False,
-    spill: Annotated[Path | None, typer.Option(help="Folder for silos' states, when memory is short.")] = None,
-    fine_tune: Annotated[int, typer.Option(help="Epochs of the best global model at each silo, for PA.", min=0)] = 0,
+    device: Annotated[str, typer.Option(help="Device to train on: cpu, cuda, cuda:N or auto.")] = "cpu",
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic", help="Use only kernels whose results repeat to the last bit.", rich_help_panel=RARE
+        ),
+    ] = False,
+    spill: Annotated[
+        Path | None, typer.Option(help="Folder for the silos' states, if memory is short.", rich_help_panel=RARE)
+    ] = None,
+    fine_tune: Annotated[
+        int,
+        typer.Option(
+            help="Also fine-tune the best global model at each silo for so many epochs (PA).",
+            min=0,
+            rich_help_panel=RARE,
+        ),
+    ] = 0,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for tables, summary, model, picture; of a sweep a folder each. Goes on where it was."
+            help="Folder for tables, summary, model and picture. An interrupted simulation goes on from there."
         ),
     ] = None,
     checkpoint_every: Annotated[
-        int | None, typer.Option(help=f"With --out: rounds that a kill costs at most ({EVERY}, or a minute's).", min=1)
+        int | None,
+        typer.Option(
+            help=f"With --out: rounds that are lost at most when it is killed. Default: {EVERY}, or a minute's.",
+            min=1,
+            rich_help_panel=RARE,
+        ),
     ] = None,
-    config_dir: Annotated[Path | None, typer.Option(help="Your own configurations, laid out as configs/.")] = None,
+    config_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder with your own configurations, laid out like configs/.", rich_help_panel=RARE),
+    ] = None,
     tracker: Trackers = None,
-    ray_address: Annotated[str | None, typer.Option(help="Of a running Ray cluster; none starts one here.")] = None,
-    ray_actors: Annotated[int, typer.Option(help="Silos at work at a time.", min=1)] = 2,
-    ray_gpus: Annotated[float, typer.Option(help="GPUs per actor; fractions share one.", min=0)] = 0.0,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(help="Address of a running Ray cluster. Default: start one here.", rich_help_panel=RARE),
+    ] = None,
+    ray_actors: Annotated[
+        int, typer.Option(help="Number of silos that train at the same time.", min=1, rich_help_panel=RARE)
+    ] = 2,
+    ray_gpus: Annotated[
+        float, typer.Option(help="GPUs per actor. A fraction lets actors share one.", min=0, rich_help_panel=RARE)
+    ] = 0.0,
     as_json: Json = False,
 ) -> CommandResult | None:
     """Run a federation in this process, with the code that the hospitals run.
@@ -68,7 +108,7 @@ def simulate(
 @command
 def methods(
     papers: Annotated[
-        bool, typer.Option("--papers", help="Which paper and equations, what it needs, its tables.")
+        bool, typer.Option("--papers", help="Show the paper, the equations, the needs and the tables of each.")
     ] = False,
 ) -> CommandResult:
     """List the methods: what the server must see, whether the loss mixes examples, what a silo sends."""
@@ -79,7 +119,9 @@ def methods(
 
 @command
 def models(
-    overrides: Annotated[list[str] | None, typer.Argument(help="data=isic2019 ...: count for these examples")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Count for these examples, such as data=isic2019.")
+    ] = None,
 ) -> CommandResult:
     """List the models with their parameter counts: as the papers use them, or those that take the chosen data."""
     from consilium.research import listings
@@ -90,10 +132,12 @@ def models(
 @command
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the summary and the picture.")] = Path("runs/demo"),
-    rounds: Annotated[int, typer.Option(help="Rounds per method.", min=1)] = 20,
+    rounds: Annotated[
+        int, typer.Option(help="Rounds of FedAvg and FedGELA; the other two models need one and two.", min=1)
+    ] = 20,
     as_json: Json = False,
 ) -> None:
-    """Run a federation on this machine: a coordinator, six hospitals, mutual TLS; FedAvg, FedGELA, that in private."""
+    """Run a whole federation on this machine: a coordinator, six hospitals, four models. It ends with a page."""
     from consilium.research.demo import run_demo
 
     raise typer.Exit(run_demo(out, rounds, as_json))
@@ -106,10 +150,12 @@ data.callback()(lambda: None)
 @data.command()
 @command
 def split(
-    overrides: Annotated[list[str] | None, typer.Argument(help="data=cifar10 federation=p10c3 ...")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Data and division, such as data=cifar10 federation=p10c3.")
+    ] = None,
     data_root: Annotated[Path | None, typer.Option(help="Folder that holds the data sets.")] = None,
     published: Annotated[
-        bool, typer.Option("--published", help="Deal the published class counts; needs no data on disk.")
+        bool, typer.Option("--published", help="Use the published class counts. No data on disk are needed.")
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw silos by classes into this PNG file.")] = None,
 ) -> CommandResult:

@@ -57,12 +57,17 @@ privacy.callback()(lambda: None)
 @privacy.command()
 @command
 def preview(
-    overrides: Annotated[list[str] | None, typer.Argument(help="privacy=dp_record privacy.epsilon=4 ...")] = None,
-    sizes: Annotated[str | None, typer.Option(help="Declared sizes, one per hospital: 300,250,120.")] = None,
-    online: Annotated[bool, typer.Option("--online", help="Of the silos of the running coordinator.")] = False,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings of the run, such as privacy=dp_record privacy.epsilon=4.")
+    ] = None,
+    sizes: Annotated[str | None, typer.Option(help="Declared sizes, one per hospital, such as 300,250,120.")] = None,
+    online: Annotated[bool, typer.Option("--online", help="Use the sizes that the hospitals online declare.")] = False,
     data_root: Annotated[Path | None, typer.Option(help="Folder that holds the data sets.")] = None,
     expected: Annotated[
-        int, typer.Option("--expect", help="Simulate it N times on the data named here: what comes of it?", min=0)
+        int,
+        typer.Option(
+            "--expect", help="Also simulate it N times on data of this machine, and show the accuracies.", min=0
+        ),
     ] = 0,
     *,
     home: Place,

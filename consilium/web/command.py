@@ -23,11 +23,11 @@ Bind = Annotated[
     typer.Option(
         "--bind",
         metavar="HOST:PORT",
-        help="Where, on this machine's loopback. Default: an address of its own, and any free port.",
+        help="Loopback address to listen on. Default: one of its own, and any free port.",
     ),
 ]
 Browser = Annotated[
-    bool, typer.Option("--browser/--no-browser", help="Open it in this machine's browser, where there is a screen.")
+    bool, typer.Option("--browser/--no-browser", help="Open the page in this machine's browser, if it has a screen.")
 ]
 
 

@@ -37,7 +37,7 @@ def logs(
 
 @command
 def explain(
-    code: Annotated[str | None, typer.Argument(help="A code such as E-TLS-01; none lists all.")] = None,
+    code: Annotated[str | None, typer.Argument(help="An error code such as E-TLS-01. Default: list all.")] = None,
 ) -> None:
     """Explain an error code: what it means, why it happens, what to do. Works offline."""
     if code is None:

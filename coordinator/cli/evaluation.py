@@ -34,10 +34,10 @@ def evaluate(
     model: Annotated[str, typer.Argument(help="A run's id or name, `latest`, or a file of weights (./FILE).")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="For a file: keys that its metadata lack (data=folder model=resnet18 ...)."),
+        typer.Argument(help="For a file: settings that it does not contain, such as data=folder model=resnet18."),
     ] = None,
     on: Annotated[
-        str, typer.Option("--on", metavar="all|NAMES", help="Names of hospitals, separated by commas, or all.")
+        str, typer.Option("--on", metavar="all|NAMES", help="Hospitals to ask: all, or names separated by commas.")
     ] = ALL,
     by_hospital: Annotated[
         bool,

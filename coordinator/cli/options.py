@@ -8,14 +8,17 @@ from typing import Annotated
 
 import typer
 
-from service_core.command_line import Depends
+from service_core.command_line import COMMON, Depends
 from service_core.operations.logs import VARIABLE, LogFormat
 from service_core.storage.unfinished import require_finished
 
 HOME_ENV = "CONSILIUM_COORDINATOR_HOME"
 
 Home = Annotated[
-    Path | None, typer.Option(help=f"The coordinator's folder; default ${HOME_ENV} or ~/.consilium/coordinator.")
+    Path | None,
+    typer.Option(
+        help=f"The coordinator's folder. Default: ${HOME_ENV}, else ~/.consilium/coordinator.", rich_help_panel=COMMON
+    ),
 ]
 LogFormatOption = Annotated[
     LogFormat | None, typer.Option("--log-format", help=f"One line per event, as text or JSON; default ${VARIABLE}.")
@@ -30,11 +33,15 @@ MetricsOption = Annotated[
 ]
 Extensions = Annotated[
     list[str] | None,
-    typer.Option("--extension", help="An installed distribution whose methods, models and data runs may use."),
+    typer.Option(
+        "--extension",
+        help="An installed distribution whose methods, models and data runs may use.",
+        rich_help_panel=COMMON,
+    ),
 ]
 Trackers = Annotated[
     list[str] | None,
-    typer.Option("--tracker", help="Also write its curves: tensorboard:DIR or mlflow:URI; may be repeated."),
+    typer.Option("--tracker", help="Also write the curves to tensorboard:DIR or mlflow:URI. May be repeated."),
 ]
 CaPassphraseFile = Annotated[
     Path | None,
@@ -42,11 +49,12 @@ CaPassphraseFile = Annotated[
         "--ca-passphrase-file",
         envvar="CONSILIUM_CA_PASSPHRASE_FILE",
         help="File with the passphrase of the authority's key, if no terminal can ask for it.",
+        rich_help_panel=COMMON,
     ),
 ]
 CaPassphraseEnv = Annotated[
     str | None,
-    typer.Option("--ca-passphrase-env", help="Environment variable with the passphrase."),
+    typer.Option("--ca-passphrase-env", help="Environment variable with the passphrase.", rich_help_panel=COMMON),
 ]
 
 

@@ -50,7 +50,9 @@ Client = Annotated[LeadClient, Depends(_connected)]
 
 @command
 def run(
-    overrides: Annotated[list[str] | None, typer.Argument(help="method=fedmr data=isic2019 rounds=50 ...")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="Settings of the run, such as method=fedmr data=isic2019 rounds=50.")
+    ] = None,
     start_from: Annotated[
         str | None,
         typer.Option(
@@ -294,7 +296,9 @@ def anew(withdrawal: pb.Withdrawal) -> str:
 
 
 @command
-def extend(run: Run, hours: Annotated[float, typer.Option(help="How much longer.")], client: Client) -> CommandResult:
+def extend(
+    run: Run, hours: Annotated[float, typer.Option(help="How many hours longer to wait.")], client: Client
+) -> CommandResult:
     """Wait longer in the open round, for all hospitals that have not delivered."""
     return _reply(client.extend(run, hours))
 

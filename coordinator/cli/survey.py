@@ -23,8 +23,8 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="QUESTION... [KEY=VALUE...]",
-        help=f"Questions, with the width of bins where they have any (ages:5), of {', '.join(QUESTIONS)}; and what "
-        'they are about, as for `run`: data=folder "data.classes=[nevus,melanoma]", secagg=off, privacy=dp_record.',
+        help=f"Questions ({', '.join(QUESTIONS)}), some with a width of bins (ages:5). Then settings, as for `run`: "
+        'data=folder "data.classes=[a,b]", secagg=off, privacy=dp_record.',
     ),
 ]
 

@@ -14,6 +14,7 @@ from typer.main import get_command
 
 import consilium.extending
 import consilium.testing
+from consilium.cli.main import program as consilium_program
 from coordinator.cli.main import program as coordinator_program
 from coordinator.config.run_spec import RunSpec
 from fl_core.methods import METHODS
@@ -26,6 +27,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made = {
         "coordinator.md": _program(coordinator_program()),
         "silo.md": _program(silo_program()),
+        "consilium.md": _program(consilium_program()),
         "configuration.md": _configuration(),
         "methods.md": _registry("Methods", "method", METHODS),
         "models.md": _registry("Models", "model", MODELS),
@@ -60,17 +62,21 @@ def _signature(name: str, found: object) -> list[str]:
 
 def _program(program: Program) -> str:
     lines = [f"# `{program.name}`", "", "All commands and options, as `--help` shows them.", ""]
-    for name in (name for commands in program.modules.values() for name in commands):
-        lines += _command([program.name, name], get_command(program.build([name])).commands[name])
+    for panel, paths in program.panels.items():
+        lines += [f"## {panel}", ""]
+        for name in dict.fromkeys(path.split()[0] for path in paths):
+            lines += _command(program, [name], get_command(program.build([name])).commands[name])
     return "\n".join(lines)
 
 
-def _command(words: list[str], command: Any) -> list[str]:  # noqa: ANN401
-    lines = [f"## `{' '.join(words)}`", "", inspect.cleandoc(command.help or ""), ""]
+def _command(program: Program, words: list[str], command: Any) -> list[str]:  # noqa: ANN401
+    path = " ".join(words)
+    lines = [f"### `{program.name} {path}`", "", inspect.cleandoc(command.help or ""), ""]
     if getattr(command, "commands", None):
         for name, inner in command.commands.items():
-            lines += _command([*words, name], inner)
+            lines += _command(program, [*words, name], inner)
         return lines
+    lines += ["```sh", *program.examples(path), "```", ""]
     rows = [
         (
             ", ".join(f"`{o}`" for o in p.opts)

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 data = typer.Typer(no_args_is_help=True, help="Check data before serving it.")
 Reference = Annotated[
-    str, typer.Argument(help="digits/hospital2, isic2019/center3, folder:PATH or manifest:FILE.csv.", metavar="REF")
+    str,
+    typer.Argument(
+        help="The data: digits/hospital2, isic2019/center3, folder:PATH or manifest:FILE.csv.", metavar="REF"
+    ),
 ]
 
 

@@ -133,13 +133,13 @@ def register(
 @command
 def set_budget(
     collection: Annotated[str, typer.Argument(help="NAME/train, NAME/test or hospital; NAME alone: both splits.")],
-    epsilon: Annotated[float, typer.Option("--epsilon", help="Total of all runs, for ever.")],
-    delta: Annotated[float, typer.Option("--delta", help="Less than 1 / (10 x number of units).")],
-    reason: Annotated[str, typer.Option("--reason", help="Why, for the record.")],
-    operator: Annotated[str | None, typer.Option("--operator", help="Who. Default: the user.")] = None,
+    epsilon: Annotated[float, typer.Option("--epsilon", help="Total epsilon of all runs, for ever.")],
+    delta: Annotated[float, typer.Option("--delta", help="Total delta, less than 1 / (10 x number of units).")],
+    reason: Annotated[str, typer.Option("--reason", help="The reason, for the record.")],
+    operator: Annotated[str | None, typer.Option("--operator", help="Who decides. Default: the current user.")] = None,
     filter: Annotated[
         FilterName | None,
-        typer.Option("--filter", help="What keeps it. Default: as before; auto for the first budget."),
+        typer.Option("--filter", help="How spending is counted. Default: as before; auto for the first budget."),
     ] = None,
     *,
     home: SiloHome,
@@ -181,7 +181,7 @@ def restore(
     acknowledge: Annotated[
         bool, typer.Option("--acknowledge-spend", help="Confirm that the most that may be missing is charged.")
     ] = False,
-    operator: Annotated[str | None, typer.Option("--operator", help="Who. Default: the user.")] = None,
+    operator: Annotated[str | None, typer.Option("--operator", help="Who decides. Default: the current user.")] = None,
     *,
     home: SiloHome,
 ) -> CommandResult:

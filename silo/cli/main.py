@@ -22,7 +22,49 @@ COMMANDS = {
     "consilium.report.hospital": ("card",),
     "silo.cli.operations": ("backup", "restore", "doctor", "health"),
 }
-"""The commands of each module, in the order of the help."""
+"""The commands of each module."""
+PANELS = {
+    "First steps": {
+        "data check": "folder:images --classes melanoma,nevus",
+        "data describe": "folder:images",
+        "join": "--token-file north.token",
+        "fingerprint": "",
+        "serve": "--data folder:images",
+        "approve": "latest",
+        "status": "",
+        "page": "",
+    },
+    "Runs": {
+        "policy show": "",
+        "policy check": "policy.toml",
+        "ledger show": "",
+        "ledger register": "--data folder:images --name skin",
+        "ledger budget set": 'skin --epsilon 4 --delta 1e-5 --reason "ethics board, 3 May"',
+        "ledger verify": "",
+        "ledger release": "first-1a2b/0/train/0",
+        "ledger restore": "--acknowledge-spend",
+        "ledger place": "/safe/ledger.db --key /other/ledger.key",
+        "card verify": "first-1a2b.card.json",
+        "card write": "first-1a2b.card.json --out documents",
+    },
+    "People and certificates": {
+        "peers show": "",
+        "peers accept": f"south {'ab:' * 31}ab",
+    },
+    "Look after the service": {
+        "doctor": "--data folder:images",
+        "health": "--connected",
+        "log show": "--last 20",
+        "log verify": "",
+        "backup": "/backup/monday",
+        "restore": "/backup/monday",
+    },
+    "Rare": {
+        "audit": "--data folder:images --out audit",
+        "request": "--out north.request",
+    },
+}
+"""The panels of the help: each command, in order, with the words of an example."""
 READING = frozenset(
     (
         "serve",
@@ -52,6 +94,7 @@ def program() -> Program:
         "One hospital's part of a federation: join, serve data that never leaves, see the results. "
         "`coordinator explain CODE` explains every error.",
         COMMANDS,
+        PANELS,
         READING,
         _place_of,
     )

@@ -12,7 +12,7 @@ import typer
 
 from fl_core.errors import ConfigError
 from fl_core.text import composed, decoded, read_text
-from service_core.command_line import Depends
+from service_core.command_line import COMMON, RARE, Depends
 from service_core.operations.logs import VARIABLE, LogFormat
 from service_core.storage.unfinished import require_finished
 from silo.storage.home import Home
@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 HomeOption = Annotated[
     Path | None,
-    typer.Option("--home", help="The silo's folder. Default: $CONSILIUM_SILO_HOME, else ~/.consilium/silo."),
+    typer.Option(
+        "--home",
+        help="The silo's folder. Default: $CONSILIUM_SILO_HOME, else ~/.consilium/silo.",
+        rich_help_panel=COMMON,
+    ),
 ]
 
 
@@ -51,7 +55,11 @@ AnyHome = Annotated[Home, Depends(_any_home)]
 """Also accepts a home with an interrupted command, for commands that finish or inspect it."""
 LogFormatOption = Annotated[
     LogFormat | None,
-    typer.Option("--log-format", help=f"Log to standard error instead, as text or JSON. Default: ${VARIABLE}."),
+    typer.Option(
+        "--log-format",
+        help=f"Log to standard error instead, as text or JSON. Default: ${VARIABLE}.",
+        rich_help_panel=RARE,
+    ),
 ]
 MetricsOption = Annotated[
     str | None,
@@ -59,6 +67,7 @@ MetricsOption = Annotated[
         "--metrics",
         metavar="[HOST:]PORT",
         help="Serve metrics for Prometheus on this loopback port, for instance 9465. Default: off.",
+        rich_help_panel=RARE,
     ),
 ]
 MetricsBudgetsOption = Annotated[
@@ -66,12 +75,15 @@ MetricsBudgetsOption = Annotated[
     typer.Option(
         "--metrics-budgets",
         help="With --metrics: also each budget's spending, visible to everybody on this machine.",
+        rich_help_panel=RARE,
     ),
 ]
 AnswerAfterOption = Annotated[
     float,
     typer.Option(
-        "--answer-after", help="Send answers of private runs only at multiples of so many seconds of training."
+        "--answer-after",
+        help="Send answers of private runs only at multiples of so many seconds of training.",
+        rich_help_panel=RARE,
     ),
 ]
 PageOption = Annotated[
@@ -79,7 +91,9 @@ PageOption = Annotated[
 ]
 DataRootOption = Annotated[
     Path | None,
-    typer.Option("--data-root", help="Folder of named data sets. Default: $CONSILIUM_DATA_ROOT."),
+    typer.Option(
+        "--data-root", help="Folder of named data sets. Default: $CONSILIUM_DATA_ROOT.", rich_help_panel=COMMON
+    ),
 ]
 
 Classes = Annotated[
@@ -91,6 +105,7 @@ ImageCacheOption = Annotated[
     typer.Option(
         "--image-cache",
         help="GiB of decoded images to cache in the home while the service runs; 0: none.",
+        rich_help_panel=RARE,
     ),
 ]
 FeatureCacheOption = Annotated[
@@ -98,6 +113,7 @@ FeatureCacheOption = Annotated[
     typer.Option(
         "--feature-cache",
         help="GiB of features of frozen models to cache in the home; 0: refuse such runs.",
+        rich_help_panel=RARE,
     ),
 ]
 LauncherOption = Annotated[
@@ -106,17 +122,23 @@ LauncherOption = Annotated[
         "--launcher",
         help="What starts the worker, which reads images: local, 'slurm --partition=gpu' with options of srun, or "
         "'command podman run -i ... {worker}' with any template (docs/operations/launchers.md).",
-        metavar="local|slurm ...|command ...",
+        metavar="LAUNCHER",
+        rich_help_panel=RARE,
     ),
 ]
 ProcessesOption = Annotated[
     int,
     typer.Option(
-        "--processes", help="Processes that share the steps of training, each on its own GPU if --device is one."
+        "--processes",
+        help="Processes that share the steps of training, each on its own GPU if --device is one.",
+        rich_help_panel=RARE,
     ),
 ]
 PulseFloorOption = Annotated[
-    float, typer.Option("--pulse-floor", help="Minimum seconds between pulses, whatever the coordinator asks for.")
+    float,
+    typer.Option(
+        "--pulse-floor", help="Minimum seconds between pulses, whatever the coordinator asks for.", rich_help_panel=RARE
+    ),
 ]
 
 

@@ -86,7 +86,7 @@ def approve(
         str | None,
         typer.Argument(help="A run's id or name, or `latest` if only one waits. Default: list all."),
     ] = None,
-    deny: Annotated[bool, typer.Option("--deny", help="Decide against it.")] = False,
+    deny: Annotated[bool, typer.Option("--deny", help="Deny the run instead.")] = False,
     *,
     home: SiloHome,
 ) -> CommandResult:

@@ -33,10 +33,12 @@ from silo.identity.identity import SiloIdentity
 
 @command
 def serve(
-    data: Annotated[str, typer.Option("--data", help="What to serve, for instance isic2019/center3.", metavar="REF")],
+    data: Annotated[
+        str, typer.Option("--data", help="Data to serve, such as folder:images or isic2019/center3.", metavar="REF")
+    ],
     data_root: DataRootOption = None,
     device: Annotated[
-        str, typer.Option("--device", help="cpu, cuda, cuda:N, or auto: a GPU if there is one.")
+        str, typer.Option("--device", help="Device to train on: cpu, cuda, cuda:N, or auto for a GPU if there is one.")
     ] = "auto",
     nominal_size: Annotated[
         float | None,

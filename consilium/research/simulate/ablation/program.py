@@ -97,7 +97,8 @@ _KEYS = ", ".join(f"{field.name}=" for field in fields(AblationPlan))
 @command
 def ablation(
     words: Annotated[
-        list[str] | None, typer.Argument(help=f"scale={_SCALES} (small where none is named), and over it {_KEYS}.")
+        list[str] | None,
+        typer.Argument(help=f"The grid, scale={_SCALES} (default: small), and changes to it: {_KEYS}."),
     ] = None,
 ) -> CommandResult:
     """Compare methods over privacy budgets: run a grid of simulations in parallel, and check what it must show.
