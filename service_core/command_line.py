@@ -22,6 +22,7 @@ from fl_core.errors.extras import requires_extra
 from service_core import startup
 from service_core.console import CommandResult, PrintableFormatter, show_reply
 from service_core.operations.exit_status import status_of
+from service_core.progress import still_working
 from service_core.tls.connect import require_tls13, silence_grpc_logs
 from service_core.version import PROTOCOL, software
 
@@ -162,7 +163,11 @@ class Program:
     def _run(self, words: Sequence[str], ready: Callable[[], object] = lambda: None) -> None:
         typed = command_words(self.name, words)
         room = (self._module(typed) or "").split(".")
-        with requires_extra(room[1], f"{self.name} {_called(typed)}") if room[0] == "consilium" else nullcontext():
+        name = f"{self.name} {_called(typed) or ''}".rstrip()
+        with (
+            still_working(name),
+            requires_extra(room[1], name) if room[0] == "consilium" else nullcontext(),
+        ):
             command = make_command(self.build(typed), self.examples)
             ready()
             command(list(words), prog_name=self.name)

@@ -12,6 +12,7 @@ from coordinator.cli.options import Trackers
 from fl_core.errors import ConfigError
 from service_core.command_line import RARE, Json, command
 from service_core.console import CommandResult, make_table
+from service_core.progress import Steps
 
 
 @command
@@ -135,12 +136,16 @@ def demo(
     rounds: Annotated[
         int, typer.Option(help="Rounds of FedAvg and FedGELA; the other two models need one and two.", min=1)
     ] = 20,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print each event of the runs as well.")] = False,
     as_json: Json = False,
 ) -> None:
     """Run a whole federation on this machine: a coordinator, six hospitals, four models. It ends with a page."""
-    from consilium.research.demo import run_demo
+    with Steps(quiet=as_json or verbose) as steps:
+        steps.show("Set-up", 0, 13, "loads PyTorch")
+        from consilium.research.demo import run_demo
 
-    raise typer.Exit(run_demo(out, rounds, as_json))
+        status = run_demo(out, rounds, steps, as_json, verbose)
+    raise typer.Exit(status)
 
 
 data = typer.Typer(no_args_is_help=True, help="Look at data before a run.")

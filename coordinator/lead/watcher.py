@@ -51,16 +51,16 @@ class RunReader(Protocol):
 
 
 class Watcher:
-    """Live progress of one run: a repainted table and chart on a terminal; changes as lines if piped."""
+    """Live progress of one run: a repainted table and chart on a terminal; changes as lines if piped, or not `live`."""
 
-    def __init__(self, console: Console = OUT) -> None:
+    def __init__(self, console: Console = OUT, live: bool = True) -> None:
         self._console = console
         self._info = pb.RunInfo(accuracy=-1, best_accuracy=-1)
         self._silos: dict[str, str] = {}
         self._closed: dict[int, pb.RoundInfo] = {}
         self._heard = time.monotonic()
         repainted = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._display)
-        self._live = repainted if console.is_terminal else None
+        self._live = repainted if live and console.is_terminal else None
 
     def __enter__(self) -> Watcher:
         if self._live:

@@ -50,6 +50,7 @@ class PassphraseSource:
                     "expected the passphrase of the authority's key, found no terminal to ask for it: give "
                     "--ca-passphrase-file FILE or --ca-passphrase-env NAME",
                 )
+            sys.stderr.write("")  # the prompt goes to the terminal itself: end the line that says what is at work
             typed = getpass(f"{question}: ")
             if repeat and getpass("once more: ") != typed:
                 raise ConfigError("E-CFG-02", "expected the same passphrase twice, found two: nothing was changed")

@@ -83,6 +83,28 @@ def test_an_interrupted_demo_leaves_no_process_and_no_folder(demo: Demo, moment:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+def test_without_a_terminal_the_demo_says_in_plain_lines_what_it_does_and_ends_with_its_page_and_a_table(
+    tmp_path: Path,
+) -> None:
+    words = [str(BIN / "consilium"), "demo", "--out", str(tmp_path / "out"), "--rounds", "1"]
+    done = subprocess.run(words, env=ENV, capture_output=True, text=True, check=False, timeout=1100)
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stderr + done.stdout
+    lines = done.stderr.splitlines()
+    assert lines[0] == "Set-up: 0 of 13, loads PyTorch"
+    assert [
+        k for k in range(6) if not re.search(rf"^hospital{k} +process \d+ +joined", done.stderr, re.MULTILINE)
+    ] == []
+    bars = [f"{name}: {n} of {n}, " for name, n in (("Set-up", 13), ("FedAvg", 1), ("FedGELA", 1), ("analytic", 1))]
+    for bar in (*bars, "analytic, epsilon 8: 2 of 2, "):
+        assert any(line.startswith(bar) for line in lines), bar
+    assert not any(" accepted " in line for line in lines), "events are for --verbose"
+    assert done.stdout.startswith(f"The results, as a page: {(tmp_path / 'out/index.html').as_uri()}\n")
+    assert done.stdout.count("classified correctly") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_summary_tells_what_the_private_row_cost_each_hospital(tmp_path: Path) -> None:
     words = [str(BIN / "coordinator"), "demo", "--out", str(tmp_path), "--rounds", "2", "--json"]
     done = subprocess.run(words, env=ENV, capture_output=True, text=True, check=False, timeout=1100)

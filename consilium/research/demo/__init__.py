@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -13,16 +13,20 @@ import torch
 
 from consilium.research.demo.budgets import open_budget, spending
 from consilium.research.demo.processes import Processes, Signals, free_port
-from consilium.research.demo.report import CLOSED, PLAIN, PRIVATE, REPAIRED, report
+from consilium.research.demo.report import CLOSED, PLAIN, PRIVATE, REPAIRED, SHORT, report
 from coordinator.config.hydra_config import compose_spec
+from coordinator.lead import accuracy
 from coordinator.lead.client import LeadClient
 from coordinator.lead.watcher import Watcher
 from fl_core import datasets
 from fl_core.errors import UnavailableError
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.console import ERR
+from service_core.progress import Steps
 from service_core.storage.private_files import write_private, write_public
+from silo.cli.options import open_store
+from silo.storage.home import Home
+from silo.training.evaluation_summary import class_facts
 
 HOSPITALS = 6
 RUNS: Mapping[str, tuple[str, ...]] = {
@@ -44,47 +48,75 @@ RUNS: Mapping[str, tuple[str, ...]] = {
 
 
 @contextmanager
-def _consortium(folder: Path, processes: Processes) -> Iterator[LeadClient]:
+def _consortium(folder: Path, processes: Processes, steps: Steps) -> Iterator[LeadClient]:
     """Create the consortium, enrol the hospitals, start everything and wait until all are there."""
     home, address = folder / "coordinator", f"127.0.0.1:{free_port()}"
+    steps.show("Set-up", 0, 2 * HOSPITALS + 1, "creates the consortium")
     processes.call("coordinator", "init", "demo", "--address", address, "--home", str(home))
-    processes.start("coordinator", "serve", "--home", str(home), "--bind", address)
+    started = processes.start("coordinator", "serve", "--home", str(home), "--bind", address)
     processes.until((home / "service.json").exists, "the coordinator")
+    steps.say(f"coordinator  process {started}  serves at {address}")
     for k in range(HOSPITALS):
         hospital, data = folder / f"hospital{k}", f"digits/hospital{k}"
         token = folder / f"hospital{k}.token"
+        steps.show("Set-up", k + 1, 2 * HOSPITALS + 1, f"hospital{k} makes its key and joins")
         invitation = processes.call("coordinator", "invite", f"hospital{k}", "--home", str(home))
         write_private(token, str(invitation["token"]).encode())
         processes.call("silo", "join", "--token-file", str(token), "--home", str(hospital))
         open_budget(hospital, data)
-        processes.start("silo", "serve", "--data", data, "--home", str(hospital))
+        started = processes.start("silo", "serve", "--data", data, "--home", str(hospital))
+        steps.say(f"hospital{k}    process {started}  joined, and serves {data}")
     with closing(LeadClient.open(home)) as client:
-        processes.until(lambda: all(s.state == "online" for s in client.silos().silos), "six hospitals")
+
+        def all_online() -> bool:
+            online = sum(silo.state == "online" for silo in client.silos().silos)
+            steps.show("Set-up", HOSPITALS + 1 + online, 2 * HOSPITALS + 1, f"{online} of {HOSPITALS} hospitals online")
+            return online == HOSPITALS
+
+        processes.until(all_online, "six hospitals")
         yield client
 
 
-def _train(client: LeadClient, processes: Processes, name: str, rounds: int, quiet: bool) -> pb.RunDetail:
+def _train(
+    client: LeadClient, processes: Processes, name: str, rounds: int, steps: Steps, verbose: Watcher | None
+) -> pb.RunDetail:
+    """Train one model. verbose: prints each event, if not None."""
     spec = compose_spec([f"rounds={rounds}", *RUNS[name]])
+    steps.show(SHORT[name], 0, spec.rounds, "submitted")
     run = client.submit(spec.to_json(), f"demo-{name}").run_id
-    with nullcontext() if quiet else Watcher() as watcher:
-        for event in client.watch(run):
-            if watcher is not None:
-                watcher.show(event)
-            processes.check()
+    for event in client.watch(run):
+        if verbose is not None:
+            verbose.show(event)
+        if event.HasField("info"):
+            steps.show(SHORT[name], min(event.info.closed, spec.rounds), spec.rounds, _reached(event.info))
+        processes.check()
     detail = client.show(run)
+    steps.show(SHORT[name], spec.rounds, spec.rounds, f"{accuracy.newest(detail.info).text()} classified correctly")
     if detail.info.state != "finished":
         raise UnavailableError("E-RUN-99", f"{run} ended as {detail.info.state}: {detail.info.reason}")
     return detail
 
 
-def _local_scores(folder: Path, processes: Processes, runs: Mapping[str, str]) -> dict[str, dict[str, float | None]]:
-    """Return the accuracy of each run's final model at each hospital, which no message carries. runs: ids by name."""
+def _reached(info: pb.RunInfo) -> str:
+    if info.closed >= info.rounds:
+        return "measures the model"
+    newest = accuracy.newest(info)
+    return info.state if newest.point is None else f"{newest.text()} classified correctly"
+
+
+def _local_scores(folder: Path, runs: Mapping[str, str]) -> dict[str, dict[str, float | None]]:
+    """Return the accuracy of each run's final model at each hospital, which no message carries. runs: ids by name.
+
+    Read from the hospitals' databases, as `silo status` does.
+    """
     scores: dict[str, dict[str, float | None]] = {name: {} for name in runs}
     for k in range(HOSPITALS):
-        status = processes.call("silo", "status", "--home", str(folder / f"hospital{k}"))
-        by_run = {r["run"]: r for r in status["runs"]}
+        with open_store(Home(folder / f"hospital{k}").database) as store:
+            tasks = {run.run_id: run.tasks for run in store.history()}
         for name, run in runs.items():
-            scores[name][f"hospital{k}"] = by_run[run]["evaluations"][-1]["accuracy"]
+            measured = [task.evaluation for task in tasks[run] if task.evaluation is not None]
+            reached = class_facts(measured[-1])["accuracy"]
+            scores[name][f"hospital{k}"] = reached if isinstance(reached, float) else None
     return scores
 
 
@@ -94,8 +126,10 @@ def _training_images() -> dict[str, list[int]]:
     return {name: torch.bincount(d.train.labels, minlength=len(d.schema.classes)).tolist() for name, d in data.items()}
 
 
-def run_demo(out: Path, rounds: int, quiet: bool) -> int:
+def run_demo(out: Path, rounds: int, steps: Steps, quiet: bool, verbose: bool) -> int:
     """Run the demo and write `summary.json`, `accuracy.png` and `index.html` to `out`; return the exit status.
+
+    quiet: print the summary as JSON   verbose: print each event of the runs
 
     Guarantees: no process and no temporary folder is left behind, also after Ctrl-C, SIGTERM or a closed terminal.
     """
@@ -106,16 +140,20 @@ def run_demo(out: Path, rounds: int, quiet: bool) -> int:
         processes = Processes(out / "demo.log", signals)
         write_public(processes.log, b"")
         try:
-            with signals.raising(), _consortium(folder, processes) as client:
-                details = {name: _train(client, processes, name, rounds, quiet) for name in RUNS}
+            with signals.raising(), _consortium(folder, processes, steps) as client:
+                events = Watcher(live=False) if verbose else None
+                details = {name: _train(client, processes, name, rounds, steps, events) for name in RUNS}
+                steps.show("Results", 0, 2, "reads the hospitals' ledgers and scores")
                 silos = list(client.silos().silos)
-                scores = _local_scores(folder, processes, {name: d.info.run_id for name, d in details.items()})
+                scores = _local_scores(folder, {name: d.info.run_id for name, d in details.items()})
                 spent = spending(folder, RunManifest.from_json(details[PRIVATE].manifest_json))
+                steps.show("Results", 1, 2, "ends the processes")
         except KeyboardInterrupt:
-            ERR.print("interrupted: the processes of the demo are being ended")
+            steps.say("interrupted: the processes of the demo are being ended")
         finally:
             processes.stop()
             shutil.rmtree(folder)
+            steps.end()
         if signals.received is not None:
             return 128 + signals.received
     report(out, details, scores, spent, silos, _training_images(), time.monotonic() - started, quiet)

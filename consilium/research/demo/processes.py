@@ -82,10 +82,10 @@ class Processes:
     signals: Signals
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def start(self, *words: str) -> None:
-        """Start a command that runs until `stop` and prints to the log."""
+    def start(self, *words: str) -> int:
+        """Start a command that runs until `stop` and prints to the log; return its process id."""
         with self.log.open("ab") as log:
-            self._spawn(words, stdout=log, stderr=log)
+            return self._spawn(words, stdout=log, stderr=log).pid
 
     def call(self, *words: str) -> Mapping[str, Any]:
         """Run a command with --json to its end and return its answer; an interrupt leaves it to `stop`."""

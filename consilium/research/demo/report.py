@@ -30,7 +30,7 @@ LABELS = {
     CLOSED: "analytic",
     PRIVATE: f"analytic, every image protected (epsilon {EPSILON:g})",
 }
-SHORT = {PLAIN: "FedAvg", REPAIRED: "FedGELA", CLOSED: "analytic", PRIVATE: f"with epsilon {EPSILON:g}"}
+SHORT = {PLAIN: "FedAvg", REPAIRED: "FedGELA", CLOSED: "analytic", PRIVATE: f"analytic, epsilon {EPSILON:g}"}
 MILESTONE = 0.8
 """The accuracy whose first round is shown."""
 
@@ -97,13 +97,12 @@ def report(
     tables = [_by_run(details), _by_class(details), _by_hospital(details, scores, silos), _spending(spent)]
     lines = {SHORT[m]: [e.point for e in _series(d)] for m, d in details.items()}
     write_page(out / "index.html", *_headline(details), Holdings(_classes(ours), training_images), lines, tables)
-    written = ", ".join(str(out / name) for name in ("summary.json", "accuracy.png", "index.html"))
-    show_reply(
-        CommandResult(summary, [*(make_table(*table) for table in tables), f"{seconds:.0f} s; wrote {written}"]),
-        as_json=quiet,
-    )
+    page = out / "index.html"
+    link = f"The results, as a page: {page.absolute().as_uri()}"
+    written = f"{seconds:.0f} s. Beside the page: summary.json, accuracy.png, demo.log"
+    show_reply(CommandResult(summary, [link, make_table(*_in_short(details, spent)), written]), as_json=quiet)
     if not quiet:
-        open_file(out / "index.html")
+        open_file(page)
 
 
 def _headline(details: Mapping[str, pb.RunDetail]) -> tuple[str, str]:
@@ -147,6 +146,23 @@ def _first_round(detail: pb.RunDetail) -> int | None:
     """Return how many rounds were done when the accuracy first reached the milestone; None: never, or not known."""
     reached = (t for t, e in enumerate(_series(detail)) if e.point is not None and e.exact and e.point >= MILESTONE)
     return next(reached, None)
+
+
+def _in_short(details: Mapping[str, pb.RunDetail], spent: Mapping[str, PrivateRunSpending]) -> ResultTable:
+    """Make the one table that the terminal shows; the page has all others."""
+    rows = [
+        (
+            SHORT[m],
+            accuracy.newest(d.info).text(),
+            str(d.info.rounds),
+            tables.size(d.info.bytes_up),
+            format_duration(d.info.ended_unix - d.info.created_unix),
+            f"{max(s.epsilon for s in spent.values()):.2f}" if m == PRIVATE else "not bounded",
+        )
+        for m, d in details.items()
+    ]
+    head = ("trained by", "classified correctly", "rounds", "sent by hospitals", "time", "epsilon of an image")
+    return ResultTable("Six hospitals, one model: no image moved, no digit is at two hospitals", head, rows)
 
 
 def _by_run(details: Mapping[str, pb.RunDetail]) -> ResultTable:

@@ -127,10 +127,14 @@ def test_the_report_names_models_accuracies_and_what_was_spent(
     report(
         tmp_path, found, {m: {"h0": 0.6, "h1": None} for m in found}, spent, silos, {"h0": [5, 0]}, 12.0, quiet=False
     )
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "epsilon 8" in shown
-    assert "One model (a) for six hospitals" in shown
-    assert "7.4000" in shown
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"The results, as a page: {(tmp_path / 'index.html').as_uri()}\n")
+    assert printed.count("┏") == 1, "one table; the page has the others"
+    assert "analytic, epsilon 8" in printed
+    assert "7.50" in printed
+    page = (tmp_path / "index.html").read_text()
+    assert "One model (a) for six hospitals" in page
+    assert "7.4000" in page
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["model"] == dict.fromkeys(found, "a")
     assert summary["rounds_to_milestone"] == {PLAIN: None, REPAIRED: 1, CLOSED: 1, PRIVATE: None}
