@@ -188,8 +188,11 @@ def schema_of(
                 "E-CFG-23", "table: expected the schema that all hospitals' tables hold to: data.schema=FILE.toml"
             )
         check_columns(columns)
-    elif multi_label:
-        raise ConfigError("E-CFG-23", f"{data}: expected one class for each record, found labels: take data=table")
+    elif multi_label and data not in ("folder", "manifest"):
+        raise ConfigError(
+            "E-CFG-23",
+            f"{data}: expected one class for each record, found data.multi_label: take data=manifest or data=table",
+        )
     elif columns:
         raise ConfigError("E-CFG-23", f"{data}: expected no columns, which are of tables: take data=table")
     if space is None:
@@ -201,7 +204,7 @@ def schema_of(
     if fixed:
         return Schema(fixed.shape, space)
     size = _transform(data, request).size
-    return Schema((3, size, size), space, window=request.window)
+    return Schema((3, size, size), space, window=request.window, multi_label=multi_label)
 
 
 def _fixed(source: str) -> Schema | None:

@@ -22,9 +22,11 @@ from fl_core.datasets.image_files import ImageExamples, ImageTransform
 from fl_core.datasets.image_loader import ImageLoader, cores
 from fl_core.datasets.label_dictionary import FILE, TABLE, Translator
 from fl_core.datasets.partition.federations import Partitioner, SiloIndices
+from fl_core.datasets.sources.label_columns import LabelColumns
 from fl_core.errors import ConfigError, DataError
 from fl_core.types.enums import Split
 from fl_core.types.records import Schema
+from fl_core.types.targets import UNKNOWN, class_counts
 
 SHOWN, IN_A_LINE = 50, 5
 ONE_IN = 100
@@ -93,6 +95,7 @@ class Item:
     """One image of a source.
 
     name: unique within the source, independent of the source's path   size: in bytes, if the listing had it
+    answers: of an image that may have several labels, for each of the source's `label_names`; `label` spells them out
     """
 
     path: Path
@@ -101,6 +104,7 @@ class Item:
     split: Split
     group: str | None = None
     size: int | None = None
+    answers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,7 @@ class SourceIndex:
     """A source's own description, before any pixel is read; items of unknown classes are included.
 
     public: the official test images, if a silo's own test images were held out of its training images
-    labels: translates the hospital's own labels
+    labels: translates the hospital's own labels   label_names: of images that may have several labels, those looked for
     """
 
     origin: str
@@ -119,6 +123,7 @@ class SourceIndex:
     public: tuple[Item, ...] = ()
     unread: Mapping[str, int] = field(default_factory=dict)
     labels: Translator = field(default_factory=Translator)
+    label_names: tuple[str, ...] = ()
 
     def report(self) -> CheckReport:
         """Count the examples, and find faults of every kind of source: unknown classes, empty splits, split groups."""
@@ -129,15 +134,28 @@ class SourceIndex:
             self.classes,
             counts,
             (*self.problems, *dictionary_problems(self.labels), *self._unknown(), *self._empty(), *self._ungrouped()),
-            (*self.notes, *self.labels.notes(), *self._without_images(counts), *self._suspicious_names()),
+            (*self.notes, *self.labels.notes(), *self._notes(counts)),
             groups=len(groups) or None,
             fingerprint=fingerprint_of(self._records()),
             unread=self.unread,
         )
 
     def _counts(self) -> dict[Split, tuple[int, ...]]:
+        if self.label_names:
+            halves = {split: self._targets([i for i in self.items if i.split is split]) for split in SPLITS}
+            return {split: tuple(class_counts(y, len(self.classes)).tolist()) for split, y in halves.items()}
         tally = Counter((item.split, item.label) for item in self.items)
         return {split: tuple(tally[split, c] for c in self.classes) for split in SPLITS}
+
+    def _targets(self, items: Sequence[Item]) -> torch.Tensor:
+        """Encode items; raises as `Translator.target`."""
+        if self.label_names:
+            return self._columns(items).targets(self.classes)
+        return torch.tensor([self.labels.target(item.label, self.classes) for item in items], dtype=torch.int64)
+
+    def _columns(self, items: Sequence[Item]) -> LabelColumns:
+        rows = torch.tensor([item.answers for item in items], dtype=torch.int64)
+        return LabelColumns(self.label_names, rows.reshape(len(items), len(self.label_names)))
 
     def deep_report(self, window: Window | None = None) -> CheckReport:
         """Also check every image: whether it can be read completely, its size, and duplicates of its pixels."""
@@ -174,7 +192,8 @@ class SourceIndex:
             self._examples([item for item in self.items if item.split is split], transform, loader) for split in SPLITS
         )
         public = self._examples(self.public, transform, loader) if self.public else None
-        schema, dictionary = Schema((3, size, size), self.classes), self.labels.dictionary
+        schema = Schema((3, size, size), self.classes, multi_label=bool(self.label_names))
+        dictionary = self.labels.dictionary
         records = tuple(r for split in SPLITS for r in self._records() if r.split == split.value)
         return SiloDataset(schema, train, test, self.origin, report.fingerprint, public, dictionary, records)
 
@@ -185,7 +204,11 @@ class SourceIndex:
         return bool(other or faults or self._unknown() or self._empty() or self._ungrouped())
 
     def shares(self, federation: Partitioner) -> list[SiloIndices]:
-        """Divide the items; raises ConfigError (E-CFG-23) on coarse labels, which belong to no class."""
+        """Divide the items; raises ConfigError (E-CFG-23) by class if they have several or coarse labels."""
+        if self.label_names:
+            require_even(federation)
+            train, test = (sum(i.split is split for i in self.items) for split in SPLITS)
+            return federation.partition(np.zeros(train, np.int64), np.zeros(test, np.int64), len(self.classes))
         require_one_class(self.labels)
         labels = [
             np.array([self.classes.index(i.label) for i in self.items if i.split is split], dtype=np.int64)
@@ -203,16 +226,20 @@ class SourceIndex:
         return replace(self, origin=origin, items=tuple(kept), problems=problems, public=public)
 
     def _examples(self, items: Sequence[Item], transform: ImageTransform, loader: ImageLoader | None) -> ImageExamples:
-        labels = torch.tensor([self.labels.target(item.label, self.classes) for item in items], dtype=torch.int64)
         groups = tuple(item.group for item in items if item.group is not None)
         whole = groups if len(groups) == len(items) else None
-        return ImageExamples([i.path for i in items], labels, transform, whole, loader=loader)
+        return ImageExamples([i.path for i in items], self._targets(items), transform, whole, loader=loader)
 
     def _records(self) -> tuple[ListedRecord, ...]:
         return tuple(
             ListedRecord(i.name, i.label, i.split.value, i.group or "", _bytes(i.path) if i.size is None else i.size)
             for i in self.items
         )
+
+    def _notes(self, counts: Mapping[Split, tuple[int, ...]]) -> tuple[str, ...]:
+        if self.label_names:
+            return self._columns(self.items).notes(self.classes)
+        return (*self._without_images(counts), *self._suspicious_names())
 
     def _without_images(self, counts: Mapping[Split, tuple[int, ...]]) -> tuple[str, ...]:
         train, test = ({c for c, n in zip(self.classes, counts[s], strict=True) if not n} for s in SPLITS)
@@ -225,21 +252,25 @@ class SourceIndex:
         return (*notes, *((f"classes without a test image: {_listed(untested)}",) if untested else ()))
 
     def _unknown(self) -> tuple[CheckProblem, ...]:
-        unknown = Counter(item.label for item in self.items)
-        return unknown_labels(unknown, self.labels, self.classes, "images")
+        unknown = Counter(self.label_names or (item.label for item in self.items))
+        return unknown_labels(unknown, self.labels, self.classes, "columns" if self.label_names else "images")
 
     def _suspicious_names(self) -> tuple[str, ...]:
         """Name classes that look like several labels at once, or like a missing one."""
         joined = [c for c in self.classes if len(parts := re.split(r"\s*[|;]\s*", c)) > 1 and all(parts)]
         missing = [c for c in self.classes if c.lower() in ("nan", "null", "n/a", "<na>")]
-        tables = "one image has one label here; several are for tables (docs/data.md)"
+        several = "one image has one label here; a list can give it several (separator, docs/data.md)"
         return (
-            *([f"classes that look like several labels: {_listed(joined)}: {tables}"] if joined else ()),
+            *([f"classes that look like several labels: {_listed(joined)}: {several}"] if joined else ()),
             *([f"classes that look like a missing label: {_listed(missing)}"] if missing else ()),
         )
 
     def _empty(self) -> tuple[CheckProblem, ...]:
-        present = {item.split for item in self.items if self.labels.fits(item.label, self.classes)}
+        if self.label_names:
+            halves = {split: self._targets([i for i in self.items if i.split is split]) for split in SPLITS}
+            present = {split for split, y in halves.items() if bool((y != UNKNOWN).any())}
+        else:
+            present = {item.split for item in self.items if self.labels.fits(item.label, self.classes)}
         empty = [split.value for split in SPLITS if split not in present]
         return problem("E-DATA-08", "splits without any usable image", empty, "Give both splits images")
 
@@ -281,6 +312,16 @@ def unknown_labels(
 def dictionary_problems(labels: Translator) -> tuple[CheckProblem, ...]:
     remedy = f'Write NAME = "class", NAME = ["class", "class"] or NAME = [] under [{TABLE}]'
     return problem("E-DATA-07", f"lines of {FILE} without an effect", labels.dictionary.faults, remedy)
+
+
+def require_even(federation: Partitioner) -> None:
+    """Raise ConfigError (E-CFG-23) if records of several labels would have to be divided by class."""
+    if not federation.text.startswith("iid-"):
+        raise ConfigError(
+            "E-CFG-23",
+            f"expected federation=iid-N for records of several labels, found {federation.text}, which divides by "
+            "class: change it",
+        )
 
 
 def require_one_class(labels: Translator) -> None:

@@ -8,7 +8,7 @@
 | isic2019/center3        | centre 3 of Fed-ISIC2019 below the data root                                     |
 | isic2019/clients20/7    | client 7 of 20: the centres, cut into parts by their size                        |
 | folder:PATH             | class subfolders, with or without a train/ and test/ level                       |
-| manifest:FILE.csv       | a CSV file: path,label,group,split                                               |
+| manifest:FILE.csv       | a CSV file: path,label,group,split, or what FILE.toml says                       |
 | table:FILE.csv          | rows of numbers and categories, CSV or Parquet, with FILE.toml beside it         |
 | package:Name            | a loaded data set of another distribution, whole                                 |
 | package:Name/p5c2/3     | silo 3 of it, in a partition                                                     |

@@ -17,15 +17,17 @@ max = 120
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from fl_core.converter import ConversionError, structure
 from fl_core.errors import ConfigError, DataError
 from fl_core.text import composed, read_text
 from fl_core.types.columns import Column, check_columns
 
+T = TypeVar("T")
 SUFFIX = ".toml"
 _MAX_BYTES = 4 << 20
 
@@ -88,16 +90,26 @@ def schema_path(table: Path) -> Path:
 
 
 def read_schema(file: Path) -> TableSchema:
-    """Read a description; raises DataError: E-DATA-02 no such file, E-DATA-07 none that can be read or holds."""
+    """Read a table's description; raises as `read_description`."""
+    return read_description(file, TableSchema, _with_named_columns)
+
+
+def _with_named_columns(raw: dict[str, Any]) -> dict[str, Any]:
+    columns = raw.get("columns")
+    if isinstance(columns, Mapping):
+        raw["columns"] = [
+            {"name": name, **options} if isinstance(options, Mapping) else options for name, options in columns.items()
+        ]
+    return raw
+
+
+def read_description(file: Path, form: type[T], completed: Callable[[dict[str, Any]], dict[str, Any]]) -> T:
+    """Read a description in TOML; raises DataError: E-DATA-02 no such file, E-DATA-07 none that can be read or holds.
+
+    completed: the table of the file as the fields of `form`.
+    """
     try:
-        raw: dict[str, object] = tomllib.loads(composed(read_text(file, _MAX_BYTES)))
-        columns = raw.get("columns")
-        if isinstance(columns, Mapping):
-            raw["columns"] = [
-                {"name": name, **options} if isinstance(options, Mapping) else options
-                for name, options in columns.items()
-            ]
-        return structure(TableSchema, raw, "")
+        return structure(form, completed(tomllib.loads(composed(read_text(file, _MAX_BYTES)))), "")
     except FileNotFoundError as error:
         raise DataError(
             "E-DATA-02", f"expected the schema of a table in {file}, found none: write one (docs/data.md)"

@@ -249,6 +249,8 @@ def prepare_simulation(spec: RunSpec, data_root: Path | None = None) -> tuple[Co
     sets = read_silos(spec, data_root, datasets.load_all)
     if not spec.data.get("classes") and spec.data["name"] in OWN:
         spec = replace(spec, data={**spec.data, "classes": list(sets[0].schema.classes)})
+    if spec.data["name"] == "manifest":  # what its lists say
+        spec = replace(spec, data={**spec.data, "multi_label": sets[0].schema.multi_label})
     if spec.data["name"] == "table":
         spec = _with_columns(spec, sets[0].schema)
     sizes = [round_to_two_digits(len(PrivacyUnits.of(s.train))) for s in sets]

@@ -1,7 +1,7 @@
-"""A CSV file that lists images: header path,label,group,split; paths are relative to the file.
+"""A CSV file that lists images, one a row; a description beside it says which column is what (`list_schema`).
 
-group: the privacy unit (patient, lesion), for every image or for none; no group may have images in both splits.
-split: train or test.
+Without a description it has the header path,label,group,split, and paths are relative to the file. group: the privacy
+unit (patient, lesion), for every image or for none; no group may have images in both splits. split: train or test.
 """
 
 from __future__ import annotations
@@ -13,24 +13,26 @@ from pathlib import Path
 
 from fl_core.datasets.checks import Item, SourceIndex, groups_in_both_splits, problem
 from fl_core.datasets.label_dictionary import Translator, read_dictionary
-from fl_core.datasets.sources.csv_reader import Row, read_rows
+from fl_core.datasets.list_schema import ListSchema, read_list_schema
+from fl_core.datasets.sources.csv_reader import Row, half_of, read_rows
+from fl_core.datasets.sources.label_columns import read_label, translated_columns
 from fl_core.text import composed
 from fl_core.types.enums import Split
+from fl_core.types.targets import FOUND, NOT_FOUND, UNKNOWN
 
-COLUMNS = ("path", "label", "group", "split")
+_MARKS = {FOUND: "1", NOT_FOUND: "0", UNKNOWN: "?"}
 
 
 def scan(file: Path, classes: Sequence[str] | None) -> SourceIndex:
     """Read a manifest; raises DataError (E-DATA-02, E-DATA-07) when it is no such table."""
-    table = read_rows(file, COLUMNS)
-    wrong = [(line, fault) for line, row in table.rows if (fault := _fault(row))]
-    wrong += [(line, "more or fewer cells than the header has") for line in table.ragged]
+    schema = read_list_schema(file)
+    table = read_rows(file, schema.columns)
     labels = Translator(read_dictionary(file.parent))
-    items = tuple(
-        Item(_located(file.parent, row["path"]), row["path"], label, Split(row["split"]), row["group"] or None)
-        for _, row in table.rows
-        if not _fault(row) and (label := labels(composed(row["label"]), Split(row["split"]))) is not None
-    )
+    rows = _Rows(file, schema, labels)
+    for line, row in table.rows:
+        rows.add(line, row)
+    wrong = [*rows.faults, *((line, "more or fewer cells than the header has") for line in table.ragged)]
+    items = rows.items()
     lost = [item.name for item in items if not _is_file(item.path)]
     remedy = f"Restore these files below {file.parent}, or remove their rows"
     if any("\\" in name or name[1:3] == ":/" for name in lost):
@@ -43,6 +45,12 @@ def scan(file: Path, classes: Sequence[str] | None) -> SourceIndex:
             f"rows of {file.name} that are malformed",
             [f"line {line}: {fault}" for line, fault in sorted(wrong)],
             "Correct these rows, and quote cells that hold a comma",
+        ),
+        *problem(
+            "E-DATA-07",
+            f"columns of {file.name} without any label",
+            [schema.label] if schema.several and not rows.names else [],
+            "Name a label in one row at least, or take another column",
         ),
         *problem("E-DATA-07", "images listed more than once", twice, "Keep one row per image"),
         *problem(
@@ -59,16 +67,93 @@ def scan(file: Path, classes: Sequence[str] | None) -> SourceIndex:
             "Move all images of a group into one split: otherwise the test measures memorisation",
         ),
     )
-    space = tuple(classes or labels.space({composed(row["label"]) for _, row in table.rows if not _fault(row)}))
-    return SourceIndex(f"manifest:{file}", space, items, problems, labels=labels)
+    space = tuple(classes or (dict.fromkeys(rows.names) if schema.several else labels.space(rows.own)))
+    return SourceIndex(f"manifest:{file}", space, items, problems, labels=labels, label_names=rows.names)
 
 
-def _fault(row: Row) -> str:
-    if not row["path"]:
-        return "no path"
-    if not row["label"]:
-        return "no label"
-    return "" if row["split"] in ("train", "test") else f"split {row['split'][:40]!r}, which is neither train nor test"
+class _Rows:
+    """Collects the rows of a list: items of the valid ones, faults of the others."""
+
+    def __init__(self, file: Path, schema: ListSchema, labels: Translator) -> None:
+        self._folder, self._schema, self._labels = file.parent / schema.folder, schema, labels
+        self._unknown = frozenset(schema.unknown)
+        columns = zip(schema.labels, translated_columns(schema.labels, labels), strict=True)
+        self._columns = {own: name for own, name in columns if name is not None}
+        self.names: tuple[str, ...] = ()
+        """The label of each answer."""
+        self.own: set[str] = set()
+        """The hospital's own labels."""
+        self.faults: list[tuple[int, str]] = []
+        self._rows: list[tuple[str, Split, str | None, str]] = []
+        self._answers: list[tuple[int, ...] | frozenset[str] | None] = []
+
+    def add(self, line: int, row: Row) -> None:
+        try:
+            self._add(row)
+        except ValueError as error:
+            self.faults.append((line, str(error)))
+
+    def _add(self, row: Row) -> None:
+        schema = self._schema
+        name = row[schema.path] and row[schema.path] + schema.suffix
+        if not name:
+            raise ValueError("no path")
+        split = row[schema.split] if schema.split else ""
+        if schema.split and split not in ("train", "test"):
+            raise ValueError(f"split {split[:40]!r}, which is neither train nor test")
+        group = row[schema.group] if schema.group else ""
+        half = Split(split) if split else half_of(group or name)
+        if schema.several:
+            self._answers.append(self._several(row))
+            label: str | None = ""
+        else:
+            label = self._one_hot(row) if schema.one_hot else row[schema.label]
+            if not label:
+                raise ValueError("no label")
+            self.own.add(own := composed(label))
+            label = self._labels(own, half)
+        if label is not None:
+            self._rows.append((name, half, group or None, label))
+
+    def _one_hot(self, row: Row) -> str:
+        answers = {name: read_label(row[name], self._unknown) for name in self._schema.one_hot}
+        right = [name for name, answer in answers.items() if answer == FOUND]
+        if len(right) != 1:
+            raise ValueError(f"{len(right)} of the columns of classes are 1, where one should be")
+        return right[0]
+
+    def _several(self, row: Row) -> tuple[int, ...] | frozenset[str] | None:
+        """Return the answer for each column, or the labels of a joined cell; None: nobody looked."""
+        if not self._schema.separator:
+            return tuple(read_label(row[own], self._unknown) for own in self._columns)
+        cell = row[self._schema.label]
+        if cell in self._unknown:
+            return None
+        parts = [composed(part.strip()) for part in cell.split(self._schema.separator)]
+        if not all(parts):
+            raise ValueError("a label without a name between two separators")
+        self.own |= set(parts)
+        return frozenset(parts)
+
+    def items(self) -> tuple[Item, ...]:
+        if self._schema.separator:
+            own = sorted(self.own)
+            columns = zip(own, translated_columns(own, self._labels), strict=True)
+            self._columns = {label: name for label, name in columns if name is not None}
+        self.names = tuple(self._columns.values())
+        answers = map(self._answered, self._answers) if self._schema.several else [()] * len(self._rows)
+        return tuple(
+            Item(_located(self._folder, name), name, label or self._text(of), split, group, answers=of)
+            for (name, split, group, label), of in zip(self._rows, answers, strict=True)
+        )
+
+    def _answered(self, row: tuple[int, ...] | frozenset[str] | None) -> tuple[int, ...]:
+        if isinstance(row, tuple):
+            return row
+        return tuple(UNKNOWN if row is None else FOUND if own in row else NOT_FOUND for own in self._columns)
+
+    def _text(self, answers: tuple[int, ...]) -> str:
+        return ", ".join(f"{name}={_MARKS[answer]}" for name, answer in zip(self.names, answers, strict=True))
 
 
 def _located(folder: Path, text: str) -> Path:

@@ -25,6 +25,7 @@ from fl_core.datasets.checks import (
     CheckReport,
     dictionary_problems,
     problem,
+    require_even,
     require_one_class,
     unknown_labels,
 )
@@ -32,17 +33,15 @@ from fl_core.datasets.examples import SPLITS, SiloDataset, TensorExamples, finge
 from fl_core.datasets.label_dictionary import FILE as LABELS_FILE
 from fl_core.datasets.label_dictionary import NO_DICTIONARY, Translator, read_dictionary
 from fl_core.datasets.partition.federations import Partitioner, SiloIndices
-from fl_core.datasets.sources.csv_reader import MAX_BYTES, lines_of, require_commas
+from fl_core.datasets.sources.csv_reader import MAX_BYTES, half_of, lines_of, require_commas
 from fl_core.datasets.sources.label_columns import TRUTH, LabelColumns, read_label, translated_columns
 from fl_core.datasets.table_schema import TableSchema, read_schema, schema_path
-from fl_core.errors import ConfigError, DataError
+from fl_core.errors import DataError
 from fl_core.text import composed
 from fl_core.types.columns import Column, width
 from fl_core.types.enums import Split
 from fl_core.types.records import Schema
 from fl_core.types.targets import UNKNOWN, class_counts, one_of
-
-TEST_SHARE = 0.2
 
 
 class TableExamples(TensorExamples):
@@ -166,14 +165,9 @@ class TableIndex:
             y = [
                 np.array([self.classes.index(self.labels[k]) for k in half], dtype=np.int64) for half in self._halves()
             ]
-        elif federation.text.startswith("iid-"):
-            y = [np.zeros(len(half), dtype=np.int64) for half in self._halves()]
         else:
-            raise ConfigError(
-                "E-CFG-23",
-                f"expected federation=iid-N for records of several labels, found {federation.text}, which divides by "
-                "class: change it",
-            )
+            require_even(federation)
+            y = [np.zeros(len(half), dtype=np.int64) for half in self._halves()]
         return federation.partition(y[0], y[1], len(self.classes))
 
     def subset(self, share: SiloIndices, origin: str) -> TableIndex:
@@ -304,7 +298,7 @@ class _Rows:
         name, *others = (f"content {hashlib.sha256(f'row {n}'.encode()).hexdigest()}" for n in dict.fromkeys(names))
         if self.schema.split and split not in ("train", "test"):
             return self._fault(line, f"{self.schema.split}: neither train nor test")
-        half = Split(split) if self.schema.split else _half(group or names[0])
+        half = Split(split) if self.schema.split else half_of(group or names[0])
         if (translated := self.translator(label, half) if self.schema.label else "") is None:
             return None
         self._found.append(answers)
@@ -387,12 +381,6 @@ class _Rows:
         self._faulty += 1
         if len(self._faults) < 50:
             self._faults.append(f"line {line}: {what}")
-
-
-def _half(name: str) -> Split:
-    """Choose a split by a hash: a fifth is test."""
-    drawn = int.from_bytes(hashlib.sha256(f"split {name}".encode()).digest()[:8])
-    return Split.TEST if drawn < TEST_SHARE * 2**64 else Split.TRAIN
 
 
 # ---- cells -----------------------------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ def test_every_data_configuration_states_its_fields() -> None:
     assert set(files) == set(SOURCES)
     for name, config in files.items():
         config = config.get("data", config)
-        assert set(config) - {"path", "window", "schema"} == {"name", "image_size", "classes"}
+        assert set(config) - {"path", "window", "schema", "multi_label"} == {"name", "image_size", "classes"}
         assert config["name"] == name
         columns = [Column("age", "number", 0, 120)] if name == "table" else []
         schema = schema_of(

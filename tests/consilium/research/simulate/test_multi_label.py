@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from sklearn.datasets import load_digits
+from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from consilium.model import calibration, inputs, model_file
@@ -69,6 +71,50 @@ def labelled(folder: Path, rows: range) -> str:
     )
     table.with_suffix(".toml").write_text(SCHEMA)
     return f"table:{table}"
+
+
+def picture_lists(root: Path) -> list[str]:
+    """Write the same hospitals as lists of images, of which each has a column for the label that it looked for."""
+    x, y = digits()
+    references = []
+    for k, name in enumerate(LABELS):
+        (root / name).mkdir(parents=True)
+        rows = []
+        for i in range(k, 1500, 3):
+            pixels = (x[i].reshape(8, 8) * 15.9).astype("uint8")
+            Image.fromarray(pixels).save(root / name / f"{i}.png")
+            rows.append([f"{i}.png", y[i, k], "test" if i % 5 == 0 else "train"])
+        file = write_csv(root / name / "images.csv", ["path", name, "split"], rows)
+        file.with_suffix(".toml").write_text(f'labels = ["{name}"]\nsplit = "split"\n')
+        references.append(f"manifest:{file}")
+    return references
+
+
+IMAGES = ("data=manifest", "model=random_features", "data.image_size=8", f"data.classes=[{','.join(LABELS)}]")
+
+
+@pytest.mark.parametrize("words", [("method=fedavg",), ("method=analytic", *FROZEN)])
+def test_images_with_several_labels_are_learnt_as_rows_of_tables_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    references = picture_lists(tmp_path)
+    found = simulated(monkeypatch, references, *IMAGES, *words)
+    assert found.manifest.schema.multi_label
+    record = found.records[-1]
+    assert record.examples == (100.0, 100.0, 100.0)
+    assert record.balanced_accuracy > 0.8
+    clinical = record.clinical
+    assert clinical is not None
+    model = found.compiled.classifier(found.server).eval()
+    for k, reference in enumerate(references):
+        test = datasets.load(reference, request_of(compose_simulation(list(IMAGES)))).test
+        x, y = test.batch(torch.arange(100))
+        assert torch.equal(y != -1, torch.arange(3).expand(100, 3) == k)  # the others are unknown
+        with torch.no_grad():
+            exact = roc_auc_score(y[:, k], model(x)[:, k].double())
+        area = clinical.auc[k]
+        assert area is not None
+        assert area.low <= exact <= area.high
 
 
 def simulated(monkeypatch: pytest.MonkeyPatch, references: list[str], *words: str) -> runner.Result:
