@@ -77,10 +77,12 @@ lock: setup  ## Resolve the dependencies anew
 	  --no-emit-index-url -c constraints.txt -o requirements.lock --quiet
 	@$(PYTHON) -m uv pip compile pyproject.toml --extra dev --extra ray --python-version 3.11 --universal \
 	  --generate-hashes --no-emit-index-url -c requirements.lock -o requirements-ray.lock --quiet
-	@$(PYTHON) -m uv pip compile pyproject.toml --extra pages --python-version 3.11 --universal --generate-hashes \
-	  --no-emit-index-url -c requirements.lock -o requirements-silo.lock --quiet
-	@$(PYTHON) -m uv pip compile pyproject.toml --extra pages --python-version 3.11 --universal --generate-hashes \
-	  --no-emit-index-url -c requirements.lock -o requirements-cpu.lock --quiet \
+	@$(PYTHON) -m uv pip compile pyproject.toml --extra pages --extra torch --python-version 3.11 --universal \
+	  --generate-hashes --no-emit-index-url -c requirements.lock -o requirements-silo.lock --quiet
+	@$(PYTHON) -m uv pip compile pyproject.toml --extra pages --extra body --python-version 3.11 --universal \
+	  --generate-hashes --no-emit-index-url -c requirements.lock -o requirements-without-torch.lock --quiet
+	@$(PYTHON) -m uv pip compile pyproject.toml --extra pages --extra torch --python-version 3.11 --universal \
+	  --generate-hashes --no-emit-index-url -c requirements.lock -o requirements-cpu.lock --quiet \
 	  $$(grep -oE '^(nvidia|cuda|triton|torch)[a-z0-9-]*' requirements-silo.lock | sed 's/^/--no-emit-package /')
 
 release: setup  ## Wheel, locks, bill of materials (CycloneDX) and checksums of the commit, in dist/: the same bytes for everybody

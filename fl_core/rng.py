@@ -34,7 +34,7 @@ def derive(seed: int, *path: str | int) -> int:
 
 
 def stream(seed: int, *path: str | int) -> torch.Generator:
-    import torch
+    from fl_core.tensors import torch
 
     return torch.Generator().manual_seed(derive(seed, *path))
 
@@ -50,7 +50,7 @@ def torch_scope(seed: int, *path: str | int) -> Iterator[None]:
     For library code that takes no generator (weight initialisation, dropout). The generators are the process's, so
     blocks of several threads follow one another.
     """
-    import torch
+    from fl_core.tensors import torch
 
     number = derive(seed, *path)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
@@ -61,7 +61,7 @@ def torch_scope(seed: int, *path: str | int) -> Iterator[None]:
 
 def seed_torch(number: int) -> None:
     """Seed torch's global generators anew, inside of a `torch_scope`."""
-    import torch
+    from fl_core.tensors import torch
 
     # Not torch.manual_seed: without a GPU it keeps a traceback for every kind of device, for ever (0.15 ms a call).
     torch.default_generator.manual_seed(number)

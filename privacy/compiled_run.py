@@ -12,6 +12,7 @@ from fl_core.aggregation.options import Options
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.run_setup import Guards, RunSetup
+from fl_core.rounds.torch_need import require_torch
 from privacy import profiles
 from privacy.profiles.base import PrivacyProfile
 
@@ -24,9 +25,10 @@ class CompiledRun(RunSetup):
         """Check a manifest and build what it names.
 
         Raises RefusedError (E-PRIV-01) for an unknown profile; otherwise as `RunManifest.require_possible`,
-        `RunSetup.of` and the profile's `check`.
+        `RunSetup.of`, `require_torch` and the profile's `check`.
         """
         manifest.require_possible()
+        require_torch(manifest)
         run = cls(manifest)
         run.require_supported()
         run.profile.check()

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
+from fl_core.tensors import Tensor, torch
 from privacy.accounting.release_plan import Release
 
 

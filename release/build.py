@@ -20,7 +20,8 @@ from tempfile import TemporaryDirectory
 from release import sbom
 
 SUMS = "SHA256SUMS"
-LOCKS = ("requirements.lock", "requirements-silo.lock", "requirements-cpu.lock", "requirements-ray.lock")
+_KINDS = ("", "-silo", "-cpu", "-without-torch", "-ray")
+LOCKS = tuple(f"requirements{kind}.lock" for kind in _KINDS)
 _BUILD = "import os, sys; os.umask(0o022); from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
 

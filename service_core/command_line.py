@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -164,10 +164,7 @@ class Program:
         typed = command_words(self.name, words)
         room = (self._module(typed) or "").split(".")
         name = f"{self.name} {_called(typed) or ''}".rstrip()
-        with (
-            still_working(name),
-            requires_extra(room[1], name) if room[0] == "consilium" else nullcontext(),
-        ):
+        with still_working(name), requires_extra(room[1] if room[0] == "consilium" else "torch", name):
             command = make_command(self.build(typed), self.examples)
             ready()
             command(list(words), prog_name=self.name)

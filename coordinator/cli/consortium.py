@@ -21,6 +21,7 @@ from coordinator.pki.authority import FOLDER, Authority
 from coordinator.pki.membership import Membership
 from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import ConfigError
+from fl_core.errors.extras import require_installed
 from service_core import startup
 from service_core.command_line import command
 from service_core.console import CommandResult, local_time
@@ -163,6 +164,7 @@ def serve(
 ) -> None:
     """Run the service until it is stopped (SIGTERM, Ctrl-C). Unfinished runs continue."""
     startup.end_on_interrupt()
+    require_installed("torch", "torch", "coordinator serve, whose workers compute runs")
     from service_core.loopback import LoopbackAddress
 
     metrics_at = None if metrics is None else LoopbackAddress.parse(metrics)

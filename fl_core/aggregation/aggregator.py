@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-import torch
-from torch import Tensor
-
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.aggregation.number_blocks import Blocks, add_units, blocks, split
+from fl_core.tensors import Tensor, torch
 from fl_core.types.values import Bundle, Layout, Part, PartSpec
 
 Factors = Mapping[tuple[str, str], "float | Tensor"]

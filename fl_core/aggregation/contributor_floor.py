@@ -11,10 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from fl_core.errors import RefusedError
+from fl_core.tensors import Tensor, torch
 from fl_core.types.interfaces import Guard, LocalData
 from fl_core.types.values import Bundle, Layout, Part, PartSpec, RoundContext, Tensors
 

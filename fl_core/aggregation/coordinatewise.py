@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from fl_core.aggregation.aggregator import Aggregator
@@ -19,6 +18,7 @@ from fl_core.aggregation.options import GeometricMedian, Median, TrimmedMean
 from fl_core.aggregation.round_sum import AggregationDecision, RoundSum
 from fl_core.aggregation.update_check import UpdateCheck, UpdateNorms
 from fl_core.errors import ConfigError
+from fl_core.tensors import torch
 from fl_core.types.computed_tensors import BLOCK
 from fl_core.types.interfaces import Method
 from fl_core.types.metric_parts import METRIC_PARTS

@@ -86,8 +86,7 @@ class FixedPointFormat:
 
         Raises ProtocolError (E-WIRE-05) on NaN or infinity: one such value would spoil the sum.
         """
-        import torch
-
+        from fl_core.tensors import torch
         from fl_core.types.tensor_maps import as_numpy
 
         if not value.is_floating_point():

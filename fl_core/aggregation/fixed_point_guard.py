@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.aggregation.number_blocks import DecodedSums
+from fl_core.tensors import Tensor
 from fl_core.types.interfaces import Guard
 from fl_core.types.values import Bundle, Part
 

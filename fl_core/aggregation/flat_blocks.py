@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.tensors import Tensor, torch
 from fl_core.types.metric_parts import CLINICAL_PART, METRICS
 from fl_core.types.secagg import BLOCKS, CLASSES, MODEL
 from fl_core.types.values import Bundle, Layout, Part, PartRule, PartSpec

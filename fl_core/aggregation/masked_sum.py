@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.flat_blocks import WORDS, FlatLayout
@@ -15,6 +13,7 @@ from fl_core.aggregation.number_blocks import blocks
 from fl_core.aggregation.round_sum import AggregationDecision, RoundSum
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck, UpdateNorms
 from fl_core.errors import ProtocolError, RefusedError
+from fl_core.tensors import Tensor, torch
 from fl_core.types.secagg import BLOCKS, CLASSES
 from fl_core.types.values import Bundle, PartSpec
 

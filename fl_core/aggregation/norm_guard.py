@@ -19,14 +19,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from fl_core.aggregation.fixed_point import BUFFERS, FixedPointFormat
 from fl_core.aggregation.options import MIN_UPDATES_FOR_MEDIAN, NormClipped
 from fl_core.aggregation.round_sum import NormHistory
 from fl_core.aggregation.update_check import norms
 from fl_core.errors import ProtocolError, RefusedError
+from fl_core.tensors import Tensor, torch
 from fl_core.types.interfaces import Guard
 from fl_core.types.metric_parts import METRIC_PARTS
 from fl_core.types.values import Bundle, Layout, Part, PartRule, PartSpec, Tensors

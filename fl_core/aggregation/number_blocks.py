@@ -10,11 +10,10 @@ import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fl_core.aggregation.fixed_point import FixedPointFormat
+from fl_core.tensors import Tensor, torch
 from fl_core.types.computed_tensors import BLOCK, StoredTensors
 from fl_core.types.tensor_maps import as_numpy
 from fl_core.types.values import Tensors

@@ -10,14 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-import torch
-from torch import Tensor
-
 from fl_core.aggregation.aggregator import Aggregator
 from fl_core.aggregation.fixed_point import BUFFERS
 from fl_core.aggregation.options import MIN_UPDATES_FOR_MEDIAN, NormClipped
 from fl_core.aggregation.update_check import UpdateCheck, UpdateNorms
 from fl_core.errors import RefusedError
+from fl_core.tensors import Tensor, torch
 from fl_core.types.values import Bundle, Part
 
 

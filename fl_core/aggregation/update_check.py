@@ -22,13 +22,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor
-
 from fl_core.aggregation.contributor_floor import HOSPITALS
 from fl_core.aggregation.fixed_point import BUFFERS, RING64_BOUND, FixedPointFormat, check_layout
 from fl_core.aggregation.number_blocks import blocks, split, sum_of_squares
 from fl_core.errors import ProtocolError
+from fl_core.tensors import Tensor, torch
 from fl_core.training.clinical import answers
 from fl_core.types.enums import Weighing
 from fl_core.types.metric_parts import BY_HOSPITAL, CLINICAL_PART, METRIC_PARTS, METRICS, OWN, PAIRED, PERSONAL_PARTS

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
+from fl_core.tensors import Tensor, torch
 
 Border = Literal["mirror", "black"]
 

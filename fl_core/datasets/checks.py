@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from fl_core.datasets.decoding.dicom import Window, is_dicom
 from fl_core.datasets.decoding.limits import UnreadableError
@@ -24,6 +23,7 @@ from fl_core.datasets.label_dictionary import FILE, TABLE, Translator
 from fl_core.datasets.partition.federations import Partitioner, SiloIndices
 from fl_core.datasets.sources.label_columns import LabelColumns
 from fl_core.errors import ConfigError, DataError
+from fl_core.tensors import torch
 from fl_core.types.enums import Split
 from fl_core.types.records import Schema
 from fl_core.types.targets import UNKNOWN, class_counts

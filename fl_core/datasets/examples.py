@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from fl_core.datasets.augmentation import Augmentation, augmented
 from fl_core.datasets.label_dictionary import NO_DICTIONARY, LabelDictionary
+from fl_core.tensors import Tensor, torch
 from fl_core.types.enums import Split
 from fl_core.types.records import Schema
 from fl_core.types.values import Examples

@@ -6,14 +6,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from fl_core.datasets.augmentation import Augmentation, augmented
 from fl_core.datasets.decoding.dicom import Window
 from fl_core.datasets.decoding.limits import UnreadableError
 from fl_core.datasets.image_loader import ImageFormat, ImageLoader, SquareKey, shared_loader
 from fl_core.errors import DataError
+from fl_core.tensors import Tensor, torch
 from fl_core.types.values import Examples
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)

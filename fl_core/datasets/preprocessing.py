@@ -9,15 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from fl_core.datasets.catalogue import PUBLISHED
 from fl_core.datasets.decoding.dicom import Window
 from fl_core.datasets.image_files import IMAGENET_MEAN, IMAGENET_STD, ImageExamples, ImageTransform
 from fl_core.datasets.image_loader import ImageLoader
 from fl_core.datasets.sources import class_folders, isic2019
 from fl_core.extensions import registry
+from fl_core.tensors import Tensor, torch
 from fl_core.types.columns import width
 from fl_core.types.records import Schema
 from fl_core.types.values import Examples

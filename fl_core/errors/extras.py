@@ -9,10 +9,16 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 from fl_core.errors import ConfigError
+
+
+def installed(module: str) -> bool:
+    """Tell whether a module can be imported; it is not."""
+    return find_spec(module) is not None
 
 
 def require(module: str, extra: str, purpose: str) -> ModuleType:
@@ -24,6 +30,12 @@ def require(module: str, extra: str, purpose: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise _missing(module.partition(".")[0], extra, purpose) from error
+
+
+def require_installed(module: str, extra: str, purpose: str) -> None:
+    """Raise as `require` where a library is not installed; nothing is imported."""
+    if not installed(module):
+        raise _missing(module, extra, purpose)
 
 
 def load(place: str, purpose: str) -> Any:  # noqa: ANN401 - whatever has that name

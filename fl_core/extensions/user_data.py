@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
-from torch import Tensor
 
 from fl_core.datasets.augmentation import Augmentation
 from fl_core.datasets.partition.federations import SiloIndices
@@ -18,6 +16,7 @@ from fl_core.datasets.sources import arrays
 from fl_core.datasets.sources.arrays import FullDataset, SplitArrays
 from fl_core.errors import ConfigError, DataError
 from fl_core.extensions import registry
+from fl_core.tensors import Tensor, torch
 from fl_core.types.records import Schema
 
 Split = tuple[Tensor | ArrayLike, Tensor | ArrayLike]

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor, nn
-
 from fl_core import validate
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import Traits
+from fl_core.tensors import Tensor, nn
 from fl_core.types.enums import Capability, Weighing
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Bundle, LocalResult, Part, PartRule, RoundContext, State, Tensors

@@ -18,9 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from torch import Tensor, nn
-
 from fl_core import validate
+from fl_core.tensors import Tensor, nn
 from fl_core.types import computed_tensors, tensor_maps
 from fl_core.types.enums import ANY_TARGET, Targets, Weighing
 from fl_core.types.interfaces import LocalData, Method

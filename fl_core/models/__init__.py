@@ -12,16 +12,13 @@ from dataclasses import Field, dataclass
 from functools import lru_cache
 from typing import ClassVar, Protocol
 
-import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-
 from fl_core import rng
 from fl_core.converter import Option, read_options, shown, stated
 from fl_core.errors import ConfigError
 from fl_core.extensions import registry
 from fl_core.models.split_model import SplitModel
 from fl_core.on_demand import OnDemand
+from fl_core.tensors import Tensor, nn, torch
 from fl_core.training import memory
 from fl_core.types.records import Schema
 
@@ -167,7 +164,7 @@ def _facts(name: str, chosen: ModelOptions, schema: Schema, dtype: torch.dtype) 
     return ModelFacts(name, model.feature_dim, *_counts(model))
 
 
-class _Undrawn(TorchFunctionMode):
+class _Undrawn(torch.overrides.TorchFunctionMode):
     """Draw no numbers: a tensor on the meta device has none, and torch imports its compiler to draw some there.
 
     That takes nearly as long as importing torch.

@@ -15,9 +15,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 
 import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
 
 from fl_core import validate
 from fl_core.bodies import graph_check
@@ -26,6 +23,7 @@ from fl_core.bodies.graph_check import GraphError
 from fl_core.converter import ConversionError, parse_json, structure
 from fl_core.errors import ConfigError
 from fl_core.models.split_model import FrozenBody, HeadOptions, SplitModel, image_shape
+from fl_core.tensors import Tensor, nn, torch
 from fl_core.training import memory
 from fl_core.types.records import Schema
 from fl_core.types.values import Tensors
@@ -109,7 +107,7 @@ class BodyFacts:
             image = image.expand(-1, self.channels, -1, -1)
         if image.shape[-1] != self.side:
             size = (self.side, self.side)
-            image = functional.interpolate(image, size, mode="bilinear", antialias=True, align_corners=False)
+            image = nn.functional.interpolate(image, size, mode="bilinear", antialias=True, align_corners=False)
         image = (image - _per_channel(self.mean)) / _per_channel(self.std)
         return image if self.layout == "nchw" else image.permute(0, 2, 3, 1)
 

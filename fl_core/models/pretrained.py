@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load
-from torch import Tensor, nn
 
 from fl_core.errors import ConfigError
+from fl_core.tensors import Tensor, nn, torch
 from fl_core.types import tensor_maps
 from fl_core.types.values import Tensors
 
@@ -113,6 +111,8 @@ class _UnsoundError(ValueError):
 
 
 def _from_safetensors(raw: bytes) -> tuple[Tensors, Mapping[str, object]]:
+    from safetensors.torch import load  # of a lead, who has torch
+
     length = int.from_bytes(raw[:8], "little")
     if length > _MAX_HEADER_BYTES:  # to parse one takes many times its length in memory
         raise _UnsoundError(f"a header of {length} bytes, more than any model needs: write it again")

@@ -9,12 +9,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, cast, get_args
 
-import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-
 from fl_core import validate
 from fl_core.errors import ConfigError
+from fl_core.tensors import Tensor, nn, torch
 from fl_core.types import tensor_maps
 from fl_core.types.records import Schema
 from fl_core.types.values import Tensors
@@ -59,7 +56,7 @@ class SplitModel(nn.Module):
     @property
     def has_batch_norm(self) -> bool:
         """Tell whether any layer normalises by batch statistics: such a layer mixes the examples of a batch."""
-        return any(isinstance(m, _BatchNorm) for m in self.modules())
+        return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.modules())
 
 
 def assemble(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from torch import nn
-
 from fl_core.errors import ConfigError
+from fl_core.tensors import nn
 from fl_core.training.local_data import NO_MICRO_BATCH, has_batch_norm, no_step_error
 from fl_core.types.enums import ANY_TARGET, Capability, Coupling
 from fl_core.types.interfaces import Method

@@ -7,8 +7,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 
-from torch import Tensor
-
 from fl_core.aggregation import adaptive_guards
 from fl_core.aggregation.contributor_floor import HOSPITALS
 from fl_core.aggregation.fixed_point_guard import FixedPoint
@@ -20,6 +18,7 @@ from fl_core.kinds.training import TrainingRun
 from fl_core.rounds import closing, sampling
 from fl_core.rounds.silo_round import round_layout
 from fl_core.rounds.updates import MaskedSums, PlainSums
+from fl_core.tensors import Tensor
 from fl_core.training.clinical import clinical_metrics
 from fl_core.training.evaluation import own_models, personal_scores, shown_result
 from fl_core.types import tensor_maps

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
-
 from fl_core.errors import ConfigError
 from fl_core.rounds.manifest import EvaluationTerms
 from fl_core.rounds.silo_round import SiloRuntime, measure_global, run_silo_round
+from fl_core.tensors import Tensor, nn, torch
 from fl_core.training.evaluation import consent, evaluate_personal, no_own_parts
 from fl_core.training.local_data import NOTHING_TO_TRAIN, PlainLocalData
 from fl_core.types import tensor_maps

@@ -6,15 +6,11 @@ made-up examples once its model is built.
 
 from __future__ import annotations
 
-import weakref
+import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-
-import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from typing import Self
 
 from fl_core.errors import RefusedError
 from fl_core.methods import build_written
@@ -22,11 +18,15 @@ from fl_core.models import describe
 from fl_core.models.split_model import body_rows
 from fl_core.rounds.manifest import NamedOptions
 from fl_core.rounds.silo_round import SiloRuntime, measure_global
+from fl_core.tensors import TORCH, Tensor, nn, torch
 from fl_core.training import memory
 from fl_core.training.local_data import LocalDataWrapper
 from fl_core.types.interfaces import LocalData
 from fl_core.types.records import FEATURES, Schema, TrainConfig
 from fl_core.types.values import AS_SCHEDULED, Examples, LossFn, RoundContext, SgdOptions, State
+
+if TORCH:
+    from fl_core.rounds.live_memory import LiveTensors
 
 _FLOAT = 4
 FEW = (2, 4)
@@ -189,52 +189,34 @@ class _Watched(LocalDataWrapper):
             self._live.training = False
 
 
-class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """After each operation, adds up the tensors made since the start; raises above a limit."""
+class TracedMemory:
+    """Without torch the most bytes that were taken at once inside the block, as Python and NumPy report them.
+
+    Raises RefusedError (E-RUN-38) above a limit.
+    """
 
     def __init__(self, device: torch.device, most: int | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._most = device, most
-        self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._bytes = 0
         self.training = False
         self.after: list[int] = []
         self.in_training: list[bool] = []
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # otherwise torch imports its compiler, which takes as long as the step
+    def __enter__(self) -> Self:
+        tracemalloc.start()
+        return self
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        del types
-        out = func(*args, **(kwargs or {}))
-        for value in tree_iter(out):
-            if isinstance(value, Tensor) and value.device.type == self._device.type:
-                self._note(value.untyped_storage())
-        self.after.append(self._bytes)
+    def __exit__(self, *_: object) -> None:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        self.after.append(peak)
         self.in_training.append(self.training)
-        if self._most is not None and self._bytes > self._most:
+        if self._most is not None and peak > self._most:
             raise RefusedError(
                 "E-RUN-38",
-                f"expected free memory on {self._device} for a step of {FEW[-1]} examples, found less: choose a "
-                "smaller model or smaller images",
+                f"expected free memory on {self._device} for a few examples, found less: choose a smaller model or "
+                "smaller images",
             )
-        return out
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._held:
-            return
 
-        def freed(_: object) -> None:
-            self._bytes -= size
-            self._held.pop(key, None)
-
-        self._held[key] = weakref.ref(storage, freed)
-        self._bytes += size
+if not TORCH:
+    LiveTensors = TracedMemory  # type: ignore[misc, assignment]

@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Self
 
-import torch
-from torch import nn
-
+from fl_core import rng
 from fl_core.aggregation import options as aggregators
 from fl_core.aggregation.fixed_point_guard import FixedPoint
 from fl_core.aggregation.norm_guard import NormGuard, norms_layout
@@ -22,13 +20,15 @@ from fl_core.extensions import registry
 from fl_core.kinds import RunKind
 from fl_core.methods import build_written
 from fl_core.models import SplitModel, build_model, pretrained
-from fl_core.models.split_model import on_body
+from fl_core.models.split_model import assemble, on_body
 from fl_core.rounds import capabilities, sampling
 from fl_core.rounds.engine import Exchange, RoundLoop, Schedule
 from fl_core.rounds.layout import closing_layout, derive_layout
 from fl_core.rounds.manifest import EvaluationTerms, NamedOptions, OtherModel, RunManifest, StartPoint
 from fl_core.rounds.silo_round import SiloRuntime
+from fl_core.rounds.torch_need import require_torch
 from fl_core.rounds.updates import MaskedUpdates, PlainUpdates, Unmask, updates_of
+from fl_core.tensors import nn, torch
 from fl_core.training.frozen_features import FeatureBatch, TrainedPart, feature_batches, trained_part
 from fl_core.types import tensor_maps
 from fl_core.types.class_coverage import ClassCoverage
@@ -59,8 +59,10 @@ class RunSetup:
     def of(cls, manifest: RunManifest) -> Self:
         """Compile a manifest with a known method; raises ConfigError (E-CFG-01, E-CFG-02).
 
-        E-CFG-08 if the loaded version of an extension is not the manifest's.
+        E-CFG-08 if the loaded version of an extension is not the manifest's; RefusedError as
+        `require_torch`.
         """
+        require_torch(manifest)
         registry.require_same(manifest.method.name, manifest.model.name, manifest.extensions)
         run = cls(manifest)
         run.require_supported()
@@ -137,6 +139,9 @@ class RunSetup:
 
     def _drawn(self) -> SplitModel:
         manifest = self.manifest
+        if self.kind.program:  # nobody trains, sends or measures one
+            with rng.torch_scope(manifest.seed, "model"):
+                return assemble(nn.Identity(), 1, (), len(manifest.schema.classes), head_bias=True)
         return build_model(manifest.model.name, manifest.model.options, manifest.schema, manifest.seed)
 
     def _trained_of(self, network: SplitModel) -> TrainedPart:

@@ -15,7 +15,7 @@ def sample_cohort(seed: int, round: int, n_silos: int, size: int) -> list[int]:
         raise ConfigError("E-CFG-02", f"expected a cohort between 0 (all) and {n_silos} silos, found cohort={size}")
     if size in (0, n_silos):
         return list(range(n_silos))
-    import torch  # whoever reads a manifest draws nothing
+    from fl_core.tensors import torch
 
     order = torch.randperm(n_silos, generator=rng.stream(seed, "cohort", round))
     return sorted(int(k) for k in order[:size])

@@ -7,9 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import torch
-from torch import nn
-
 from fl_core.aggregation import adaptive_guards
 from fl_core.aggregation.contributor_floor import census, census_layout
 from fl_core.aggregation.fixed_point import check_layout
@@ -18,6 +15,7 @@ from fl_core.aggregation.flat_blocks import FlatLayout
 from fl_core.aggregation.round_sum import require_direction
 from fl_core.aggregation.update_check import DeclaredSize, UpdateCheck
 from fl_core.errors import ProtocolError
+from fl_core.tensors import nn, torch
 from fl_core.training.evaluation import consent, evaluate_global, evaluate_own, evaluate_personal, withheld
 from fl_core.types import tensor_maps
 from fl_core.types.enums import TaskKind

@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from fl_core.aggregation import coordinatewise
 from fl_core.aggregation import options as aggregators
 from fl_core.aggregation.aggregator import Aggregator
@@ -31,6 +28,7 @@ from fl_core.errors import ConfigError
 from fl_core.rounds import capabilities
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.silo_round import Masking, class_rows, require_expected, round_layout
+from fl_core.tensors import Tensor, torch
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability, TaskKind, Weighing
 from fl_core.types.interfaces import Method

@@ -23,10 +23,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-
 from fl_core.survey.facts import SurveyedRecords
+from fl_core.tensors import Tensor, torch
 from fl_core.types.survey import SurveyQuestion
 from fl_core.types.values import SurveySums, Tensors
 

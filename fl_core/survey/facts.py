@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fl_core.datasets.decoding.limits import UnreadableError
 from fl_core.datasets.decoding.pixels import described, open_image
@@ -26,6 +24,7 @@ from fl_core.datasets.examples import ArrayExamples, TensorExamples
 from fl_core.datasets.image_loader import cores
 from fl_core.datasets.sources.table import TableExamples
 from fl_core.errors import ConfigError
+from fl_core.tensors import Tensor, torch
 from fl_core.types.columns import Column
 from fl_core.types.survey import AGE_COLUMNS, MAKES, SEX_COLUMNS, SurveyQuestion
 from fl_core.types.targets import is_multi_label

@@ -10,12 +10,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 
-import torch
-from torch import Tensor
-
 from fl_core.datasets.checks import ONE_IN, allowed_broken
 from fl_core.datasets.image_files import ImageExamples
 from fl_core.errors import DataError
+from fl_core.tensors import Tensor, torch
 from fl_core.training.local_data import eval_batch
 from fl_core.types.values import Examples, Progress
 

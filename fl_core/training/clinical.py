@@ -24,9 +24,7 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor, nn
-
+from fl_core.tensors import Tensor, nn, torch
 from fl_core.types.clinical import (
     CALIBRATION_BINS,
     SCORE_BINS,

@@ -25,9 +25,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
+from fl_core.tensors import Tensor, torch
 from fl_core.types.targets import FOUND, NOT_FOUND, UNKNOWN, is_multi_label
 
 LEAST = 2

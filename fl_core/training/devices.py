@@ -6,10 +6,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-from torch import Tensor
-
 from fl_core.errors import ConfigError
+from fl_core.tensors import Tensor, torch
 from fl_core.types.values import Examples
 
 SHARE_OF_MEMORY = 0.5

@@ -34,9 +34,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-import torch
-from torch import Tensor, nn
-
+from fl_core.tensors import Tensor, nn, torch
 from fl_core.training.clinical import answers, clinical_metrics, clinical_part, no_clinical_part
 from fl_core.training.delong import paired_auc
 from fl_core.types.enums import Split

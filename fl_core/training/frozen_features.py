@@ -18,13 +18,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
-
 from fl_core import rng
 from fl_core.datasets.examples import TensorExamples
 from fl_core.errors import ConfigError
 from fl_core.models.split_model import FrozenBody, SplitModel, behind_body, body_rows
+from fl_core.tensors import Tensor, nn, torch
 from fl_core.training.broken_records import name_of, read_readable, require_few
 from fl_core.training.local_data import eval_batch
 from fl_core.types.interfaces import Method

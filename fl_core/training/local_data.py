@@ -8,15 +8,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 
-import torch
-from torch import Tensor, nn
-
 from fl_core import rng
 from fl_core.errors import ConfigError, DataError, RefusedError
 from fl_core.survey.answers import exact_answers, fully_withheld
 from fl_core.survey.facts import surveyed
-from fl_core.training import optimizers
-from fl_core.training.compilation import compiled
+from fl_core.tensors import TORCH, Tensor, nn, torch
+from fl_core.training import schedule
 from fl_core.training.devices import cudnn_benchmark
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import Gradients, LocalData, RoundData, StepPart
@@ -36,6 +33,10 @@ from fl_core.types.values import (
     SurveySums,
     Tensors,
 )
+
+if TORCH:  # without it there are sums, and no steps
+    from fl_core.training import optimizers
+    from fl_core.training.compilation import compiled
 
 EVAL_BATCH = 512
 EVAL_NUMBERS = EVAL_BATCH * 3 * 64 * 64
@@ -92,7 +93,7 @@ class PlainLocalData:
         return min(steps, self._config.max_steps) if self._config.max_steps else steps
 
     def effective_steps(self, steps: int, mu: float = 0.0) -> float:
-        return optimizers.effective_steps(self._config, steps, self.lr * mu)
+        return schedule.effective_steps(self._config, steps, self.lr * mu)
 
     def sgd(self, model: nn.Module, loss: LossFn, options: SgdOptions = AS_SCHEDULED) -> int:
         """Train `model` in place and return the steps taken.

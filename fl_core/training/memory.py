@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from fl_core.errors import RefusedError
+from fl_core.tensors import torch
 
 CPU = torch.device("cpu")
 _MIB = 1 << 20

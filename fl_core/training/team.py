@@ -15,10 +15,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
-import torch
-from torch import nn
-
 from fl_core import rng
+from fl_core.tensors import nn, torch
 from fl_core.training.devices import cudnn_benchmark
 from fl_core.training.local_data import LocalDataWrapper, part_objective, to_memory_format
 from fl_core.types.interfaces import Gradients, LocalData, StepPart

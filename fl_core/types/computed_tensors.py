@@ -38,7 +38,7 @@ class StoredTensors(Mapping[str, "Tensor"], ABC):
 
     def blocks(self, name: str, size: int) -> Iterator[Tensor]:
         """Read a tensor's numbers in order, at most `size` at a time; each block is valid until the next one."""
-        import torch
+        from fl_core.tensors import torch
 
         return iter(torch.split(self[name].reshape(-1), size))
 
@@ -56,7 +56,7 @@ class ComputedTensors(StoredTensors):
         self._dtypes, self._compute = dtypes, compute
 
     def __getitem__(self, name: str) -> Tensor:
-        import torch
+        from fl_core.tensors import torch
 
         value, at = torch.empty(self.shapes[name], dtype=self._dtypes[name]), 0
         flat = value.view(-1)
@@ -74,7 +74,7 @@ class ComputedTensors(StoredTensors):
 
 def mean_of(total: StoredTensors, weight: Tensor) -> ComputedTensors:
     """Divide sums by a weight () in float64; the result is float32."""
-    import torch
+    from fl_core.tensors import torch
 
     def compute(name: str, size: int) -> Iterator[Tensor]:
         most = min(size, math.prod(total.shapes[name]))
@@ -91,7 +91,7 @@ def sum_of(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Mapping[str, Ten
     if not isinstance(b, StoredTensors):
         return {name: value + b[name] for name, value in a.items()}
 
-    import torch
+    from fl_core.tensors import torch
 
     def compute(name: str, size: int) -> Iterator[Tensor]:
         for x, y in zip(_blocks(a, name, size), b.blocks(name, size), strict=True):

@@ -22,9 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from fl_core.tensors import Tensor, nn, torch
 
 MAX_COARSE = 62
 """A coarse label may only contain the first 62 classes of a run. With one more, a set could be -1."""
@@ -84,11 +82,11 @@ def target_loss(logits: Tensor, y: Tensor) -> Tensor:
     label has a gradient of exactly 0.
     """
     if is_multi_label(y):
-        each = binary_cross_entropy_with_logits(logits, y.clamp(min=0).to(logits), reduction="none")
+        each = nn.functional.binary_cross_entropy_with_logits(logits, y.clamp(min=0).to(logits), reduction="none")
         return torch.where(y != UNKNOWN, each, torch.zeros_like(each)).sum(1) / y.shape[1]
     if y.device.type == "cpu" and bool(has_class(y).all()):  # on a GPU the check would synchronise the device
-        return cross_entropy(logits, y, reduction="none")
-    plain = cross_entropy(logits, y.clamp(min=0), reduction="none")
+        return nn.functional.cross_entropy(logits, y, reduction="none")
+    plain = nn.functional.cross_entropy(logits, y.clamp(min=0), reduction="none")
     outside = ~possible(y, logits.shape[1])
     coarse = torch.logsumexp(logits, 1) - torch.logsumexp(logits.masked_fill(outside, float("-inf")), 1)
     return torch.where(has_class(y), plain, coarse)

@@ -6,11 +6,10 @@ import hashlib
 from collections.abc import Callable, Mapping
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from fl_core.errors import ProtocolError
+from fl_core.tensors import Tensor, nn, torch
 from fl_core.types.computed_tensors import StoredTensors
 from fl_core.types.values import Tensors
 

@@ -43,7 +43,7 @@ class Part:
     @classmethod
     def of(cls, value: Tensors, weight: float | Tensor = 1.0) -> Part:
         """Weigh `value` and wrap it; a (C,) weight multiplies the leading rows."""
-        import torch
+        from fl_core.tensors import torch
 
         w = torch.as_tensor(weight, dtype=torch.float32)
         return cls({name: v * _rows(w, v) for name, v in value.items()}, w)
@@ -62,7 +62,7 @@ class Part:
         | > 0             | total / weight                |
         | 0               | `default`'s row, or 0 without |
         """
-        import torch
+        from fl_core.tensors import torch
 
         w = self.weight.double()
         if w.dim() == 0 and w > 0:
@@ -325,7 +325,7 @@ class Examples(ABC):
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Read all examples once, in order, without augmentation."""
-        import torch
+        from fl_core.tensors import torch
 
         for index in torch.split(torch.arange(len(self)), size):
             if len(index):

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor, nn
-
 from fl_core.survey.answers import blank_answers
+from fl_core.tensors import Tensor, nn, torch
 from fl_core.training.local_data import sum_batch
-from fl_core.training.optimizers import effective_steps
+from fl_core.training.schedule import effective_steps
 from fl_core.types.enums import Coupling, Split
 from fl_core.types.interfaces import Method
 from fl_core.types.records import Schema, TrainConfig

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from torch import nn
-
 from fl_core.errors import RefusedError
+from fl_core.tensors import nn
 from fl_core.types.enums import Coupling
 from fl_core.types.interfaces import Method
 from fl_core.types.records import Schema, TrainConfig

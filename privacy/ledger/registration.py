@@ -7,15 +7,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from fl_core.datasets import SiloDataset
 from fl_core.datasets.decoding.limits import UnreadableError
 from fl_core.datasets.decoding.pixels import content
 from fl_core.datasets.image_loader import cores
 from fl_core.datasets.sources.table import TableExamples, id_texts
 from fl_core.errors import DataError, RefusedError
+from fl_core.tensors import Tensor, torch
 from fl_core.types.values import Examples
 from privacy.accounting.release_plan import HOSPITAL, TEST, TRAIN
 from privacy.ledger.ledger import Ledger

@@ -9,11 +9,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from fl_core.datasets import SiloDataset
 from fl_core.errors import FederationError, RefusedError
+from fl_core.tensors import Tensor, torch
 from privacy.accounting.accountant import Mechanism, PrivacyFilter
 from privacy.accounting.release_plan import TRAIN, Release
 from privacy.compiled_run import CompiledRun

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
 from fl_core.survey.answers import known_patients
+from fl_core.tensors import Tensor, torch
 from fl_core.training.local_data import LocalDataWrapper
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import DataFactory, LocalData

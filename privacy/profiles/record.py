@@ -7,15 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
 from fl_core.aggregation.options import Mean, NormClipped, Options
 from fl_core.aggregation.update_check import NoisyRows
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds import capabilities
 from fl_core.rounds.memory_need import MadeUpExamples
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.training import optimizers
+from fl_core.tensors import torch
+from fl_core.training import schedule
 from fl_core.types.enums import Capability
 from fl_core.types.interfaces import DataFactory, LocalData, RoundData
 from fl_core.types.metric_parts import METRIC_PARTS
@@ -86,7 +85,7 @@ class RecordProfile(PrivateProfile):
 
     def check(self) -> None:
         super().check()
-        if differ := optimizers.of_plain_training(self.run.manifest.train):
+        if differ := schedule.of_plain_training(self.run.manifest.train):
             raise ConfigError(
                 "E-CFG-08",
                 f"expected {differ[0]} with record-level privacy, whose gradients are per example and in float32, "

@@ -162,7 +162,7 @@ def _header(named: Sequence[tuple[str, _Entry]], entries: Sequence[_Entry], grou
 
 def _bytes_of(value: Tensor) -> memoryview:
     """View the bytes of a contiguous tensor."""
-    import torch
+    from fl_core.tensors import torch
 
     return value.reshape(-1).view(torch.uint8).numpy().data
 
@@ -206,14 +206,18 @@ class TensorFile:
             raise ProtocolError("E-WIRE-06", f"expected tensors of Consilium in {file.name}, found: {error}") from error
 
     def dtype(self, place: int) -> torch.dtype:
-        import torch
+        from fl_core.tensors import torch
 
-        dtype: torch.dtype = getattr(torch, _DTYPES[self.kinds[place]][0])
+        dtype: torch.dtype | None = getattr(torch, _DTYPES[self.kinds[place]][0])
+        if dtype is None:  # without torch
+            raise ProtocolError(
+                "E-WIRE-06", f"expected numbers of a kind that NumPy has in {self.name}, found {self.kinds[place]}"
+            )
         return dtype
 
     def read(self, place: int) -> Tensor:
         """Read a tensor; raises ProtocolError (E-WIRE-06) when that fails, for instance because the file was cut."""
-        import torch
+        from fl_core.tensors import torch
 
         tensor = torch.empty(self.shapes[place], dtype=self.dtype(place))
         self._read_into(_bytes_of(tensor), place, 0)
@@ -230,7 +234,7 @@ class TensorFile:
 
     def blocks(self, place: int, size: int) -> Iterator[Tensor]:
         """Read a tensor's numbers, `size` at a time, all into the same memory; raises as `read`."""
-        import torch
+        from fl_core.tensors import torch
 
         left, at = math.prod(self.shapes[place]), 0
         room = torch.empty(min(left, size), dtype=self.dtype(place))

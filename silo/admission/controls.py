@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from fl_core.aggregation import adaptive_guards
 from fl_core.aggregation.contributor_floor import HOSPITALS
 from fl_core.datasets import SiloDataset
@@ -27,6 +25,8 @@ from fl_core.rounds import sampling
 from fl_core.rounds.capabilities import check_supported
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import require_memory
+from fl_core.rounds.torch_need import require_torch
+from fl_core.tensors import torch
 from fl_core.training.local_data import PlainLocalData
 from fl_core.training.memory import CPU
 from fl_core.types.class_coverage import ClassCoverage
@@ -200,7 +200,8 @@ class HospitalControls(HospitalRules):
         is charged instead, when it opens. Code of another distribution is imported only here, once the policy has
         allowed it (E-POLICY-15).
 
-        Raises AwaitingDecisionError; RefusedError, which the ledger records: E-POLICY-.., E-BUDGET-.., and E-RUN-38
+        Raises AwaitingDecisionError; RefusedError, which the ledger records: E-POLICY-.., E-BUDGET-.., E-RUN-14 as
+        `require_torch`, and E-RUN-38
         before a model is built that cannot be trained here; as `CompiledRun.of`, `AnswerMemory.claim`,
         `AnswerMemory.require_room` and `census.prove`; DataError: E-DATA-05 on records of other classes, E-DATA-10 on
         other data than the run began with; ProtocolError (E-RUN-33) on a task that does not follow from the manifest.
@@ -226,6 +227,7 @@ class HospitalControls(HospitalRules):
             if manifest.kind.trains and self.home.validation_only:
                 raise training_refused(manifest.rounds, "this hospital joined for validation only")
             policy.check_request(manifest)
+            require_torch(manifest)
             if manifest.secagg is not None and policy.secagg.confirmed_peers:
                 identity = SiloIdentity(self.home.path)
                 others = {member.name for member in manifest.members} - {identity.load().identity.name}
@@ -233,7 +235,8 @@ class HospitalControls(HospitalRules):
             registry.require_named(manifest.method.name, manifest.model.name, manifest.extensions)
             for extension in manifest.extensions:
                 loading.load_allowed(extension, policy.runs.extensions)
-            require_memory(manifest.method, manifest.model, manifest.schema, manifest.train, request.device)
+            if not manifest.kind.program:
+                require_memory(manifest.method, manifest.model, manifest.schema, manifest.train, request.device)
             run = self._compiled(manifest)
             policy.check(run)
             if policy.budgets and run.private:

@@ -8,8 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from fl_core.datasets import SiloDataset
 from fl_core.datasets.decoding.limits import UnreadableError
 from fl_core.datasets.decoding.pixels import content
@@ -26,6 +24,7 @@ from fl_core.survey.answers import (
     withhold,
 )
 from fl_core.survey.facts import names_patients, patient_names, surveyed
+from fl_core.tensors import torch
 from fl_core.training.local_data import LocalDataWrapper
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Split

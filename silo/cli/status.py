@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
+from fl_core.rounds.torch_need import abilities
 from fl_core.training import clinical_report
 from fl_core.types.class_coverage import ClassCoverage
 from service_core.command_line import command
@@ -37,9 +38,12 @@ def status(home: SiloHome) -> CommandResult:
         trains = policy_in_force.trains(home)
         part = KeyValues([("takes part", "in evaluations only: nothing is trained here")])
         health = Health.of(home)
-        worker = KeyValues([("worker", "; ".join(health.worker()) or "none has run")])
+        text, missing = abilities()
+        more = "".join(f"; not {what}: {remedy}" for what, remedy in missing.items())
+        worker = KeyValues([("worker", "; ".join(health.worker()) or "none has run"), ("computes", text + more)])
         facts = {"where": health.where, "queue": health.queue, **(health.walls._asdict() if health.walls else {})}
-        reply = {**status_json(*about), "trains": trains, "worker": facts if health.worker() else None}
+        worked, computes = health.worker(), {"runs": text, "missing": missing}
+        reply = {**status_json(*about), "trains": trains, "worker": facts if worked else None, "computes": computes}
         return CommandResult(reply, [*([] if trains else [part]), worker, *_shown(*about)])
 
 

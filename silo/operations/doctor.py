@@ -75,6 +75,7 @@ class Examination:
             "private runs": self._private_runs,
             "features": self._features,
             "worker": self._worker,
+            "runs": self._runs,
         }
         if self.data is not None:
             checks_by_name["data"] = self._data
@@ -228,6 +229,15 @@ class Examination:
         else:
             yield checks.warning("worker", text, "docs/operations/install.md says what each wall needs")
 
+    def _runs(self) -> Iterator[Finding]:
+        """Report which kinds of run can be computed here, and what is missing for the others."""
+        from fl_core.rounds.torch_need import abilities
+
+        text, missing = abilities()
+        yield checks.ok("runs", text)
+        for what, command in missing.items():
+            yield Finding("runs", checks.FindingLevel.OK, f"not {what}", command)
+
     def _attested(self) -> Attestation:
         """Return the furthest end of the ledger that others have seen, as this home recorded it."""
         attestations = [Attestation()]
@@ -268,7 +278,7 @@ class Examination:
         except FederationError as error:
             yield checks.problem("coordinator", f"{address} refuses this silo: {error}", "ask the lead")
 
-    # ---- what needs torch --------------------------------------------------------------------------------------
+    # ---- what computes -------------------------------------------------------------------------------------------
 
     def _data(self) -> Iterator[Finding]:
         from fl_core import datasets
@@ -288,8 +298,7 @@ class Examination:
             yield checks.ok("data", f"{examined.origin}: {counts}; every image was decoded")
 
     def _device(self) -> Iterator[Finding]:
-        import torch
-
+        from fl_core.tensors import torch
         from fl_core.training.devices import choose_device
 
         assert self.device is not None

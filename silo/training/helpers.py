@@ -25,11 +25,9 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import IO, Any, NamedTuple, NoReturn
 
-import torch
-from torch import Tensor, nn
-
 from fl_core.errors import ConfigError
 from fl_core.rounds.silo_round import SiloRuntime, run_silo_round
+from fl_core.tensors import Tensor, nn, torch
 from fl_core.training.devices import choose_device
 from fl_core.training.local_data import has_batch_norm
 from fl_core.training.team import HelperData, LeaderData

@@ -12,9 +12,6 @@ from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 
-import torch
-from torch import nn
-
 from fl_core.aggregation import adaptive_guards
 from fl_core.datasets import DataRequest, ImageExamples, SiloDataset
 from fl_core.datasets.examples import SPLITS
@@ -23,6 +20,7 @@ from fl_core.models.split_model import FrozenBody
 from fl_core.rounds.manifest import RunManifest, Weights
 from fl_core.rounds.memory_need import StepMemory, measure_pass, measure_step
 from fl_core.rounds.silo_round import SiloRound, SiloRuntime, require_expected, run_silo_round
+from fl_core.tensors import nn, torch
 from fl_core.training import memory
 from fl_core.training.broken_records import UNREADABLE, EmptyWhereBroken, require_few, unreadable, without
 from fl_core.training.frozen_features import with_rows

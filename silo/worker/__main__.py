@@ -27,7 +27,7 @@ def main() -> None:
     cage.end_with_parent(signal.SIGKILL)
     if setup["service"] not in (0, os.getppid()):
         sys.exit(1)  # it ended before it could be followed
-    from silo.worker import process  # loads torch
+    from silo.worker import process  # loads torch, or NumPy
 
     process.serve(setup, walls, line)
 

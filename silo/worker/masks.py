@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from google.protobuf.message import DecodeError
 
 from fl_core.aggregation.flat_blocks import WORDS
 from fl_core.aggregation.masked_sum import unsigned
 from fl_core.rounds.manifest import RunManifest
+from fl_core.tensors import torch
 from fl_core.types.secagg import CLASSES, MASKS, MODEL
 from fl_core.types.values import Bundle, Part
 from privacy.secagg import silo_side

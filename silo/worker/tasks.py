@@ -14,12 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from fl_core.errors import FederationError, RefusedError, StateError
 from fl_core.methods.personal.local_only import LocalOnly
 from fl_core.rounds.manifest import MAX_WEIGHTS_BYTES, RESTART, Weights
 from fl_core.rounds.silo_round import SiloRound, run_silo_round
+from fl_core.tensors import nn
 from fl_core.training.devices import choose_device
 from fl_core.types.enums import TaskKind
 from fl_core.types.values import State, Tensors

@@ -176,9 +176,25 @@ def lowest(wheel_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_run_over_two_services_needs_the_base_install_alone(wheel_file: Path, tmp_path: Path) -> None:
+def test_a_hospital_without_torch_takes_400_mb_and_says_what_it_computes(wheel_file: Path, tmp_path: Path) -> None:
+    lock = ["--require-hashes", "-r", str(ROOT / "requirements-without-torch.lock")]
+    base = installed(tmp_path / "small", lock, ["--no-deps", str(wheel_file)])
+    size = subprocess.run(["du", "-sm", tmp_path / "small"], capture_output=True, text=True, check=True).stdout
+    assert int(size.split()[0]) <= 400
+    words = [base / "silo", "doctor", "--home", tmp_path / "home", "--device", "auto"]
+    told = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert "without torch: surveys, runs of method=analytic" in told
+    assert "pip install 'consilium-fl[torch]'" in told
+    trains = subprocess.run([base / "coordinator", "simulate", "data=digits"], capture_output=True, text=True)
+    assert (trains.returncode, "E-CFG-08" in trains.stderr, "Traceback" in trains.stderr) == (2, True, False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_run_over_two_services_needs_torch_and_no_other_extra(wheel_file: Path, tmp_path: Path) -> None:
     """What a room of `consilium` needs comes with its extra, and a command without it says which."""
-    base = installed(tmp_path / "base", ["--constraint", str(ROOT / "requirements.lock"), str(wheel_file)])
+    wanted = f"consilium-fl[torch] @ {wheel_file.as_uri()}"
+    base = installed(tmp_path / "base", ["--constraint", str(ROOT / "requirements.lock"), wanted])
     listed = subprocess.run(
         [base / "python", "-c", "from importlib.metadata import distributions as d; print(*(f.name for f in d()))"],
         capture_output=True, text=True, check=True,

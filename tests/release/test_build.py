@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from release.build import SUMS, ReleaseError, make, require_clean
+from release.build import LOCKS, SUMS, ReleaseError, make, require_clean
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +32,7 @@ def checkout(tmp_path: Path) -> Path:
     project += '[project.optional-dependencies]\ndev = ["b"]\n[tool.setuptools]\npackages = ["one"]\n'
     (folder / "pyproject.toml").write_text(project)
     lock = f"a==1 \\\n    --hash=sha256:{'0' * 64}\n    # via one (pyproject.toml)\n"
-    for name in ("requirements.lock", "requirements-silo.lock", "requirements-cpu.lock", "requirements-ray.lock"):
+    for name in LOCKS:
         (folder / name).write_text(lock)
     git(folder, "init", "--quiet")
     git(folder, "add", "--all")
@@ -65,6 +65,7 @@ def test_a_commit_gives_the_same_bytes_from_another_checkout_with_other_times_an
         "requirements-silo.lock",
         "requirements-cpu.lock",
         "requirements-ray.lock",
+        "requirements-without-torch.lock",
         SUMS,
     }
 

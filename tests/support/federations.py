@@ -31,7 +31,7 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import StepMemory, measure_step
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.training.local_data import PlainLocalData
-from fl_core.training.optimizers import effective_steps
+from fl_core.training.schedule import effective_steps
 from fl_core.types.computed_tensors import BLOCK
 from fl_core.types.enums import Split, TaskKind
 from fl_core.types.interfaces import RoundData, SiloPort

@@ -11,8 +11,6 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from fl_core.datasets.augmentation import Augmentation
 from fl_core.datasets.checks import CheckReport, problem
@@ -20,6 +18,7 @@ from fl_core.datasets.examples import SPLITS, ArrayExamples, SiloDataset, finger
 from fl_core.datasets.partition.by_class import Indices, Labels
 from fl_core.datasets.partition.federations import Partitioner, SiloIndices
 from fl_core.errors import DataError
+from fl_core.tensors import Tensor, torch
 from fl_core.types.records import Schema
 
 

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fl_core import rng
 from fl_core.datasets.augmentation import DIGITS
@@ -22,6 +20,7 @@ from fl_core.datasets.checks import CheckReport, problem
 from fl_core.datasets.examples import SiloDataset, TensorExamples, fingerprint
 from fl_core.datasets.partition.federations import Partitioner
 from fl_core.errors import DataError
+from fl_core.tensors import Tensor, torch
 from fl_core.types.enums import Split
 from fl_core.types.records import Schema
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from fl_core.datasets.label_dictionary import Translator
 from fl_core.errors import DataError
+from fl_core.tensors import Tensor, torch
 from fl_core.types.targets import FOUND, NOT_FOUND, UNKNOWN
 
 TRUTH: Mapping[str, bool] = {

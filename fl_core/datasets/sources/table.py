@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from fl_core.datasets.checks import (
     CheckProblem,
@@ -37,6 +35,7 @@ from fl_core.datasets.sources.csv_reader import MAX_BYTES, half_of, lines_of, re
 from fl_core.datasets.sources.label_columns import TRUTH, LabelColumns, read_label, translated_columns
 from fl_core.datasets.table_schema import TableSchema, read_schema, schema_path
 from fl_core.errors import DataError
+from fl_core.tensors import Tensor, torch
 from fl_core.text import composed
 from fl_core.types.columns import Column, width
 from fl_core.types.enums import Split

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
-from torch import Tensor
 
 from fl_core.datasets.catalogue import PUBLISHED
 from fl_core.datasets.partition.by_class import Labels
 from fl_core.datasets.sources.arrays import FullDataset, SplitArrays, no_data_root
 from fl_core.errors import DataError
+from fl_core.errors.extras import require
+from fl_core.tensors import Tensor, torch
 
 # The file or folder that tells, below the data root or below a folder of the data set's name, that it is there.
 MARKS = {
@@ -59,7 +59,7 @@ def read(name: str, root: Path | None) -> FullDataset:
 
 
 def _half(name: str, folder: Path, train: bool) -> SplitArrays:
-    from torchvision import datasets as published  # takes seconds to import: only for those who use it
+    published = require("torchvision.datasets", "torch", f"the published files of {name}")  # takes seconds to import
 
     readers: dict[str, Callable[[], _Published]] = {
         "mnist": lambda: published.MNIST(folder, train, download=False),

@@ -84,8 +84,6 @@ from functools import lru_cache
 from typing import ClassVar, Literal
 
 import numpy as np
-import torch
-from torch import Tensor, nn
 
 from fl_core import rng
 from fl_core.errors import ConfigError, ProtocolError
@@ -107,6 +105,7 @@ from fl_core.methods.shared.closed_forms import (
 )
 from fl_core.methods.shared.prototypes import features_of
 from fl_core.models.split_model import SplitModel
+from fl_core.tensors import Tensor, nn, torch
 from fl_core.training.local_data import eval_batch
 from fl_core.types import tensor_maps
 from fl_core.types.enums import Capability, Targets

@@ -14,11 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import nn
-
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.methods.personal.shared_body import copy_tensors
+from fl_core.tensors import nn
 from fl_core.types import tensor_maps
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Bundle, LocalResult, RoundContext, State, Tensors

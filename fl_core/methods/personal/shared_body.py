@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-
 from fl_core.methods.fedavg import FedAvg
+from fl_core.tensors import Tensor, nn
 from fl_core.types import tensor_maps
 from fl_core.types.values import RoundContext, State, Tensors
 
@@ -34,7 +32,7 @@ def copy_tensors(model: nn.Module, keep: Callable[[str], bool] = lambda _: True)
 def freeze_norms(model: nn.Module) -> None:
     """Put BatchNorm in eval mode, until the next pass: a frozen body keeps its statistics."""
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
 
 

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
-
 from fl_core.errors import ConfigError
+from fl_core.tensors import Tensor, torch
 
 CONSTANT = 1
 """Entries behind the features."""

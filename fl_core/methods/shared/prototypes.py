@@ -11,11 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
-
 from fl_core.methods.fedavg import FedAvg
 from fl_core.models.split_model import SplitModel
+from fl_core.tensors import Tensor, nn, torch
 from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Bundle, ClassSums, Part, RoundContext, State, Tensors
 

@@ -26,11 +26,10 @@ from decimal import Decimal, localcontext
 from functools import lru_cache
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fl_core.errors import ConfigError
+from fl_core.tensors import Tensor, torch
 
 MIN_SIGMA, MAX_SIGMA = 4.0, 2.0**40
 """Allowed standard deviations of noise, in units of the grid; below, a sum of several is no discrete Gaussian."""

@@ -21,9 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
+from fl_core.tensors import Tensor, torch
 from privacy.mechanisms.noise.sources import NoiseSource
 
 FLOATS = 1e-3

@@ -8,12 +8,11 @@ from abc import ABC, abstractmethod
 from typing import Protocol
 
 import numpy as np
-import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fl_core import rng
+from fl_core.tensors import Tensor, torch
 from privacy.mechanisms.noise import discrete_gaussian as discrete
 
 

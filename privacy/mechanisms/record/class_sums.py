@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from fl_core.tensors import Tensor, torch
 from fl_core.types.targets import has_class
 from fl_core.types.values import ClassSums, Examples, Tensors
 from privacy.mechanisms.noise import grid

@@ -12,11 +12,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from fl_core import rng
+from fl_core.tensors import Tensor, nn, torch
 from fl_core.types.values import Examples, LossFn
 from privacy.mechanisms.noise.sources import NoiseSource
 

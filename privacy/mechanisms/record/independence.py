@@ -18,11 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 
-import torch
-from torch import Tensor, nn
-
 from fl_core import rng
 from fl_core.errors import RefusedError
+from fl_core.tensors import Tensor, nn, torch
 from fl_core.types.records import Schema
 from fl_core.types.values import ClassSums, Losses, LossFn, MomentSums
 from privacy.mechanisms.record.model_check import validate

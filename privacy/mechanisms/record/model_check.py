@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-
 from fl_core.errors import ConfigError
+from fl_core.tensors import nn
 
 
 def validate(model: nn.Module) -> None:
@@ -16,7 +14,7 @@ def validate(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         where = f"{name or 'the model'} ({type(module).__name__})"
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise ConfigError(
                 "E-PRIV-14",
                 f"{where} normalises by batch statistics, which mixes examples: choose model.norm=group, or a model "

@@ -26,12 +26,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.aggregation.grid_bounds import NOISE_STDS
 from fl_core.errors import ConfigError
+from fl_core.tensors import Tensor, torch
 from fl_core.types.targets import has_class
 from fl_core.types.values import Examples, MomentSums, Tensors
 from privacy.mechanisms.noise import grid

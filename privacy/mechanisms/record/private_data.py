@@ -24,14 +24,12 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 from fl_core.errors import RefusedError
 from fl_core.survey.answers import known_patients
 from fl_core.survey.facts import names_patients
+from fl_core.tensors import TORCH, Tensor, nn, torch
 from fl_core.training.local_data import PlainLocalData
-from fl_core.training.optimizers import correct_gradient, effective_steps, make_optimizers
+from fl_core.training.schedule import effective_steps
 from fl_core.training.team import HelperData
 from fl_core.types.enums import Split
 from fl_core.types.interfaces import Gradients as SomeGradients
@@ -55,15 +53,18 @@ from privacy.mechanisms.record.class_sums import KeyedUnits, PrivacyUnits, class
 from privacy.mechanisms.record.draws import DrawPath, Draws, is_stochastic, layers_scope, unit_scope
 from privacy.mechanisms.record.model_check import validate
 from privacy.mechanisms.record.moments import ReleaseGrid, moment_sums
-from privacy.mechanisms.record.per_sample_gradients import (
-    PADDING,
-    ClippedGradientEngine,
-    Gradients,
-    clipped,
-    per_unit,
-    trainable,
-)
 from privacy.release_log import InMemoryReleaseLog, ReleaseLog
+
+if TORCH:  # without it there are sums, and no steps
+    from fl_core.training.optimizers import correct_gradient, make_optimizers
+    from privacy.mechanisms.record.per_sample_gradients import (
+        PADDING,
+        ClippedGradientEngine,
+        Gradients,
+        clipped,
+        per_unit,
+        trainable,
+    )
 
 
 class DpSgdLocalData:

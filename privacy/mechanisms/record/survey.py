@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
-
 from fl_core.survey.answers import HELD, PATIENTS, UNNAMED, VARIANCE, patient_vectors, refused_cells
 from fl_core.survey.facts import surveyed
+from fl_core.tensors import Tensor, torch
 from fl_core.types.survey import document_digest
 from fl_core.types.values import Examples, Progress, SurveySums, Tensors
 from privacy.mechanisms.noise import grid

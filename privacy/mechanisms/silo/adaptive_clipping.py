@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
-
 from fl_core.errors import RefusedError
+from fl_core.tensors import Tensor, torch
 from fl_core.types.values import Part, PartSpec, Tensors
 from privacy.accounting.ranges import CLIP
 from privacy.mechanisms.silo.config import BIT, SiloDpConfig

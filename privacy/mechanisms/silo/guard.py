@@ -19,13 +19,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
 from fl_core.aggregation.fixed_point import FixedPointFormat
 from fl_core.aggregation.grid_bounds import NOISE_STDS
 from fl_core.errors import ConfigError, RefusedError
 from fl_core.rounds.run_setup import RunSetup
+from fl_core.tensors import Tensor, torch
 from fl_core.types.interfaces import Guard
 from fl_core.types.metric_parts import GLOBAL_PARTS, METRICS
 from fl_core.types.values import Bundle, Layout, Part, Tensors

@@ -14,7 +14,8 @@ from torch import nn
 from fl_core.errors import ConfigError
 from fl_core.methods.fedavg import FedAvg
 from fl_core.rounds.capabilities import check_supported, required_capabilities
-from fl_core.training.optimizers import GradientDescent, effective_steps, make_optimizer, make_optimizers
+from fl_core.training.optimizers import GradientDescent, make_optimizer, make_optimizers
+from fl_core.training.schedule import effective_steps
 from fl_core.types.enums import Capability
 from fl_core.types.records import TrainConfig
 

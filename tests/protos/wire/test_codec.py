@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save
 
 from fl_core.errors import ProtocolError
+from fl_core.tensors import functions
 from fl_core.types import tensor_maps
 from fl_core.types.computed_tensors import StoredTensors
 from fl_core.types.values import Part
@@ -211,3 +212,11 @@ def test_a_digest_from_the_file_is_that_of_the_tensors(tmp_path: Path) -> None:
     file = codec.TensorFile(tmp_path / "state")
     assert file.digest("w") == tensor_maps.digest(values)
     assert file.digest("empty") == tensor_maps.digest({})
+
+
+def test_numbers_that_numpy_does_not_have_are_refused_without_torch(tmp_path, monkeypatch):
+    codec.write_state({"w": {"m": torch.ones(3, dtype=torch.bfloat16)}}, tmp_path / "state")
+    assert codec.read_state(tmp_path / "state")["w"]["m"].tolist() == [1, 1, 1]
+    monkeypatch.setattr("fl_core.tensors.torch", functions)
+    with pytest.raises(ProtocolError, match=r"E-WIRE-06.*BF16"):
+        codec.read_state(tmp_path / "state")

@@ -12,6 +12,7 @@ import pytest
 from coordinator.pki.membership import Membership
 from coordinator.storage.store import CoordinatorStore
 from fl_core.errors import StateError
+from fl_core.rounds import torch_need
 from privacy.ledger.ledger import Ledger
 from service_core.pki.identity import Address
 from silo.cli.main import run
@@ -135,6 +136,17 @@ def test_data_and_device_are_looked_at_when_asked(capsys, home, tmp_path):
     assert (status, level(found, "data"), level(found, "device")) == (0, ["ok"], ["ok"])
     status, found = examine(capsys, home.path, "--data", "folder:/nowhere", "--classes", "a,b", "--device", "cuda:99")
     assert (status, level(found, "data"), level(found, "device")) == (1, ["problem"], ["problem"])
+
+
+def test_it_says_which_runs_can_be_computed_here_and_what_brings_the_others(capsys, home, monkeypatch):
+    assert [finding["found"] for finding in examine(capsys, home.path)[1]["runs"]] == ["every kind of run"]
+    monkeypatch.setattr(torch_need, "installed", lambda module: module != "torch")
+    able, unable = examine(capsys, home.path)[1]["runs"]
+    assert able["found"].startswith("without torch: surveys, runs of method=analytic")
+    assert (unable["found"], unable["remedy"]) == ("not training", "pip install 'consilium-fl[torch]'")
+    assert run(["status", "--home", str(home.path), "--json"]) == 0
+    computes = json.loads(capsys.readouterr().out)["computes"]
+    assert computes == {"runs": able["found"], "missing": {"training": "pip install 'consilium-fl[torch]'"}}
 
 
 def test_features_that_are_kept_are_counted_and_damaged_ones_named(capsys, home):
