@@ -56,10 +56,10 @@ check: setup  ## Style, types, layers, generated code, configuration, links of t
 	@$(BIN)/python -m tests.regenerate --check
 	@$(BIN)/python -m tests.faults --check
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/test_configs.py tests/test_style.py
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir $(VENV)/site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir $(VENV)/site
 
 docs: setup  ## The documentation as a site of files, in site/
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir site
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
 	@echo site/index.html
 
 bench: setup  ## The benchmarks, with their numbers

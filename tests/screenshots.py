@@ -1,6 +1,6 @@
 """Write the pictures of pages that the documentation shows: `python -m tests.screenshots [NAME ...]`. Look at them.
 
-Without names all of them are written.
+Without names all of them are written. `demo` is the page of the newest demo: `make demo` first.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ SCREENS = {
     "dark": {"viewport": {"width": 1100, "height": 1500}, "color_scheme": "dark"},
     "phone": {"viewport": {"width": 375, "height": 812}, "device_scale_factor": 2},
 }
+DEMO = FOLDER.parents[1] / "runs/demo/index.html"
 COLOURS = 200
 """Of the palette: colours stay what they are, and the picture half as large."""
 
@@ -65,20 +66,27 @@ PICTURES = {
 }
 
 
+def _save(shot: bytes, name: str) -> None:
+    Image.open(BytesIO(shot)).convert("RGB").quantize(COLOURS).save(FOLDER / f"{name}.png", optimize=True)
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PICTURES))
-    wanted = arguments.parse_args().names or list(PICTURES)
+    arguments.add_argument("names", nargs="*", metavar="NAME", help=", ".join([*PICTURES, "demo"]))
+    wanted = arguments.parse_args().names or [*PICTURES, "demo"]
     FOLDER.mkdir(exist_ok=True)
     with chromium() as browser:
-        for name in wanted:
+        if "demo" in wanted:
+            page = browser.new_page(viewport={"width": 1100, "height": 1130})
+            page.goto(DEMO.as_uri())
+            _save(page.screenshot(), "demo")
+        for name in (name for name in wanted if name != "demo"):
             picture = PICTURES[name]
             with picture.serve() as server:
                 for screen in picture.screens:
                     visit = Visit(browser, server, **SCREENS[screen])
                     visit.page.goto(f"http://{server.host}{picture.path}")
-                    shot = Image.open(BytesIO(visit.page.screenshot())).convert("RGB").quantize(COLOURS)
-                    shot.save(FOLDER / f"{name}-{screen}.png", optimize=True)
+                    _save(visit.page.screenshot(), f"{name}-{screen}")
                     visit.context.close()
 
 

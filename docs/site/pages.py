@@ -1,8 +1,7 @@
 """Pages of the site that lie elsewhere in the repository, and links between what is a page and what is not.
 
 A page of `docs` is at its own place. README, CHANGELOG, CONTRIBUTING and SECURITY, and the README of each benchmark,
-are pages too, with what they show. A link to a file that is no page becomes its text. The navigation is made of what
-is there.
+are pages too, with what they show. A link to a file that is no page becomes its text.
 """
 
 from __future__ import annotations
@@ -18,21 +17,39 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+REST = "all-pages.md"
+ROLES = ("hospital", "lead", "administrator", "researcher")
 TOP = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
 }
-SECTIONS = {
-    "Tutorials": "tutorials",
-    "Operations": "operations",
-    "Privacy": "privacy",
-    "Extending": "extending",
-    "Reference": "reference",
-    "Benchmarks": "benchmarks",
-    "Decisions": "adr",
-}
+NAVIGATION: list[Any] = [
+    "index.md",
+    {"By role": [f"roles/{role}.md" for role in (*ROLES, "data-protection-officer")]},
+    {"Tutorials": [f"tutorials/{name}.md" for name in ("two-hospitals", *ROLES)]},
+    {
+        "Data and models": [
+            f"{name}.md" for name in ("data", "methods", "models", "metrics", "evaluation", "predict", "model-card")
+        ]
+    },
+    {
+        "Privacy": [
+            "privacy/README.md",
+            "privacy/epsilon.md",
+            "privacy/budget.md",
+            "privacy/threat-model.md",
+            "secure-aggregation.md",
+            "audit.md",
+        ]
+    },
+    {"Operations": [f"operations/{name}.md" for name in ("README", "install", "page", "lead", "faults")]},
+    {"Research": ["research.md", "extending/README.md", "comparison.md"]},
+    {"Results": ["benchmarks/index.md", "paper-tables.md", "paper-figures.md"]},
+    {"Reference": ["reference/coordinator.md", "reference/silo.md", "reference/configuration.md", "errors.md", REST]},
+]
+"""What a reader sees first: at most 40 pages. All others are on the page `REST`."""
 PAGES = dict[str, str]
 """Path in the repository -> path in the site."""
 
@@ -68,23 +85,39 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "benchmarks/index.md", content=_index("Benchmarks", benchmarks)))
     decisions = [(p.name, _title(p.read_text())) for p in sorted((ROOT / "docs/adr").glob("*.md"))]
     files.append(File.generated(config, "adr/index.md", content=_index("Decisions", decisions)))
-    config.nav = _navigation(files)
+    files.append(File.generated(config, REST, content=_rest(files)))
+    config.nav = NAVIGATION
     return files
 
 
-def _navigation(files: Files) -> list[Any]:
-    there = sorted(f.src_uri for f in files if f.src_uri.endswith(".md"))
-    nav: list[Any] = ["index.md"]
-    folders = set(SECTIONS.values())
-    sections: list[Any] = []
-    for title, folder in SECTIONS.items():
-        inside = [
-            page for page in there if page.startswith(f"{folder}/") and (folder != "adr" or page == "adr/index.md")
+def _named(navigation: list[Any]) -> list[str]:
+    """List the pages of a navigation."""
+    return [
+        page
+        for entry in navigation
+        for page in ([entry] if isinstance(entry, str) else _named(next(iter(entry.values()))))
+    ]
+
+
+def _rest(files: Files) -> str:
+    """List the pages that the navigation leaves out, by folder. Decisions have a page of their own."""
+    shown = {*_named(NAVIGATION), REST}
+    others = sorted(f.src_uri for f in files if f.src_uri.endswith(".md") and f.src_uri not in shown)
+    folders: dict[str, list[str]] = {}
+    for page in others:
+        folder, _, name = page.rpartition("/")
+        if folder != "adr" or name == "index.md":
+            folders.setdefault(folder, []).append(page)
+    titles = {file.src_uri: _title(file.content_string) for file in files if file.src_uri in others}
+    lines = ["# All other pages", ""]
+    for folder, pages in folders.items():
+        lines += [
+            f"## {folder.capitalize() or 'Pages'}",
+            "",
+            *(f"- [{titles[page] or page}]({page})" for page in pages),
+            "",
         ]
-        if inside:
-            sections.append({title: sorted(inside, key=lambda p: (not p.endswith(("index.md", "README.md")), p))})
-    single = [page for page in there if page.partition("/")[0] not in folders and page != "index.md"]
-    return [*nav, *sections[:1], {"Pages": single}, *sections[1:]]
+    return "\n".join(lines)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
+from consilium.cli.main import program as consilium_program
 from coordinator.cli.main import program
 from fl_core.errors.catalogue import EXPLANATIONS
 from silo.cli.main import program as silo_program
@@ -64,7 +65,8 @@ def test_every_link_leads_somewhere() -> None:
 @cache
 def _program(name: str, wanted: tuple[str, ...]) -> typer.core.TyperGroup:
     """Build a program as it does itself: of its commands only those that the first word wants."""
-    return typer.main.get_command((silo_program if name == "silo" else program)().build(list(wanted)))
+    programs = {"silo": silo_program, "coordinator": program, "consilium": consilium_program}
+    return typer.main.get_command(programs[name]().build(list(wanted)))
 
 
 def _command(words: list[str]) -> object:
@@ -83,7 +85,7 @@ def _command(words: list[str]) -> object:
 
 
 def test_every_command_that_is_named_exists_with_its_options() -> None:
-    called = {(page, code) for page, code in NAMED if re.match(r"(silo|coordinator) [a-z]", code)}
+    called = {(page, code) for page, code in NAMED if re.match(r"(silo|coordinator|consilium) [a-z]", code)}
     wrong = {f"{page}: {code}": _command(code.split()) for page, code in called}
     assert {where: why for where, why in wrong.items() if why} == {}
     assert len(called) > 30
@@ -106,6 +108,28 @@ def test_units_start_commands_that_exist_and_shut_them_off(unit: Path) -> None:
 def test_every_error_code_that_is_named_is_explained() -> None:
     named = {(page.name, code) for page in PAGES for code in re.findall(r"E-[A-Z]+-\d\d", page.read_text())}
     assert {(page, code) for page, code in named if code not in EXPLANATIONS and page != "errors.md"} == set()
+
+
+def test_no_page_names_an_index_that_has_no_consilium() -> None:
+    """Behind `pip install` stands a checkout or a wheel, or an extra of what is installed already."""
+    for page in PAGES:
+        for named in re.findall(r"pip install ['\"]?(consilium[\w-]*)(\[?)", page.read_text()):
+            assert named == ("consilium-fl", "["), page
+    for first in ("README.md", *(f"docs/tutorials/{name}.md" for name in ("researcher", "hospital", "administrator"))):
+        assert "pip install 'consilium-fl" not in (ROOT / first).read_text()
+    assert "Consilium is on no package index" in (ROOT / "docs/operations/install.md").read_text()
+
+
+def test_the_makefile_says_how_much_is_downloaded_and_the_page_on_installing_says_the_same() -> None:
+    said = re.search(
+        r"Installs (\d+) packages.*?([\d.]+ GB) are downloaded \(([\d.]+ GB)", (ROOT / "Makefile").read_text()
+    )
+    assert said is not None
+    page = (ROOT / "docs/operations/install.md").read_text()
+    assert f"(`make setup`) | {said[1]} | 6.2 GB; to download {said[2]}, of which {said[3]} are CUDA" in page
+    assert f"{said[2]} to download" in (ROOT / "README.md").read_text()
+    locked = re.findall(r"^[a-z][\w.-]*==", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+    assert int(said[1]) <= len(locked) + 1
 
 
 def test_the_readme_leads_to_every_page() -> None:

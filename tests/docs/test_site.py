@@ -14,6 +14,7 @@ from markdown_it import MarkdownIt
 
 from coordinator.cli.main import COMMANDS
 from fl_core.methods import METHODS
+from tests.support.pages import chromium
 
 pytestmark = pytest.mark.integration
 
@@ -33,11 +34,57 @@ SOURCES = {
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    words = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(folder)]
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.strip()) == (0, "")
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
     return folder
+
+
+def test_the_navigation_has_at_most_forty_pages_and_every_other_page_is_listed_on_one(site: Path) -> None:
+    links = set(re.findall(r'<a href="([^"#]+)" class="md-nav__link', (site / "index.html").read_text()))
+    shown = {link for link in links if not link.startswith("adr/")}
+    assert shown == links, "decisions are for those who change the code"
+    assert len(links) <= 40
+    rest = set(re.findall(r'<li><a href="([^"#]+)">', (site / "all-pages.html").read_text()))
+    there = {page.relative_to(site).as_posix() for page in site.rglob("*.html")} - {"404.html"}
+    decisions = {page for page in there if page.startswith("adr/0")}
+    assert there - decisions - links - rest - {"index.html"} == set()
+    for role in ("hospital", "lead", "researcher", "administrator", "data-protection-officer"):
+        assert f"roles/{role}.html" in links
+
+
+def test_a_page_for_a_role_fits_a_screen() -> None:
+    for page in (ROOT / "docs/roles").glob("*.md"):
+        text = page.read_text()
+        assert len(re.sub(r"\]\([^)]*\)", "]", text).split()) <= 260, page
+        assert len(text.splitlines()) <= 32, page
+
+
+@pytest.mark.slow
+def test_the_search_finds_pages_without_a_server(site: Path) -> None:
+    with chromium() as browser:
+        page = browser.new_page()
+        page.goto((site / "roles/hospital.html").as_uri())
+        page.fill("input.md-search__input", "secure aggregation")
+        found = page.locator(".md-search-result__item h1").first
+        found.wait_for(state="attached", timeout=60_000)
+        assert "ecure aggregation" in str(found.text_content())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_serious_keeps_anybody_from_reading_the_site(site: Path, scheme: str) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    with chromium() as browser:
+        context = browser.new_context(color_scheme=scheme)
+        for name in ("index", "roles/hospital", "reference/silo", "tutorials/researcher", "privacy/epsilon"):
+            page = context.new_page()
+            page.goto((site / f"{name}.html").as_uri())
+            found = Axe().run(page).response["violations"]
+            assert [(v["id"], v["nodes"][0]["html"]) for v in found if v["impact"] in ("serious", "critical")] == []
 
 
 def test_the_site_names_every_command_and_loads_nothing_from_elsewhere(site: Path) -> None:
