@@ -14,6 +14,7 @@ import torch
 
 from consilium.model.model_file import ModelFileFacts
 from fl_core import datasets
+from fl_core.csv_reader import require_commas
 from fl_core.datasets import DataRequest
 from fl_core.datasets.decoding.dicom import is_dicom
 from fl_core.datasets.decoding.pixels import SUFFIXES
@@ -22,7 +23,6 @@ from fl_core.datasets.image_files import ImageExamples
 from fl_core.datasets.image_loader import ImageLoader
 from fl_core.datasets.references import FILES
 from fl_core.datasets.sources import class_folders
-from fl_core.datasets.sources.csv_reader import require_commas
 from fl_core.datasets.sources.table import cell_parser, read_cells
 from fl_core.datasets.table_schema import read_schema, schema_path
 from fl_core.errors import ConfigError, DataError, SchemaError

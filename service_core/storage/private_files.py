@@ -185,13 +185,16 @@ def png(figure: Figure) -> bytes:
     return picture.getvalue()
 
 
-def read_private(path: Path) -> bytes:
-    """Read a private file; raises StateError if it is missing (E-STATE-43) or others can read it (E-STATE-42)."""
+def read_private(path: Path, what: str = "private key") -> bytes:
+    """Read a private file. what: it holds.
+
+    Raises StateError if it is missing (E-STATE-43) or others can read it (E-STATE-42).
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise StateError(
-            "E-STATE-43", f"expected a private key file at {path}, found none that can be opened ({error.strerror})"
+            "E-STATE-43", f"expected a {what} file at {path}, found none that can be opened ({error.strerror})"
         ) from None
     with os.fdopen(fd, "rb") as file:
         mode = stat.S_IMODE(os.fstat(fd).st_mode)
@@ -199,7 +202,7 @@ def read_private(path: Path) -> bytes:
             raise StateError(
                 "E-STATE-42",
                 f"expected {path} to be readable by its owner alone, found mode {mode:04o}: others on this machine "
-                f"may have read the key. Run: chmod 600 {shlex.quote(str(path))} , and replace the key if that matters",
+                f"may have read the {what}. Run: chmod 600 {shlex.quote(str(path))} , and replace it if that matters",
             )
         return file.read()
 

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fl_core.errors import ConfigError
 from fl_core.types.enums import Split
 from fl_core.types.records import Schema
+from service_core import startup
 from service_core.command_line import Json, command
 from service_core.console import CommandResult, KeyValues, TextTable, show_reply
-from silo.cli.options import Classes, DataRootOption, grey_window, label_space
+from silo.cli.options import AnyHome, Classes, DataRootOption, SiloHome, grey_window, label_space
+from silo.storage.home import Home
 
 if TYPE_CHECKING:
     from fl_core.datasets import CheckReport
@@ -20,7 +23,8 @@ data = typer.Typer(no_args_is_help=True, help="Check data before serving it.")
 Reference = Annotated[
     str,
     typer.Argument(
-        help="The data: digits/hospital2, isic2019/center3, folder:PATH or manifest:FILE.csv.", metavar="REF"
+        help="The data: digits/hospital2, isic2019/center3, folder:PATH, manifest:FILE.csv or dicomweb:URL?...",
+        metavar="REF",
     ),
 ]
 
@@ -38,6 +42,8 @@ def check(
         bool, typer.Option("--deep/--no-deep", help="Decode every image completely, and compare all of them.")
     ] = True,
     as_json: Json = False,
+    *,
+    home: AnyHome,
 ) -> None:
     """Look for everything that would stop a run; exit status 2 when something would.
 
@@ -45,9 +51,8 @@ def check(
     classes without images, images stored twice.
     """
     from fl_core import datasets
-    from fl_core.extensions import loading
 
-    reference = loading.load_of_reference(reference)
+    reference = read_as(reference, home)
     report = datasets.check(
         reference,
         datasets.DataRequest(label_space(classes), window=grey_window(window)),
@@ -60,15 +65,45 @@ def check(
 
 @data.command()
 @command
-def describe(reference: Reference, data_root: DataRootOption = None, classes: Classes = None) -> CommandResult:
+def describe(
+    reference: Reference, data_root: DataRootOption = None, classes: Classes = None, *, home: AnyHome
+) -> CommandResult:
     """Show shape, classes and counts per split."""
     from fl_core import datasets
-    from fl_core.extensions import loading
 
-    reference = loading.load_of_reference(reference)
+    reference = read_as(reference, home)
     loaded = datasets.load(reference, datasets.DataRequest(label_space(classes)), data_root=data_root)
     report = datasets.check(reference, datasets.DataRequest(label_space(classes)), data_root=data_root)
     return _reply(report, loaded.schema)
+
+
+@data.command()
+@command
+def fetch(reference: Reference, *, home: SiloHome) -> CommandResult:
+    """List the images of a PACS, fetch what is new into the home, and say what is left out.
+
+    Before the first check or registration; a service fetches by itself.
+    """
+    from silo.cancellation import CancelToken
+    from silo.pacs.mirror import Mirror
+
+    startup.end_on_interrupt()
+    if (mirror := Mirror.of(home.make(), reference, patient=False)) is None:
+        raise ConfigError("E-CFG-01", f"expected dicomweb:URL?..., found {reference[:80]!r}, which is here already")
+    with home.locked():
+        found = mirror.refresh(CancelToken(), lambda *_: None)
+    facts = {**found._asdict(), "left_out": dict(found.left_out), "file": str(found.file)}
+    shown = [(mirror.reference.public, part) for part in found.sentence().split("; ")]
+    return CommandResult(facts, [KeyValues(shown)])
+
+
+def read_as(reference: str, home: Home) -> str:
+    """Return what reads these data: of a PACS the newest list in the home. Raises as `load_of_reference`."""
+    from fl_core.extensions import loading
+    from silo.pacs.mirror import resolved
+
+    local = resolved(home, reference)
+    return loading.load_of_reference(reference) if local == reference else local
 
 
 UNNAMED = (

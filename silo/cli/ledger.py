@@ -117,12 +117,16 @@ def register(
     always under the same names; register the originals, and serve derived files under their NAME only.
     """
     from fl_core import datasets
-    from fl_core.extensions import loading
     from privacy.ledger import registration
+    from silo.cli.data import read_as
+    from silo.pacs.mirror import Mirror
 
     ledger = _ledger(home, make=True)
-    loaded = datasets.load(loading.load_of_reference(data), data_root=data_root)
-    registered = registration.register(ledger, loaded, name or loaded.origin)
+    loaded = datasets.load(read_as(data, home), data_root=data_root)
+    pacs = Mirror.of(home, data)
+    registered = registration.register(
+        ledger, loaded, name or (loaded.origin if pacs is None else pacs.reference.public)
+    )
     words = {True: "a new version is registered", False: "was registered before"}
     return CommandResult(
         {"collections": registered}, [KeyValues([(name, words[new]) for name, new in registered.items()])]

@@ -20,7 +20,7 @@ from service_core.storage import backup as backups
 from service_core.version import software
 from silo.cli.options import AnyHome, DataRootOption, SiloHome, label_space, open_store, text_of
 from silo.identity.identity import SiloIdentity
-from silo.storage.home import FEATURES, OBJECTS, Home
+from silo.storage.home import FEATURES, OBJECTS, PACS, Home
 from silo.storage.store import ASKED, SiloStore
 
 PAGES = ("page.html", "opened-page.html")
@@ -36,7 +36,7 @@ def _layout(home: Home, ledger_key: bool) -> backups.HomeLayout:
         database=home.database.name,
         objects=OBJECTS,
         databases=(LOG_FILE, *inside(home.ledger)),
-        left_out=("instance.json", FEATURES, *PAGES, *(() if ledger_key else inside(home.ledger_key))),
+        left_out=("instance.json", FEATURES, PACS, *PAGES, *(() if ledger_key else inside(home.ledger_key))),
         referenced=_referenced,
         place=str,
         strip=_strip,

@@ -77,6 +77,7 @@ class Examination:
             "worker": self._worker,
             "runs": self._runs,
         }
+        checks_by_name |= {"PACS": self._pacs} if self.home.pacs.exists() else {}
         if self.data is not None:
             checks_by_name["data"] = self._data
         if self.device is not None:
@@ -213,6 +214,17 @@ class Examination:
         else:
             yield checks.ok("features", text)
 
+    def _pacs(self) -> Iterator[Finding]:
+        """Count the images that were fetched, and what was left out of the newest list."""
+        images = list(self.home.pacs.glob("*/*.dcm"))
+        size = sum(image.stat().st_size for image in images)
+        left = sum(max(0, len(file.read_bytes().splitlines()) - 1) for file in self.home.pacs.glob("*/left-out.csv"))
+        text = f"{pluralize(len(images), 'image')} fetched, {size / 2**20:.0f} MiB"
+        if left:
+            yield checks.warning("PACS", f"{text}; {left} left out", f"{self.home.pacs}/*/left-out.csv says why")
+        else:
+            yield checks.ok("PACS", text)
+
     def _worker(self) -> Iterator[Finding]:
         """Report which walls stand around the process that reads images, or would if the service ran as this user."""
         health, served = Health.of(self.home), self.home.served()
@@ -283,10 +295,12 @@ class Examination:
     def _data(self) -> Iterator[Finding]:
         from fl_core import datasets
         from fl_core.extensions import loading
+        from silo.pacs.mirror import resolved
 
         assert self.data is not None
+        local = resolved(self.home, self.data)
         examined = datasets.check(
-            loading.load_of_reference(self.data),
+            loading.load_of_reference(self.data) if local == self.data else local,
             datasets.DataRequest(self.classes),
             data_root=self.data_root,
             deep=True,

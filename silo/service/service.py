@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fl_core.errors import FederationError, StateError
-from privacy.policy_terms import PRIVATE_PROFILES
+from privacy.policy_terms import PRIVATE_PROFILES, REQUIRED
 from protos.consilium.v1 import federation_pb2 as pb
 from protos.wire import log_heads
 from service_core.audit_log.lines import ALLOWED, REFUSED, LogEntry
@@ -37,6 +37,8 @@ from silo.connection.transfer import ReceiptVerifier, RetryPolicy, Transfer
 from silo.events import EmitEvent, SiloEvent, error_event, event
 from silo.identity.identity import SiloIdentity
 from silo.operations.metrics import SiloMetrics
+from silo.pacs import mirror
+from silo.pacs.mirror import Mirror
 from silo.service.enrolment import MembershipMaintainer, pinned_version
 from silo.service.launchers import Launcher
 from silo.service.secagg import SecaggMember, SessionHandler
@@ -92,6 +94,8 @@ class Service:
         self.name, self._consortium = this_silo.name, this_silo.consortium
         self._timing = ResponseTiming(settings.answer_after, settings.pulse_floor, clock)
         self.store = SiloStore(settings.home.database, wal=self._launcher.local)
+        self._pacs = Mirror.of(settings.home, settings.data, emit=emit, caged=self._must_be_caged)
+        mirror.forget(settings.home, but=self._pacs)
         self._controls, worker = self._make_worker(run_round)
         self._instance = settings.home.begin_instance()
         credentials = self._identity.current_credentials
@@ -135,6 +139,7 @@ class Service:
             session_opened,
             self._timing,
             lambda receipt: self._trail.keep(receipt, emit),
+            self._prepare_data,
         )
         self._stop, self._leaving, self._ended = CancelToken(), threading.Event(), threading.Event()
         self._described, self._describing = threading.Event(), CancelToken()
@@ -142,7 +147,7 @@ class Service:
         self._threads: list[threading.Thread] = []
 
     def start(self, interrupted: Callable[[], bool] = lambda: False) -> None:
-        """Start working, once a worker has described the data: this waits for that, but not for a queue.
+        """Start working, once a worker has described the data: this waits for that, but not for a queue or a PACS.
 
         interrupted: asked now and then whether to wait no longer. Raises as `Worker.describe` unless there is a queue,
         and StateError: E-NET-20 if metrics cannot be served; E-BUDGET-07, E-BUDGET-08 on a privacy ledger that lacks
@@ -175,7 +180,7 @@ class Service:
         ]
         for thread in self._threads:
             thread.start()
-        if not self._launcher.queues:
+        if not self._launcher.queues and (self._pacs is None or self._pacs.listed):
             while not self._described.wait(POLL_S) and not interrupted():
                 pass
             if self._about is None and self.error is not None:
@@ -184,6 +189,8 @@ class Service:
 
     def _do_tasks(self) -> None:
         try:
+            if self._pacs is not None and not self._pacs.listed:
+                self._pacs.refresh(self._describing, lambda *_: None)
             about = self._runner.worker.describe(self._describing)
         except CancelledError:
             return
@@ -210,13 +217,22 @@ class Service:
     def _make_worker(self, run_round: RunRound | None) -> tuple[HospitalRules, Worker]:
         settings, of_home = self._settings, (self._settings.home, self.store, self._identity.ca_fingerprint())
         if run_round is None:
-            workers = CagedWorkers(settings, self._launcher, self.name, self._emit, self.metrics.computed)
+            data_of = (lambda _: settings.data) if self._pacs is None else self._pacs.data
+            workers = CagedWorkers(settings, self._launcher, self.name, self._emit, self.metrics.computed, data_of)
             return HospitalRules(*of_home), workers
         from silo.admission.controls import HospitalControls
         from silo.worker.tasks import TaskWork
 
         controls = HospitalControls(*of_home)
         return controls, ThreadWorker(TaskWork.of(settings, self.store, controls, self.metrics.computed, run_round))
+
+    def _prepare_data(self, run_id: str, stop: CancelToken, progress: Callable[[int, int], None]) -> None:
+        if self._pacs is not None:
+            under_way = lambda run: self.store.state_of(run) not in ("", "finished", "aborted")  # noqa: E731
+            self._pacs.prepare(run_id, stop, progress, under_way)
+
+    def _must_be_caged(self) -> bool:
+        return self._controls.policy().worker.isolation == REQUIRED
 
     def _transfer(self, connections: ConnectionManager, objects: ObjectStore) -> Transfer:
         return Transfer(

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from fl_core.errors import ConfigError, FederationError, RefusedError, StateError
@@ -124,6 +125,8 @@ class TaskRunner:
     timing: ResponseTiming
     on_receipt: Callable[[bytes], None] = lambda _: None
     """Called with each receipt after it is stored."""
+    prepare_data: Callable[[str, CancelToken, Callable[[int, int], None]], None] = lambda *_: None
+    """Has a run's images here before its worker begins: where they come from a PACS, they are fetched, or awaited."""
 
     def run(self, over: threading.Event) -> None:
         self.outbox.sweep()
@@ -182,6 +185,7 @@ class TaskRunner:
         `HospitalRules.policy`; as `Worker.begin`.
         """
         policy, run_id = self.controls.policy(), task.key.run_id
+        self.prepare_data(run_id, task.stop, partial(self.queue.set_activity, task, pb.AWAITING_IMAGES, quiet=True))
         walls = self.worker.begin(run_id, task.stop)
         if policy.worker.isolation == REQUIRED and not walls.offline:
             error = RefusedError(

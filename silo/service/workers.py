@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
@@ -130,9 +131,10 @@ class CagedWorkers:
         silo: str,
         emit: EmitEvent,
         computed: Callable[[TaskKind, float], None],
+        data_of: Callable[[str], str],
     ) -> None:
         rmtree(settings.home.scratch, ignore_errors=True)
-        self._make = partial(CagedWorker, settings, launcher, silo, emit, computed)
+        self._make = partial(CagedWorker, settings, launcher, silo, emit, computed, data_of)
         self._workers: dict[str, CagedWorker] = {}
         """By run, the one that was used last at the end; one that has none yet is that of ""."""
         self._state_of: Callable[[str], str] = lambda _: ""
@@ -186,7 +188,7 @@ class CagedWorker:
     It stays while its run is under way, and ends a minute after that, and at once when its run was aborted. A task that
     is given up ends within `END_S`: by itself, or killed with all its processes.
 
-    silo: this hospital's name   computed: called with the seconds that a round took.
+    silo: this hospital's name   computed: called with the seconds that a round took   data_of: gives a run's data.
     """
 
     def __init__(
@@ -196,9 +198,10 @@ class CagedWorker:
         silo: str,
         emit: EmitEvent,
         computed: Callable[[TaskKind, float], None],
+        data_of: Callable[[str], str],
     ) -> None:
         self._settings, self._launcher, self._silo = settings, launcher, silo
-        self._emit, self._computed = emit, computed
+        self._emit, self._computed, self._data_of, self._data = emit, computed, data_of, ""
         self._child: ChildProcess | None = None
         self._run_id, self._since = "", time.monotonic()
         self._manifest, self._named = "", set[str]()
@@ -223,7 +226,7 @@ class CagedWorker:
     def begin(self, run_id: str, stop: CancelToken) -> Walls:
         """Be ready for a task of a run; raises StateError (E-RUN-55) where no worker starts, or what it refuses."""
         self._run_id = run_id
-        if self.pid is None:
+        if self.pid is None or self._data != self._data_of(run_id):
             self.end()
             self._start(stop)
         return self._walls
@@ -283,6 +286,7 @@ class CagedWorker:
         return self._child
 
     def _start(self, stop: CancelToken) -> None:
+        self._data = self._data_of(self._run_id)
         home, self._scratch = self._settings.home, self._settings.home.scratch.absolute() / secrets.token_hex(4)
         private_folder(self._scratch)
         start, local = self._launcher.start(), self._launcher.local
@@ -304,7 +308,7 @@ class CagedWorker:
                     self._child.within(START_S, late),
                 ):
                     self._ask(
-                        settings=self._settings.as_json(),
+                        settings=replace(self._settings, data=self._data).as_json(),
                         service=os.getpid() if local else 0,
                         scratch=str(self._scratch),
                         locks=locks,

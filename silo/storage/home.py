@@ -5,6 +5,7 @@
 `instance.json` the last service                          `policy.toml` the runs that the hospital takes part in
 `ledger.db` how its records were used, and the rest of their budget
 `served.json` the data of the last service                `features/` features from frozen models
+`pacs/` images that were fetched from a PACS
 `ledger.key` the secret of the ledger's chain             `ledger.json` where both lie instead, if homes share them
 `validation_only` this hospital evaluates models and trains none
 """
@@ -25,6 +26,7 @@ from service_core.storage import private_files
 VARIABLE = "CONSILIUM_SILO_HOME"
 OBJECTS = "objects"
 FEATURES = "features"
+PACS = "pacs"
 SERVED = "served.json"
 VALIDATION_ONLY = "validation_only"
 LOCK_FILE = "serve.lock"
@@ -150,6 +152,11 @@ class Home:
     @property
     def features(self) -> Path:
         return self.path / FEATURES
+
+    @property
+    def pacs(self) -> Path:
+        """The folder of images that were fetched from a PACS."""
+        return self.path / PACS
 
     @property
     def worker_lock(self) -> Path:

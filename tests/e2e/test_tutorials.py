@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.test_readme import Machine, blocks, images
 from tests.support import until
+from tests.support.pacs import dicom, pacs
 from tests.support.processes import ROOT, free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -80,6 +81,31 @@ def test_the_tutorial_for_hospitals(tmp_path: Path) -> None:
         assert told["runs"][0]["evaluations"][-1]["accuracy"] > 0.6  # chance: a third
         spent = south.run("silo ledger show --json")
         assert '"skin' in spent
+
+
+def test_the_tutorial_for_hospitals_with_a_pacs(tmp_path: Path) -> None:
+    port, rows = free_port(), ["AccessionNumber,diagnosis"]
+    with machines(tmp_path, "lead", "south", "other") as there, pacs() as source:
+        lead, south, other = there["lead"], there["south"], there["other"]
+        source.user = "research:correct horse"
+        for k in range(90):
+            uid, facts = f"1.2.{k}.1.7", {"AccessionNumber": f"A2024-{k:04}", "PatientID": f"P{k}", "Modality": "CT"}
+            source.add(f"1.2.{k}", f"1.2.{k}.1", uid, dicom(uid, seed=k, side=32, shade=70 * (k % 3)), **facts)
+            rows.append(f"A2024-{k:04},{list(COLOURS)[k % 3]}")
+        (south.folder / "labels.csv").write_text("\n".join(rows))
+        lead.run(f"coordinator init study --address 127.0.0.1:{port}")
+        lead.run(f"coordinator invite south --out {south.folder}/south.token")
+        lead.serve(f"coordinator serve --bind 127.0.0.1:{port}")
+        joined(other, lead, "other", ["melanoma", "nevus"])
+        page = (ROOT / "docs/tutorials/pacs.md").read_text().replace("https://pacs.example.org/dicom-web", source.url)
+        south.env["PACS"] = page.partition("PACS='")[2].partition("'")[0]
+        for words, script in blocks(page):
+            machine = there[words[0]]
+            (machine.serve if "service" in words else machine.run)(script)
+        told = json.loads(south.run("silo status --json"))
+        assert told["left"]["verdict"] == "No image has left this hospital"
+        assert told["runs"][0]["evaluations"][-1]["accuracy"] > 0.6  # chance: a third
+        assert list((lead.folder / "models").glob("*.safetensors"))
 
 
 def test_the_tutorial_for_leads(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from fl_core.csv_reader import read_lines, read_rows
 from fl_core.datasets.label_dictionary import read_dictionary
-from fl_core.datasets.sources.csv_reader import read_lines, read_rows
 from fl_core.datasets.table_schema import read_schema
 from fl_core.text import composed, decoded, opened, read_text
 

@@ -83,6 +83,7 @@ class DataCheck:
             if served is None or self._closed or self._process is not None:
                 return self._process is not None
             words = [sys.executable, "-P", "-m", "silo.cli.main", "data", "check", "--json"]
+            words += ["--home", str(self._home.path)]
             words += ["--data-root", served.data_root] if served.data_root else []
             path = os.pathsep.join(filter(None, (str(_PROGRAM), os.environ.get("PYTHONPATH"))))
             try:

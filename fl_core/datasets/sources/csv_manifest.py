@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from fl_core.csv_reader import Row, half_of, read_rows
 from fl_core.datasets.checks import Item, SourceIndex, groups_in_both_splits, problem
 from fl_core.datasets.label_dictionary import Translator, read_dictionary
 from fl_core.datasets.list_schema import ListSchema, read_list_schema
-from fl_core.datasets.sources.csv_reader import Row, half_of, read_rows
 from fl_core.datasets.sources.label_columns import read_label, translated_columns
 from fl_core.text import composed
 from fl_core.types.enums import Split

@@ -7,13 +7,13 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
+from fl_core.csv_reader import read_lines
 from fl_core.datasets.catalogue import PUBLISHED
 from fl_core.datasets.checks import Item, SourceIndex, problem
 from fl_core.datasets.image_files import ImageTransform
 from fl_core.datasets.partition.federations import Partitioner, SiloIndices
 from fl_core.datasets.sources.arrays import no_data_root
 from fl_core.datasets.sources.class_folders import listed
-from fl_core.datasets.sources.csv_reader import read_lines
 from fl_core.types.enums import Split
 
 TREES = {"cifar10": ("", "cifar10", "cifar10-jpeg"), "cinic10": ("", "cinic10", "CINIC-10")}

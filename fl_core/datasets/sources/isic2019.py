@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from fl_core import rng
+from fl_core.csv_reader import Row, read_table
 from fl_core.datasets.augmentation import LESIONS
 from fl_core.datasets.checks import CheckProblem, Item, SourceIndex, groups_in_both_splits, problem
 from fl_core.datasets.examples import SPLITS
 from fl_core.datasets.image_files import ImageTransform
-from fl_core.datasets.sources.csv_reader import Row, read_table
 from fl_core.errors import ConfigError, DataError
 from fl_core.types.enums import Split
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fl_core.csv_reader import MAX_BYTES, half_of, lines_of, require_commas
 from fl_core.datasets.checks import (
     CheckProblem,
     CheckReport,
@@ -31,7 +32,6 @@ from fl_core.datasets.examples import SPLITS, SiloDataset, TensorExamples, finge
 from fl_core.datasets.label_dictionary import FILE as LABELS_FILE
 from fl_core.datasets.label_dictionary import NO_DICTIONARY, Translator, read_dictionary
 from fl_core.datasets.partition.federations import Partitioner, SiloIndices
-from fl_core.datasets.sources.csv_reader import MAX_BYTES, half_of, lines_of, require_commas
 from fl_core.datasets.sources.label_columns import TRUTH, LabelColumns, read_label, translated_columns
 from fl_core.datasets.table_schema import TableSchema, read_schema, schema_path
 from fl_core.errors import DataError

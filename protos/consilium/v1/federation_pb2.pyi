@@ -36,6 +36,8 @@ class _ActivityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Activity.Val
     """sent its update, waits for the round's close"""
     AWAITING_APPROVAL: _Activity.ValueType  # 6
     """the hospital has yet to decide about the run"""
+    AWAITING_IMAGES: _Activity.ValueType  # 7
+    """the hospital's PACS is asked for the run's images, or is away"""
 
 class Activity(_Activity, metaclass=_ActivityEnumTypeWrapper): ...
 
@@ -48,6 +50,8 @@ WAITING: Activity.ValueType  # 5
 """sent its update, waits for the round's close"""
 AWAITING_APPROVAL: Activity.ValueType  # 6
 """the hospital has yet to decide about the run"""
+AWAITING_IMAGES: Activity.ValueType  # 7
+"""the hospital's PACS is asked for the run's images, or is away"""
 Global___Activity: _TypeAlias = Activity  # noqa: Y015
 
 class _TaskKind:

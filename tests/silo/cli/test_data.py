@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
 from silo.cli.main import program
 from tests.silo.admission.test_surveys import write_images
+from tests.support.pacs import dicom, pacs
 
 
 @pytest.mark.parametrize(("named", "said"), [(True, "groups 10"), (False, "none: patients are not named")])
@@ -15,3 +19,32 @@ def test_a_check_says_whether_patients_are_named_and_how_to_name_them(tmp_path, 
     result = CliRunner().invoke(program().build(["data"]), ["data", "check", reference], env={"COLUMNS": "400"})
     assert said in " ".join(result.output.split())
     assert ("column group of a list" in result.output) is not named
+
+
+@pytest.mark.integration
+def test_images_of_a_pacs_are_fetched_checked_registered_and_counted(tmp_path: Path) -> None:
+    def call(*words: str, status: int = 0) -> str:
+        result = CliRunner().invoke(program().build([words[0]]), [*words, "--home", str(tmp_path / "home"), "--json"])
+        assert result.exit_code == status, (result.output, result.exception)
+        return f"{result.output}{result.exception or ''}"
+
+    rows = ["AccessionNumber,finding"]
+    with pacs() as source:
+        for k in range(30):
+            facts = {"AccessionNumber": f"A{k}", "PatientID": f"P{k}"}
+            uid = f"1.2.{k}.1.7"
+            source.add(f"1.2.{k}", f"1.2.{k}.1", uid, dicom(uid, seed=k, shade=k % 2 * 90) if k else b"broken", **facts)
+            rows.append(f"A{k},{'ab'[k % 2]}")
+        (tmp_path / "labels.csv").write_text("\n".join([*rows, "A99,a"]))
+        reference = f"dicomweb:{source.url}?labels={tmp_path}/labels.csv:finding"
+        assert "silo data fetch" in call("data", "check", reference, status=1)
+        found = json.loads(call("data", "fetch", reference))
+    assert (found["images"], found["studies"], found["unmet"]) == (29, 30, 1)
+    assert found["left_out"] == {"objects that cannot be read": 1}
+    assert json.loads(call("data", "check", reference))["groups"] == 29
+    registered = json.loads(call("ledger", "register", "--data", reference))["collections"]
+    assert {f"dicomweb:{source.url}/{split}" for split in ("train", "test")} <= set(registered)
+    doctor = call("doctor", "--data", reference)
+    assert "29 images fetched" in doctor
+    assert "1 left out" in doctor
+    assert "every image was decoded" in doctor

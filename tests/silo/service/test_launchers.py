@@ -169,7 +169,7 @@ def settings(folder: Path, launcher: str) -> SiloSettings:
 
 def started(place: SiloSettings) -> CagedWorker:
     launcher = Launcher.of(place.launcher, place.home)
-    worker = CagedWorker(place, launcher, "center1", lambda _: None, lambda *_: None)
+    worker = CagedWorker(place, launcher, "center1", lambda _: None, lambda *_: None, lambda _: place.data)
     worker.begin("", CancelToken())
     return worker
 

@@ -1,0 +1,68 @@
+"""A table of labels by a number of the hospital's, joined to images by what their source says of them.
+
+The key is the column whose name is one of `KEYS`, the most exact one where there are several. `PatientID` beside
+another key names the patient, and `split` says train or test. Imports no torch: a service reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from fl_core.csv_reader import lines_of, read_table
+from fl_core.errors import DataError
+from fl_core.text import composed
+
+PATIENT = "PatientID"
+KEYS = ("SeriesInstanceUID", "StudyInstanceUID", "AccessionNumber", PATIENT)
+_SPLIT = "split"
+
+
+class LabelRow(NamedTuple):
+    """What the table says of an image. patient, split: empty if it does not say."""
+
+    label: str
+    patient: str = ""
+    split: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LabelTable:
+    """The rows by their key; those without a label are left out. met: keys that an image had."""
+
+    key: str
+    rows: Mapping[str, LabelRow]
+    met: set[str] = field(default_factory=set)
+
+    @classmethod
+    def read(cls, file: Path, column: str) -> LabelTable:
+        """Read a CSV file; raises DataError (E-DATA-02, E-DATA-07) as `read_table`, and on rows that contradict."""
+        rows = read_table(file, (column,))
+        _, header = next(lines_of(file))
+        if (key := next((name for name in KEYS if name in header), None)) is None:
+            raise DataError(
+                "E-DATA-07", f"expected one of the columns {', '.join(KEYS)} in {file}, found none: export one of them"
+            )
+        labels, wrong = dict[str, LabelRow](), list[str]()
+        for row in rows:
+            said = LabelRow(composed(row[column]), row.get(PATIENT, ""), row.get(_SPLIT, ""))
+            if not (row[key] and said.label):
+                continue
+            if labels.setdefault(row[key], said) != said or (_SPLIT in header and said.split not in ("train", "test")):
+                wrong.append(row[key])
+        if wrong:
+            raise DataError(
+                "E-DATA-07",
+                f"expected one label, one patient and a split of train or test for each {key} in {file}, found "
+                f"{len(wrong)} rows with another ({', '.join(wrong[:5])}): correct them",
+            )
+        return cls(key, labels)
+
+    def find(self, facts: Mapping[str, str]) -> LabelRow | None:
+        """Return the row of an image, by what its source says of it; None if there is none."""
+        row = self.rows.get(facts.get(self.key, ""))
+        if row is not None:
+            self.met.add(facts[self.key])
+        return row

@@ -1,0 +1,358 @@
+"""Requests to a PACS (PS3.18: QIDO-RS, WADO-RS). Whatever it answers is bounded: bytes, results and seconds.
+
+An object is passed on as bytes, and never parsed. A library for DICOMweb would parse each in this process, without a
+bound, and would write other bytes than the PACS holds.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+import socket
+import ssl
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
+from functools import partial
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+from urllib.parse import quote, urlencode, urlsplit
+
+from fl_core.errors import ConfigError, UnavailableError
+from service_core.console import printable
+from service_core.storage.private_files import read_private
+from silo.cancellation import CancelToken
+from silo.pacs.reference import PacsReference
+
+SILENCE_S, RESPONSE_S, LISTING_S = 60.0, 900.0, 6 * 3600.0
+"""Seconds without a byte, for one response, and for the whole list."""
+OBJECT_BYTES, PAGE_BYTES, HEAD_BYTES = 512 << 20, 32 << 20, 64 << 10
+MAX_RESULTS = 1_000_000
+PAGE, FEWEST = 500, 100
+"""Results that are asked for at once. A page of fewer than FEWEST is the last, unless the PACS says that it is not."""
+_BLOCK = 1 << 16
+_UID = re.compile(r"[0-9][0-9.]{0,63}")
+_AWAY = (408, 429, 502, 503, 504)
+_OBJECT = 'multipart/related; type="application/dicom"; transfer-syntax=*'
+_STUDY, _SERIES, _INSTANCE = "0020000D", "0020000E", "00080018"
+_OF_STUDY = {"AccessionNumber": "00080050", "PatientID": "00100020", "StudyDate": "00080020"}
+_OF_STUDY |= {"StudyDescription": "00081030", "StudyInstanceUID": _STUDY}
+_OF_SERIES = {"Modality": "00080060", "SeriesDescription": "0008103E", "SeriesNumber": "00200011"}
+_OF_SERIES |= {"NumberOfSeriesRelatedInstances": "00201209", "SeriesInstanceUID": _SERIES}
+Facts = Mapping[str, str]
+Rows = tuple[list[Any], bool]
+Patiently = Callable[[Callable[[], Rows]], Rows]
+
+
+class LeftOutError(Exception):
+    """One study or object that the PACS lists and does not give, or gives in no usable form."""
+
+
+class CutOffError(LeftOutError):
+    """An answer that ended before its end; the next may be whole."""
+
+
+class Instance(NamedTuple):
+    """An object of the list. facts: of its study and series, by the names of the standard, empty where it has none."""
+
+    study: str
+    series: str
+    uid: str
+    facts: Facts
+
+
+class PacsClient:
+    """One connection to a PACS, for one list at a time; every call ends when `stop` is cancelled.
+
+    patiently: asks for a page, once or until the PACS answers.
+
+    Raises UnavailableError (E-DATA-21) where it does not answer, and ConfigError (E-DATA-22) where it refuses, cannot
+    be trusted, or answers without end.
+    """
+
+    def __init__(self, reference: PacsReference, stop: CancelToken, patiently: Patiently) -> None:
+        self._reference, self._stop, self._patiently = reference, stop, patiently
+        address = urlsplit(reference.url)
+        self._path, self._host = quote(address.path, safe="/%"), address.hostname or ""
+        self._headers = {"Accept-Encoding": "identity", "User-Agent": "consilium", **_authorization(reference)}
+        if address.scheme == "https":
+            trusted = _trusted(reference.ca)
+            self._connection = HTTPSConnection(self._host, address.port, timeout=SILENCE_S, context=trusted)
+        else:
+            self._connection = HTTPConnection(self._host, address.port, timeout=SILENCE_S)  # type: ignore[assignment]
+        self._socket = socket.socket()
+        self._left, self._until = MAX_RESULTS, time.monotonic() + LISTING_S
+
+    def close(self) -> None:
+        self._connection.close()
+
+    # ---- the list --------------------------------------------------------------------------------------------------
+
+    def studies(self, accession: str = "") -> Iterator[Facts]:
+        """List the studies that are asked for; what a PACS adds to them, because it ignores a filter, is left out."""
+        reference, (first, last) = self._reference, self._reference.dates
+        filters = {"StudyDate": reference.date, "StudyDescription": reference.description, "AccessionNumber": accession}
+        if len(reference.modalities) == 1:  # several are no alternatives in a search: series tell theirs
+            filters["ModalitiesInStudy"] = reference.modality
+        results = self._results("/studies", filters, _OF_STUDY, "StudyInstanceUID")
+        while True:
+            try:
+                if (facts := next(results, None)) is None:
+                    return
+            except LeftOutError as error:
+                raise _no_list(self._host, str(error)) from None
+            wanted = not facts["StudyDate"] or first <= facts["StudyDate"] <= last
+            wanted &= not facts["StudyDescription"] or _fits(facts["StudyDescription"], reference.description)
+            if wanted and (not accession or facts["AccessionNumber"] in ("", accession)):
+                yield facts
+
+    def series(self, study: str) -> list[Facts]:
+        """List the series of a study that the rule chooses; raises LeftOutError if the study has vanished."""
+        path = f"/studies/{_checked(study)}/series"
+        listed = list(self._results(path, {}, _OF_SERIES, "SeriesInstanceUID"))
+        wanted, rule = self._reference.modalities, self._reference.series
+        chosen = [s for s in listed if not wanted or s["Modality"] in ("", *wanted)]
+        chosen.sort(key=lambda s: (_number(s["SeriesNumber"], 1 << 31), s["SeriesInstanceUID"]))
+        if self._reference.wanted_series:
+            return [s for s in chosen if _fits(s["SeriesDescription"], self._reference.wanted_series)]
+        if rule == "largest":
+            chosen.sort(key=lambda s: -_number(s["NumberOfSeriesRelatedInstances"], 0))
+        return chosen if rule == "all" else chosen[:1]
+
+    def instances(self, study: Facts, series: Facts) -> Iterator[Instance]:
+        """List the objects of a series; raises LeftOutError if it has vanished."""
+        of = _checked(study["StudyInstanceUID"]), _checked(series["SeriesInstanceUID"])
+        path = f"/studies/{of[0]}/series/{of[1]}/instances"
+        for facts in self._results(path, {}, {"uid": _INSTANCE}, "uid"):
+            yield Instance(*of, facts["uid"], {**study, **series})
+
+    def _results(self, path: str, filters: Mapping[str, str], tags: Mapping[str, str], name: str) -> Iterator[Facts]:
+        """Page through the results of a search, each once; a PACS that repeats a page has come to its end."""
+        query = [(field, value) for field, value in filters.items() if value]
+        query += [("includefield", tag) for tag in tags.values()]
+        seen, offset, more = set[str](), 0, True
+        while more:
+            page = f"{path}?{urlencode([*query, ('limit', PAGE), ('offset', offset)])}"
+            rows, warned = self._patiently(partial(self._page, page))
+            self._left -= len(rows)
+            if self._left < 0 or time.monotonic() > self._until:
+                raise ConfigError(
+                    "E-DATA-22",
+                    f"expected at most {MAX_RESULTS} results within {LISTING_S / 3600:g} hours of the PACS, found "
+                    "more: ask for fewer (modality, date, description, accessions)",
+                )
+            read = [{key: _text(row, tag) for key, tag in tags.items()} for row in rows]
+            fresh = {facts[name]: facts for facts in read if facts[name] not in seen}
+            seen |= set(fresh)
+            yield from fresh.values()
+            offset, more = offset + len(rows), bool(fresh) and (len(rows) >= FEWEST or warned)
+
+    def _page(self, path: str) -> Rows:
+        with self._asked(path, "application/dicom+json") as response:
+            if response.status == 204:
+                return [], False
+            body = bytearray()
+            for block in _blocks(response, PAGE_BYTES):
+                body += block
+            warned = response.headers.get("Warning") is not None
+        try:
+            rows = json.loads(bytes(body) or b"[]")
+        except (ValueError, RecursionError):
+            rows = None
+        if not isinstance(rows, list):
+            raise _no_list(self._host, "something else")
+        return rows, warned
+
+    # ---- objects ---------------------------------------------------------------------------------------------------
+
+    def retrieve(self, study: str, series: str, uid: str, aside: IO[bytes], into: IO[bytes]) -> None:
+        """Write an object as the PACS holds it. aside: for the answer around it. Raises LeftOutError."""
+        path = f"/studies/{_checked(study)}/series/{_checked(series)}/instances/{_checked(uid)}"
+        with self._asked(path, _OBJECT) as response:
+            kind = response.headers.get("Content-Type", "")
+            for block in _blocks(response, OBJECT_BYTES + HEAD_BYTES):
+                aside.write(block)
+        aside.flush()
+        if not aside.tell():
+            raise LeftOutError("the PACS gave nothing")
+        with mmap.mmap(aside.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            start, end = _part(data, kind)
+            for at in range(start, end, _BLOCK):
+                into.write(data[at : min(at + _BLOCK, end)])
+
+    # ---- one request -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _asked(self, path: str, accept: str) -> Iterator[HTTPResponse]:
+        """Ask, and yield the answer; a connection that the PACS has closed meanwhile is opened once more."""
+        late, connection = threading.Event(), self._connection
+
+        def cut() -> None:
+            late.set()
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(RESPONSE_S, cut)
+        timer.daemon = True
+        timer.start()
+        done = False
+        try:
+            with self._stop.on_cancel(cut):
+                fresh = connection.sock is None
+                try:
+                    response = self._send(path, accept)
+                except (HTTPException, OSError):
+                    if fresh or late.is_set():
+                        raise
+                    connection.close()
+                    response = self._send(path, accept)
+                self._require_usable(response, listing="/instances/" not in path)
+                yield response
+                if late.is_set():
+                    raise CutOffError("cut off")
+                if response.length == 0:
+                    response.read()  # which ends it for http.client, so that the connection can be used again
+                done = response.isclosed()
+        except ssl.SSLCertVerificationError as error:
+            raise ConfigError(
+                "E-DATA-22",
+                f"expected a certificate of {self._host} that can be trusted, found: {error.verify_message}. Renew it, "
+                "or name the hospital's own authority with ca=FILE",
+            ) from None
+        except ssl.SSLError as error:
+            if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+                raise _away(self._host, "the connection was closed") from None
+            raise ConfigError(
+                "E-DATA-22", f"expected TLS at {self._host}, found: {error.reason}. Check address and port of the PACS"
+            ) from None
+        except (CutOffError, HTTPException, OSError) as error:
+            self._stop.raise_if_cancelled()
+            why = f"cut off after {RESPONSE_S:g} s" if late.is_set() else str(error) or type(error).__name__
+            if "/instances/" in path and (late.is_set() or isinstance(error, CutOffError)):
+                raise CutOffError(why) from None
+            raise _away(self._host, printable(why[:200])) from None
+        finally:
+            timer.cancel()
+            if not done:
+                connection.close()
+
+    def _send(self, path: str, accept: str) -> HTTPResponse:
+        self._stop.raise_if_cancelled()
+        self._connection.request("GET", f"{self._path}{path}", headers={**self._headers, "Accept": accept})
+        self._socket = self._connection.sock  # http.client forgets it where an answer ends with the connection
+        return self._connection.getresponse()
+
+    def _require_usable(self, response: HTTPResponse, listing: bool) -> None:
+        status, of = response.status, self._host
+        if 300 <= status < 400:
+            to = printable((urlsplit(response.headers.get("Location", "")).hostname or "the same host")[:100])
+            text = f"expected an answer of {of}, found that it sends elsewhere ({to}), which is not followed: name that"
+            raise ConfigError("E-DATA-22", f"{text} address if it is the hospital's")
+        if status in (401, 403):
+            remedy = "correct the file named by credentials=FILE (user:password), or ask whoever runs the PACS"
+            raise ConfigError("E-DATA-22", f"expected access to {of}, found that it refuses (HTTP {status}): {remedy}")
+        if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise LeftOutError("compressed by HTTP, which nobody asked for")
+        if status in (404, 410):
+            raise LeftOutError(f"the PACS does not have it any more (HTTP {status})")
+        if status in _AWAY or (listing and status >= 500):
+            raise _away(of, f"HTTP {status}")
+        if status not in (200, 204, 206):
+            raise LeftOutError(f"the PACS does not give it (HTTP {status})")
+
+
+def _away(host: str, why: str) -> UnavailableError:
+    return UnavailableError("E-DATA-21", f"expected an answer of the PACS {host}, found: {why}; it is asked again")
+
+
+def _no_list(host: str, found: str) -> ConfigError:
+    return ConfigError(
+        "E-DATA-22",
+        f"expected a list of results in JSON from {host}, found: {found}. Check that the address is that of DICOMweb, "
+        "for instance https://pacs.example/dicom-web",
+    )
+
+
+def _authorization(reference: PacsReference) -> dict[str, str]:
+    """Read the credentials; raises StateError (E-STATE-42, E-STATE-43) as `read_private`, ConfigError (E-CFG-02)."""
+    if not reference.credentials:
+        return {}
+    said = read_private(Path(reference.credentials), "password").decode(errors="replace").strip()
+    if said.startswith("Bearer ") and said.isascii() and said.isprintable():
+        return {"Authorization": said}
+    if ":" not in said or not said.isprintable():
+        raise ConfigError(
+            "E-CFG-02", f"expected user:password or Bearer TOKEN in {reference.credentials}, found neither: write one"
+        )
+    return {"Authorization": f"Basic {b64encode(said.encode()).decode()}"}
+
+
+def _trusted(ca: str) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca or None)
+    except OSError as error:
+        raise ConfigError("E-CFG-02", f"expected an authority in PEM in {ca}, found none: {error}") from None
+
+
+def _blocks(response: HTTPResponse, most: int) -> Iterator[bytes]:
+    """Yield an answer as it comes; raises CutOffError if it ends early, LeftOutError if it is too long."""
+    size = 0
+    try:
+        while block := response.read1(_BLOCK):
+            size += len(block)
+            if size > most:
+                raise LeftOutError(f"more than {most >> 20} MiB")
+            yield block
+    except (HTTPException, OSError) as error:
+        raise CutOffError(f"cut off after {size} bytes ({type(error).__name__})") from None
+    if response.length:
+        raise CutOffError(f"cut off after {size} bytes")
+
+
+def _part(data: mmap.mmap, kind: str) -> tuple[int, int]:
+    """Find the first part of a multipart answer; some servers send the object bare."""
+    media, *parameters = (word.strip() for word in kind.split(";"))
+    if media.lower() == "application/dicom":
+        return 0, len(data)
+    values = (word.partition("=")[2].strip('"') for word in parameters if word.lower().startswith("boundary="))
+    if media.lower() != "multipart/related" or not (mark := next(values, "").encode()):
+        raise LeftOutError("neither DICOM nor a multipart answer with a boundary")
+    head = data.find(b"--" + mark, 0, HEAD_BYTES)
+    start = data.find(b"\r\n\r\n", max(head, 0), head + HEAD_BYTES) + 4
+    end = data.find(b"\r\n--" + mark, start)
+    if head < 0 or start < 4 or end < 0:
+        raise CutOffError("a multipart answer without its end")
+    return start, end
+
+
+def _text(row: object, tag: str) -> str:
+    """Return the first value of a tag in a result; empty if there is none that is one line of text."""
+    with suppress(TypeError, KeyError, IndexError):
+        value = row[tag]["Value"][0]  # type: ignore[index]
+        text = str(value).strip() if isinstance(value, str | int) else ""
+        return text if text.isprintable() and len(text) <= 256 else ""
+    return ""
+
+
+def _checked(uid: str) -> str:
+    if not is_uid(uid):
+        raise LeftOutError("no valid number (UID)")
+    return uid
+
+
+def is_uid(text: str) -> bool:
+    """Tell whether a text is a number of DICOM, and so also a name of a file."""
+    return _UID.fullmatch(text) is not None
+
+
+def _fits(text: str, pattern: str) -> bool:
+    return not pattern or fnmatch(text.lower(), pattern.lower())
+
+
+def _number(text: str, otherwise: int) -> int:
+    return int(text) if text.isascii() and text.isdecimal() else otherwise

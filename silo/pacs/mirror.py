@@ -1,0 +1,432 @@
+"""The images of a PACS in the hospital's home, and the list of them that a run keeps.
+
+A folder for each selection: `UID.dcm` by the number of an object, lists of images in the form of `manifest:`, and an
+index of what was fetched. To a worker it is a list of image files as any other, so that a run on a PACS is the run on
+its export. A run reads the list that it began with; what the PACS has later is in the next run's.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO, NamedTuple, TypeVar
+
+from fl_core.csv_reader import half_of
+from fl_core.errors import ConfigError, DataError, UnavailableError
+from fl_core.label_table import KEYS, PATIENT, LabelRow, LabelTable
+from service_core.console import pluralize
+from service_core.storage.digests import Hasher, file_digest
+from service_core.storage.disk import available, disk_error, disk_errors
+from service_core.storage.private_files import private_folder, write_private
+from silo.cancellation import CancelToken
+from silo.events import EmitEvent, event
+from silo.pacs.dicomweb import CutOffError, Facts, Instance, LeftOutError, PacsClient, is_uid
+from silo.pacs.reference import SCHEME, PacsReference
+from silo.storage.home import Home
+from silo.worker.inspection import inspected
+
+T = TypeVar("T")
+Progress = Callable[[int, int], None]
+AGAIN_S, AGAIN_CAP_S, FRESH_S = 2.0, 60.0, 600.0
+"""Seconds until a PACS that is away is asked again, at first and at most; how long a list serves new runs."""
+TRIES = 3
+_AT_ONCE = 500
+_DICTIONARY = "labels.toml"
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS images (
+    name TEXT PRIMARY KEY, study TEXT, series TEXT, label TEXT, patient TEXT, split TEXT, listed INTEGER,
+    digest TEXT NOT NULL DEFAULT '', bytes INTEGER NOT NULL DEFAULT 0, reason TEXT);
+CREATE TABLE IF NOT EXISTS left_out (name TEXT, kind TEXT, reason TEXT);
+CREATE TABLE IF NOT EXISTS members (list TEXT, name TEXT, PRIMARY KEY (list, name)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS lists (list TEXT PRIMARY KEY, made REAL);
+CREATE TABLE IF NOT EXISTS runs (run TEXT PRIMARY KEY, list TEXT);
+"""
+"""images.reason: why an image cannot be read, '' where it can, NULL before it was tried."""
+
+
+class Listed(NamedTuple):
+    """What a look at the PACS found. left_out: how many, by kind   file: names what was left out, and why."""
+
+    studies: int
+    images: int
+    fetched: int
+    left_out: Mapping[str, int]
+    unlabelled: int
+    unmet: int
+    nameless: int
+    file: Path
+
+    def sentence(self) -> str:
+        parts = [f"{pluralize(self.images, 'image')} of {self.studies} studies listed, {self.fetched} fetched anew"]
+        if self.left_out:
+            counts = ", ".join(f"{n} {kind}" for kind, n in sorted(self.left_out.items()))
+            parts.append(f"left out: {counts} (named in {self.file})")
+        if self.unlabelled:
+            parts.append(f"without a label, and not fetched: {self.unlabelled}")
+        if self.unmet:
+            parts.append(f"labels without an image: {self.unmet}")
+        if self.nameless:
+            parts.append(f"images without PatientID, whose study counts as a patient: {self.nameless}")
+        return "; ".join(parts)
+
+
+@dataclass(slots=True)
+class Mirror:
+    """The images of one selection in a home; one process at a time.
+
+    emit: told of each look, and while the PACS is away   caged: whether images may only be decoded in a cage
+    patient: wait for a PACS that is away; otherwise UnavailableError (E-DATA-21).
+    """
+
+    home: Home
+    reference: PacsReference
+    emit: EmitEvent = lambda _: None
+    caged: Callable[[], bool] = lambda: False
+    patient: bool = True
+    _looked: float = field(default=-FRESH_S, init=False)
+
+    @classmethod
+    def of(cls, home: Home, data: str, **more: object) -> Mirror | None:
+        """Return the mirror of a reference, None if it names no PACS; raises as `PacsReference.parse`."""
+        return cls(home, PacsReference.parse(data), **more) if data.startswith(SCHEME) else None  # type: ignore[arg-type]
+
+    @property
+    def folder(self) -> Path:
+        return self.home.pacs / self.reference.key
+
+    def data(self, run_id: str = "") -> str:
+        """Return the reference to a run's list, or to the newest; raises DataError (E-DATA-02) before there is one."""
+        if (name := self._list_of(run_id) or self._list_of("")) is None:
+            raise DataError(
+                "E-DATA-02",
+                f"expected a list of the images of {self.reference.public} in {self.folder}, found none: silo data "
+                "fetch, or silo serve",
+            )
+        return f"manifest:{self.folder / name}"
+
+    @property
+    def listed(self) -> bool:
+        return self._list_of("") is not None
+
+    def _list_of(self, run_id: str) -> str | None:
+        if not (self.folder / "index.db").exists():
+            return None
+        with closing(self._open()) as db:
+            query = "SELECT list FROM lists ORDER BY made DESC" if not run_id else "SELECT list FROM runs WHERE run = ?"
+            row = db.execute(query, (run_id,) if run_id else ()).fetchone()
+        return row[0] if row is not None and (self.folder / row[0]).exists() else None
+
+    def prepare(
+        self, run_id: str, stop: CancelToken, progress: Progress, under_way: Callable[[str], bool] = lambda _: True
+    ) -> None:
+        """Have all images of a run here; one that begins gets the newest list. under_way: of runs that keep theirs."""
+        if self._list_of(run_id) is None:
+            if not self.listed or time.monotonic() - self._looked > FRESH_S:
+                self.refresh(stop, progress, under_way)
+            with closing(self._open()) as db, db:
+                newest = "SELECT ?, list FROM lists ORDER BY made DESC LIMIT 1"
+                db.execute(f"INSERT OR REPLACE INTO runs {newest}", (run_id,))
+            return
+        with closing(self._open()) as db:
+            query = "SELECT i.name, study, series, digest FROM members JOIN images i USING (name) WHERE list = ?"
+            kept = db.execute(query, (self._list_of(run_id),))
+            if lost := [row for row in kept if not (self.folder / row[0]).exists()]:
+                progress(0, len(lost))
+                with closing(self._client(stop)) as pacs:
+                    for name, *of, digest in lost:
+                        with suppress(LeftOutError):  # a record whose file is gone, which the run leaves out
+                            self._retrieve(pacs, name, (of[0], of[1]), stop, digest)
+
+    def refresh(
+        self, stop: CancelToken, progress: Progress, under_way: Callable[[str], bool] = lambda _: True
+    ) -> Listed:
+        """Look what the PACS has, fetch and decode what is new, and write the list.
+
+        Raises DataError (E-DATA-02) if nothing is left, and as `PacsClient`, `LabelTable.read`, `inspected`.
+        """
+        progress(0, 0)
+        private_folder(self.folder)
+        file, column = self.reference.table
+        labels = LabelTable.read(file, column)
+        with closing(self._open()) as db:
+            look = _Look(self, db, labels, stop, progress)
+            with closing(self._client(stop)) as pacs:
+                look.search(pacs)
+                self._forget(db, under_way)
+                look.fetch(pacs)
+            look.inspect()
+            found = look.write_list()
+            self._forget(db, under_way)
+        self._looked = time.monotonic()
+        self.emit(event("pacs", f"{self.reference.public}: {found.sentence()}", facts={"images": found.images}))
+        return found
+
+    # ---- files -----------------------------------------------------------------------------------------------------
+
+    def _open(self) -> sqlite3.Connection:
+        path = self.folder / "index.db"
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        db = sqlite3.connect(path)
+        db.executescript(_SCHEMA)
+        return db
+
+    def _retrieve(
+        self, pacs: PacsClient, name: str, of: tuple[str, str], stop: CancelToken, digest: str = ""
+    ) -> tuple[str, int]:
+        """Fetch an object into its file; return its digest and size. digest: what it must be, if not empty."""
+        part, answer = self.folder / f".{name}.part", self.folder / ".answer.part"
+        for left in range(TRIES, 0, -1):
+            try:
+                with disk_errors(self.folder):
+                    self._patiently(partial(self._into, pacs, (*of, Path(name).stem), answer, part), stop)
+                break
+            except CutOffError:
+                if left == 1:
+                    raise
+            finally:
+                answer.unlink(missing_ok=True)
+        made = file_digest(part)
+        if digest and made != digest:
+            part.unlink()
+            raise LeftOutError("the PACS has another object under this number than when the run began")
+        part.replace(self.folder / name)
+        return made, (self.folder / name).stat().st_size
+
+    @staticmethod
+    def _into(pacs: PacsClient, uids: tuple[str, str, str], answer: Path, part: Path) -> None:
+        try:
+            with _private(answer) as aside, _private(part) as into:
+                pacs.retrieve(*uids, aside, into)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+    def _client(self, stop: CancelToken) -> PacsClient:
+        return PacsClient(self.reference, stop, lambda ask: self._patiently(ask, stop))
+
+    def _patiently(self, ask: Callable[[], T], stop: CancelToken) -> T:
+        """Ask until the PACS answers, and say for what is waited."""
+        pause, waits = AGAIN_S, ""
+        try:
+            while True:
+                try:
+                    return ask()
+                except UnavailableError as error:
+                    if error.code != "E-DATA-21" or not self.patient:
+                        raise
+                    if not waits:
+                        waits = f"waits for the PACS: {error.message}"
+                        self.emit(event("queue", f"a run {waits}", facts={"waits": waits, "code": error.code}))
+                stop.wait(pause)
+                stop.raise_if_cancelled()
+                pause = min(2 * pause, AGAIN_CAP_S)
+        finally:
+            if waits:
+                self.emit(event("queue", "the PACS is no longer waited for", facts={"waits": ""}))
+
+    def _forget(self, db: sqlite3.Connection, under_way: Callable[[str], bool]) -> None:
+        """Remove lists of runs that are over, and images that no list has."""
+        with db:
+            over = [(run,) for (run,) in db.execute("SELECT run FROM runs") if not under_way(run)]
+            db.executemany("DELETE FROM runs WHERE run = ?", over)
+            kept = "SELECT list FROM runs UNION SELECT * FROM (SELECT list FROM lists ORDER BY made DESC LIMIT 1)"
+            old = [name for (name,) in db.execute(f"SELECT list FROM lists WHERE list NOT IN ({kept})")]  # noqa: S608
+            for table in ("members", "lists"):
+                db.executemany(f"DELETE FROM {table} WHERE list = ?", [(name,) for name in old])  # noqa: S608
+            newest = "SELECT max(listed) FROM images"
+            unused = f"listed < ({newest}) AND name NOT IN (SELECT name FROM members)"  # noqa: S608 - constant
+            names = [name for (name,) in db.execute(f"SELECT name FROM images WHERE {unused}")]  # noqa: S608
+            db.execute(f"DELETE FROM images WHERE {unused}")  # noqa: S608 - constant
+        for name in (*old, *names):
+            (self.folder / name).unlink(missing_ok=True)
+
+
+class _Look:
+    """One look at the PACS, step by step. What it lists goes to the index: memory does not grow with it."""
+
+    def __init__(
+        self, mirror: Mirror, db: sqlite3.Connection, labels: LabelTable, stop: CancelToken, progress: Progress
+    ) -> None:
+        self._mirror, self._db, self._labels, self._stop, self._progress = mirror, db, labels, stop, progress
+        self._studies = self._unlabelled = self._nameless = self._fetched = 0
+        self._look = (db.execute("SELECT max(listed) FROM images").fetchone()[0] or 0) + 1
+
+    def search(self, pacs: PacsClient) -> None:
+        with self._db:
+            self._db.execute("DELETE FROM left_out")
+        seen = set[str]()
+        for accession in self._mirror.reference.accession_numbers() or [""]:
+            for study in pacs.studies(accession):
+                uid = study["StudyInstanceUID"]
+                if uid in seen:
+                    continue
+                seen.add(uid)
+                self._studies += 1
+                if self._labels.key != KEYS[0] and self._labels.find(study) is None:
+                    self._unlabelled += 1
+                    continue
+                with self._db:
+                    try:
+                        self._add_study(pacs, study)
+                    except LeftOutError as error:
+                        self._leave_out(uid, "studies that the PACS lists and does not give", str(error))
+
+    def _add_study(self, pacs: PacsClient, study: Facts) -> None:
+        number = without = 0
+        for series in pacs.series(study["StudyInstanceUID"]):
+            if (row := self._labels.find({**study, **series})) is None:
+                without += 1
+                continue
+            try:
+                for instance in pacs.instances(study, series):
+                    number += 1
+                    self._add(instance, row)
+            except LeftOutError as error:
+                self._leave_out(series["SeriesInstanceUID"], "series that the PACS lists and does not give", str(error))
+        self._unlabelled += without
+        if not number and not without:
+            self._leave_out(study["StudyInstanceUID"], "studies without an image", "no object in the series asked for")
+
+    def _add(self, instance: Instance, row: LabelRow) -> None:
+        if not is_uid(instance.uid):
+            self._leave_out(instance.uid, "objects without a valid number", f"in series {instance.series}")
+            return
+        name = f"{instance.uid}.dcm"
+        patient = row.patient or instance.facts[PATIENT]
+        self._nameless += not patient
+        patient = patient or f"study:{instance.study}"
+        split = row.split or half_of(patient).value
+        earlier = self._db.execute("SELECT listed FROM images WHERE name = ?", (name,)).fetchone()
+        if earlier is not None and earlier[0] == self._look:
+            self._leave_out(instance.uid, "objects listed twice", f"again in series {instance.series}")
+            return
+        values = (name, instance.study, instance.series, row.label, patient, split, self._look)
+        known = ", ".join(f"{c} = excluded.{c}" for c in ("study", "series", "label", "patient", "split", "listed"))
+        columns = "INSERT INTO images (name, study, series, label, patient, split, listed) VALUES (?, ?, ?, ?, ?, ?, ?)"
+        self._db.execute(f"{columns} ON CONFLICT (name) DO UPDATE SET {known}", values)
+
+    def _leave_out(self, name: str, kind: str, reason: str) -> None:
+        self._db.execute("INSERT INTO left_out VALUES (?, ?, ?)", (name, kind, reason))
+
+    def _listed(self, columns: str, where: str = "1") -> Iterator[tuple[str, ...]]:
+        """Yield rows of this look in the order of their names, while others are written."""
+        last = ""
+        while True:
+            query = (
+                f"SELECT name, {columns} FROM images WHERE listed = ? AND name > ? AND {where} ORDER BY name LIMIT ?"  # noqa: S608
+            )
+            if not (rows := self._db.execute(query, (self._look, last, _AT_ONCE)).fetchall()):
+                return
+            yield from rows
+            last = rows[-1][0]
+
+    def fetch(self, pacs: PacsClient) -> None:
+        folder, most = self._mirror.folder, int(self._mirror.reference.cache * 2**30)
+        total = self._db.execute("SELECT count(*) FROM images WHERE listed = ?", (self._look,)).fetchone()[0]
+        first = self._mirror._looked < 0  # a decoder may have been installed since a file could not be read
+        kept = "SELECT coalesce(sum(bytes), 0) FROM images WHERE coalesce(reason, '') = ''"
+        size = self._db.execute(kept).fetchone()[0]
+        for done, (name, study, series, digest, reason, before) in enumerate(
+            self._listed("study, series, digest, reason, bytes")
+        ):
+            self._progress(done, total)
+            if digest and ((folder / name).exists() or (reason and not first)):
+                continue
+            if size > most:
+                raise ConfigError(
+                    "E-CFG-02",
+                    f"expected at most {self._mirror.reference.cache:g} GiB of images of the PACS, found more: ask for "
+                    "fewer (modality, date, description, accessions), or for more room (cache=GIB)",
+                )
+            if available(folder) < 0:
+                raise disk_error(folder, full=True, cause="")
+            with self._db:
+                try:
+                    made, bytes_ = self._mirror._retrieve(pacs, name, (study, series), self._stop)
+                except LeftOutError as error:
+                    self._leave_out(Path(name).stem, "objects that the PACS lists and does not give", str(error))
+                    self._db.execute("UPDATE images SET digest = '' WHERE name = ?", (name,))
+                    continue
+                change = "UPDATE images SET digest = ?, bytes = ?, reason = NULL WHERE name = ?"
+                self._db.execute(change, (made, bytes_, name))
+            size += bytes_ - int(before)
+            self._fetched += 1
+
+    def inspect(self) -> None:
+        names = (name for name, _ in self._listed("digest", "digest <> '' AND reason IS NULL"))
+        for done, (name, reason) in enumerate(inspected(self._mirror.folder, names, self._mirror.caged(), self._stop)):
+            self._progress(done, max(self._fetched, done))
+            with self._db:
+                self._db.execute("UPDATE images SET reason = ? WHERE name = ?", (reason, name))
+            if reason:
+                (self._mirror.folder / name).unlink(missing_ok=True)
+        with self._db:
+            for name, reason in self._listed("reason", "reason <> ''"):
+                self._leave_out(Path(name).stem, "objects that cannot be read", reason)
+
+    def write_list(self) -> Listed:
+        folder, hasher, images = self._mirror.folder, Hasher(), 0
+        beside = self._mirror.reference.table[0].parent / _DICTIONARY
+        if beside.is_file():
+            write_private(folder / _DICTIONARY, beside.read_bytes())
+        else:
+            (folder / _DICTIONARY).unlink(missing_ok=True)
+        part = folder / ".list.part"
+        with disk_errors(folder), _private(part) as file:
+            hasher.update(_line(file, ("path", "label", "group", "split", "digest")))
+            for row in self._listed("label, patient, split, digest", "digest <> '' AND reason = ''"):
+                hasher.update(_line(file, row))
+                images += 1
+        kinds = dict(self._db.execute("SELECT kind, count(*) FROM left_out GROUP BY kind"))
+        left = folder / "left-out.csv"
+        with disk_errors(folder), _private(left) as file:
+            _line(file, ("name", "kind", "reason"))
+            for row in self._db.execute("SELECT * FROM left_out ORDER BY kind, name"):
+                _line(file, row)
+        unmet = len(set(self._labels.rows) - self._labels.met)
+        found = Listed(self._studies, images, self._fetched, kinds, self._unlabelled, unmet, self._nameless, left)
+        if not images:
+            part.unlink()
+            raise DataError(
+                "E-DATA-02", f"expected images in {self._mirror.reference.public}, found none: {found.sentence()}"
+            )
+        name = f"images-{hasher.hexdigest()[:16]}.csv"
+        part.replace(folder / name)
+        with self._db:
+            self._db.execute("INSERT OR REPLACE INTO lists VALUES (?, ?)", (name, time.time()))
+            chosen = "SELECT ?, name FROM images WHERE listed = ? AND digest <> '' AND reason = ''"
+            self._db.execute(f"INSERT OR IGNORE INTO members {chosen}", (name, self._look))
+        return found
+
+
+def _private(path: Path) -> IO[bytes]:
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb+")
+
+
+def _line(file: IO[bytes], row: tuple[object, ...]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text).writerow(row)
+    file.write(data := text.getvalue().encode())
+    return data
+
+
+def forget(home: Home, but: Mirror | None) -> None:
+    """Remove the images of every other selection: other data are served now."""
+    for folder in home.pacs.glob("*"):
+        if but is None or folder != but.folder:
+            shutil.rmtree(folder)
+
+
+def resolved(home: Home, data: str) -> str:
+    """Return the reference that reads the newest list of a PACS's images; any other as it is."""
+    mirror = Mirror.of(home, data)
+    return data if mirror is None else mirror.data()

@@ -1,0 +1,92 @@
+"""Which fetched images can be read: a process in the cage decodes each, by name, and says why one cannot be.
+
+`python -m silo.worker.inspection` is that process; its first line says where the images lie, the others name them.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from fl_core.errors import RefusedError, StateError
+from service_core.workers.child import ChildProcess, launch, worker_words
+from service_core.workers.lines import own_streams
+from silo.cancellation import CancelToken
+from silo.worker import cage
+
+START_S, IMAGE_S = 300.0, 120.0
+"""Seconds to load the decoders, and for one image."""
+
+
+def inspected(folder: Path, names: Iterable[str], caged: bool, stop: CancelToken) -> Iterator[tuple[str, str]]:
+    """Yield each name with the reason why its image cannot be read, "" where it can.
+
+    An image that ends the process that decodes it, or takes too long, is one that cannot be read. caged: refuse to
+    decode without a cage, RefusedError (E-POLICY-21). Raises StateError (E-RUN-55) where no process starts.
+    """
+    child: ChildProcess | None = None
+    try:
+        for name in names:
+            stop.raise_if_cancelled()
+            if child is None:
+                child = _started(folder, caged)
+            answer = None
+            with suppress(OSError, ValueError), stop.on_cancel(child.kill), child.within(IMAGE_S):
+                child.line.send(name=name)
+                answer = child.line.read()
+            stop.raise_if_cancelled()
+            if answer is not None:
+                yield name, str(answer.get("reason"))[:500]
+                continue
+            ending = child.ending()
+            child.line.incoming.close()
+            child = None
+            yield name, f"decoding it ended the process: {ending}"
+    finally:
+        if child is not None:
+            child.end()
+            child.line.incoming.close()
+
+
+def _started(folder: Path, caged: bool) -> ChildProcess:
+    child = ChildProcess(partial(launch, worker_words(__name__)))
+    answer = None
+    with suppress(OSError, ValueError), child.within(START_S):
+        child.line.send(folder=str(folder))
+        answer = child.line.read()
+    if answer is None:
+        raise StateError("E-RUN-55", f"expected a process that decodes images, found that {child.ending()}")
+    if caged and not cage.Walls(*answer["walls"]).offline:
+        child.end()
+        raise RefusedError(
+            "E-POLICY-21",
+            "[worker] isolation: expected a process without a network to decode images, found that this machine gives "
+            "it neither namespaces nor a seccomp filter: silo doctor says why",
+        )
+    return child
+
+
+def main() -> None:
+    line = own_streams()
+    if (setup := line.read()) is None:
+        return
+    walls = cage.enter([])
+    cage.end_with_parent(signal.SIGKILL)
+    from fl_core.datasets.decoding.limits import UnreadableError
+    from fl_core.datasets.decoding.pixels import open_image
+
+    line.send(walls=walls)
+    while (message := line.read()) is not None:
+        reason = ""
+        try:
+            open_image(Path(setup["folder"], message["name"]))
+        except UnreadableError as error:
+            reason = str(error) or "unreadable"
+        line.send(reason=reason)
+
+
+if __name__ == "__main__":
+    main()
