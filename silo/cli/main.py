@@ -35,6 +35,7 @@ PANELS = {
         "page": "",
     },
     "Runs": {
+        "data fetch": '"dicomweb:https://pacs.example/dicom-web?labels=labels.csv:diagnosis"',
         "policy show": "",
         "policy check": "policy.toml",
         "ledger show": "",
