@@ -1,11 +1,18 @@
-"""Consilium for Python: simulate a federation, with methods, models, data and partitions of your own.
+"""Consilium for Python: simulate a federation, lead a real one, use its models.
 
-    from consilium import simulate
+    import consilium
 
-    result = simulate(method="fedmr", data="digits", federation="p5c2", rounds=20, seed=0)
+    result = consilium.simulate(method="fedmr", data="digits", federation="p5c2", rounds=20, seed=0)
     result.frame        # a pandas data frame, one row per round and measure
     result.plot()
     result.model        # a torch module
+
+    with consilium.connect() as lead:           # a coordinator of real hospitals
+        run = lead.run(method="fedmr", data="folder", rounds=20).watch()
+        run.export("models")
+
+    model = consilium.load("models/first-1a2b.safetensors")
+    model.predict_proba("new-images")
 
 What stands in `__all__` of this package and of its modules is the public interface: it keeps its names and meanings
 within a major version. Everything else may change.
@@ -16,6 +23,7 @@ cli/           the command `consilium`: an exported model at one machine, withou
 
 What people put on top of the core, a room each; the core imports none of them:
 
+lead/          a real federation, from Python
 research/      simulations, sweeps, ablations, comparisons, the demo
 web/           how any page is served and drawn
 pages/         what a browser on this machine shows: the lead's page, the hospital's page
@@ -30,17 +38,44 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from consilium.lead.lead import Lead, connect
+    from consilium.lead.run import Run
+    from consilium.model.classifier import Model, load
     from consilium.research.simulate.python_api import Progress, Simulation, simulate
     from fl_core.errors import ConfigError, DataError, FederationError
 
-__all__ = ["ConfigError", "DataError", "FederationError", "Progress", "Simulation", "simulate"]
-_ERRORS = ("ConfigError", "DataError", "FederationError")
+__all__ = [
+    "ConfigError",
+    "DataError",
+    "FederationError",
+    "Lead",
+    "Model",
+    "Progress",
+    "Run",
+    "Simulation",
+    "connect",
+    "load",
+    "simulate",
+]
+_PLACES = {
+    "fl_core.errors": ("ConfigError", "DataError", "FederationError"),
+    "consilium.lead.lead": ("Lead", "connect"),
+    "consilium.lead.run": ("Run",),
+    "consilium.model.classifier": ("Model", "load"),
+    "consilium.research.simulate.python_api": ("Progress", "Simulation", "simulate"),
+}
+_MODULES = ("extending", "testing")
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for when it is: the command `consilium` runs without what simulations load."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(
-        importlib.import_module("fl_core.errors" if name in _ERRORS else "consilium.research.simulate.python_api"), name
-    )
+    """Import what is asked for when it is: `import consilium` loads neither torch nor what simulations need."""
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    for place, names in _PLACES.items():
+        if name in names:
+            return getattr(importlib.import_module(place), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_MODULES})

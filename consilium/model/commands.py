@@ -105,13 +105,13 @@ def predict(
     are known, also how often that was right, by class.
     """
     from consilium.model import output, structured_report
-    from consilium.model.predictor import tally
+    from consilium.model.predictor import Predictor, tally
 
     output.check_out(out or ())
     if sr is not None:
         structured_report.check(sr)
     loaded = named.load()
-    predictor = _predictor(model, loaded, calibration, raw)
+    predictor = Predictor.of(model, loaded, calibration, raw)
     examples = _examples(loaded, inputs or (), data, split, data_root)
     predictions = predictor.predictions(examples)
     tallied = tally(predictions, loaded.facts.classes)
@@ -215,31 +215,14 @@ def page(
     classified, and the answers are gone when the page ends.
     """
     from consilium.model.page.site import PredictionPage
+    from consilium.model.predictor import Predictor
 
     loaded = named.load()
     if not loaded.facts.preprocessing.takes_images:
         raise ConfigError("E-CFG-23", "expected a model of images for a page, found one of other examples: use predict")
     with tempfile.TemporaryDirectory(prefix="consilium-") as folder:
-        shown = PredictionPage(_predictor(model, loaded, calibration, raw=False), Path(folder))
+        shown = PredictionPage(Predictor.of(model, loaded, calibration), Path(folder))
         serve_until_stopped(shown.site(), Path(folder), bind, browser, as_json, lambda facts: [KeyValues(facts)])
-
-
-def _predictor(model: Path, loaded: LoadedModel, file: Path | None, raw: bool) -> Predictor:
-    """Take the calibration that is named, or lies beside the model; raw: none, and no temperature of the export."""
-    from dataclasses import replace
-
-    from consilium.model import calibration
-    from consilium.model.predictor import Predictor
-
-    if raw:
-        if file is not None:
-            raise ConfigError("E-CFG-08", "expected --raw or --calibration, found both: leave one out")
-        return Predictor(replace(loaded, facts=replace(loaded.facts, temperature=None)))
-    place = file or calibration.beside(model)
-    if file is None and not place.exists():
-        return Predictor(loaded)
-    facts = loaded.facts
-    return Predictor(loaded, calibration.read(place, loaded.sha256, facts.classes, facts.multi_label))
 
 
 def _examples(

@@ -186,7 +186,12 @@ def load(file: Path, card: Path | None = None, sha256: str | None = None) -> Loa
         raise StateError(
             "E-STATE-22", f"expected a model file of this version in {file}, found: {message}. Export it again"
         ) from error
-    return LoadedModel(facts, content.sha256, *_in_parts(build(facts, content.tensors)))
+    return assembled(facts, content.tensors, content.sha256)
+
+
+def assembled(facts: ModelFileFacts, tensors: Tensors, sha256: str) -> LoadedModel:
+    """Build a model again; sha256: of its file. Raises as `build`."""
+    return LoadedModel(facts, sha256, *_in_parts(build(facts, tensors)))
 
 
 def _require_named(sha256: str, file: Path, card: Path) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from consilium.model import conformal
-from consilium.model.calibration import Calibration, CalibrationRequest, calibrate, calibrate_labels
+from consilium.model.calibration import Calibration, CalibrationRequest, beside, calibrate, calibrate_labels, read
 from consilium.model.inputs import Inputs
 from consilium.model.model_file import LoadedModel
-from fl_core.errors import DataError
+from fl_core.errors import ConfigError, DataError
 from fl_core.training.local_data import eval_batch
 from fl_core.types.targets import FOUND, UNKNOWN
 from fl_core.types.values import Examples
@@ -76,6 +77,21 @@ class Predictor:
 
     model: LoadedModel
     calibration: Calibration | None = None
+
+    @classmethod
+    def of(cls, model: Path, loaded: LoadedModel, file: Path | None = None, raw: bool = False) -> Predictor:
+        """Take the calibration that is named, or lies beside the model; raw: none, and no temperature of the export.
+
+        Raises ConfigError (E-CFG-08) where both are asked for; as `calibration.read`.
+        """
+        if raw:
+            if file is not None:
+                raise ConfigError("E-CFG-08", "expected --raw or --calibration, found both: leave one out")
+            return cls(replace(loaded, facts=replace(loaded.facts, temperature=None)))
+        place, facts = file or beside(model), loaded.facts
+        if file is None and not place.exists():
+            return cls(loaded)
+        return cls(loaded, read(place, loaded.sha256, facts.classes, facts.multi_label))
 
     @property
     def temperature(self) -> float:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
+from typing import NamedTuple
 
 from coordinator.lead import accuracy
 from privacy.accounting import measures, uncertainty
@@ -100,3 +101,55 @@ def _first(rounds: Sequence[pb.RoundInfo]) -> int:
 
 def _exact(value: float) -> Estimate:
     return Estimate(value, value, value)
+
+
+# ---- a table ---------------------------------------------------------------------------------------------------------
+
+
+class MetricValue(NamedTuple):
+    """One number of a table. round: rounds done before it was measured, 0 for the initial model.
+
+    class_: of the label space, empty where it is about all of them   value: None where there is none or noise hides it;
+    low, high: the interval of the noise of privacy, equal to the value where there is none.
+    """
+
+    round: int
+    measure: str
+    class_: str
+    value: float | None
+    low: float | None
+    high: float | None
+
+
+COLUMNS = ("round", "measure", "class", "value", "low", "high")
+
+
+def history(rounds: Sequence[pb.RoundInfo], classes: Sequence[str]) -> list[MetricValue]:
+    """List all numbers of a federation's run, by round: the measures that a simulation lists, under the same names."""
+    rows: list[MetricValue] = []
+    for info in rounds:
+        result = accuracy.result_of(info)
+        rows += evaluation_rows(behind(info), result, classes)
+        done = info.round + (info.kind == pb.TRAIN)  # personal models are those after the round's training
+        scores = uncertainty.shown_scores(result.personal, frozenset(result.withheld))
+        rows += [MetricValue(done, name, "", value, value, value) for name, value in scores.items()]
+    return rows
+
+
+def evaluation_rows(done: int, evaluation: EvaluationResult, classes: Sequence[str]) -> Iterator[MetricValue]:
+    """List what was measured of one model. done: as `MetricValue.round`."""
+    for measure in measures.of_model():
+        if measure.json or evaluation.clinical is not None:
+            yield estimate_row(done, measure.name, "", measure.estimate(evaluation))
+    for name, estimate in zip(classes, evaluation.by_class(), strict=False):
+        yield estimate_row(done, "class_accuracy", name, estimate)
+    if (clinical := evaluation.clinical) is not None:
+        error = clinical.calibration_error
+        yield MetricValue(done, "calibration_error", "", error, error, error)
+        for name, value, area in zip(classes, clinical.specificity, clinical.auc, strict=True):
+            yield MetricValue(done, "specificity", name, value, value, value)
+            yield MetricValue(done, "auc", name, area and area.middle, area and area.low, area and area.high)
+
+
+def estimate_row(done: int, measure: str, class_: str, estimate: Estimate) -> MetricValue:
+    return MetricValue(done, measure, class_, estimate.point, estimate.low, estimate.high)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,10 +18,12 @@ from coordinator.cli.runs import Run
 from coordinator.lead.client import LeadClient, credentials_of
 from coordinator.pki.authority import Authority
 from coordinator.storage.store import CoordinatorStore
-from fl_core.errors import ConfigError
 from service_core.command_line import command
 from service_core.console import CommandResult
 from service_core.pki.identity import identity_of
+
+if TYPE_CHECKING:
+    from consilium.report.export import ExportedFiles
 
 
 @command
@@ -59,39 +62,67 @@ def export(
     RUN.md and RUN.card.html are the card for people, and RUN.card.json is the card as you signed it: whoever has the
     authority's fingerprint can check it (card verify) and write documents from it (card write).
     """
-    from consilium.model import portable
-    from consilium.report.export import export_model, frozen_weights, state_limit
-    from consilium.report.facts import Statement, survey_of
-    from coordinator.lead.run_detail import check_detail
-    from coordinator.lead.surveys import fetched
     from fl_core.extensions import loading
 
     loading.load_distributions(extension)
-    more = [name for name in formats or () if name != "safetensors"]
-    portable.require(more)
-    purpose, terms = stated(intended_use, "--intended-use"), stated(licence, "--licence")
-
-    with closing(LeadClient.open(home)) as client, TemporaryDirectory() as scratch:
-        detail = client.show(run)
-        if not detail.info.model_object:
-            raise ConfigError(
-                "E-RUN-11", f"expected a run with a closed round, found {run!r} in state {detail.info.state}"
-            )
-        state, manifest, body, answered = Path(scratch) / "state", check_detail(detail), None, None
-        if survey is not None:
-            survey_detail = client.show(survey)
-            answered = survey_of(manifest, check_detail(survey_detail), survey_detail, fetched(client, survey_detail))
-        client.fetch(detail.info.model_object, state, state_limit(manifest))
-        if (weights := frozen_weights(manifest)) is not None:
-            body = Path(scratch) / "weights"
-            client.fetch(weights.object, body, weights.size)
-        said, lead = Statement(purpose, terms, answered), credentials_of(home)
-        made = export_model(detail, state, out, lead, said, client.silos().silos, more, body, temperature)
+    wanted = ExportOptions.of(formats or (), licence, intended_use, survey, temperature)
+    with closing(LeadClient.open(home)) as client:
+        made, digest = export_run(client, home, run, out, wanted)
     files = {"model": str(made.model), "card": str(made.card), "others": [str(file) for file in made.others]}
     files |= {"signed_card": str(made.signed_card), "card_page": str(made.card_page)}
     shown = f"wrote {', '.join(map(str, (made.model, *made.others)))} and {made.card}; signed card {made.signed_card}, "
     shown += f"its page {made.card_page}"
-    return CommandResult({**files, "model_digest": detail.info.model_digest}, [shown])
+    return CommandResult({**files, "model_digest": digest}, [shown])
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """Options of an export. formats: other than safetensors   survey: the run whose answers the card repeats."""
+
+    formats: Sequence[str]
+    licence: str
+    intended_use: str
+    survey: str | None
+    temperature: bool
+
+    @classmethod
+    def of(
+        cls, formats: Sequence[str], licence: str, intended_use: str, survey: str | None, temperature: bool
+    ) -> ExportOptions:
+        """Check options before anything is fetched: libraries of formats, and statements that are one line."""
+        from consilium.model import portable
+
+        others = [name for name in formats if name != "safetensors"]
+        portable.require(others)
+        purpose, terms = stated(intended_use, "--intended-use"), stated(licence, "--licence")
+        return cls(others, terms, purpose, survey, temperature)
+
+
+def export_run(
+    client: LeadClient, home: Path, run: str, out: Path, options: ExportOptions
+) -> tuple[ExportedFiles, str]:
+    """Write a run's newest model and its card, as `coordinator export`; return the files and the model's digest.
+
+    home: with the certificate of the lead who signs
+    """
+    from consilium.report.export import export_model, fetched
+    from consilium.report.facts import Statement, survey_of
+    from coordinator.lead import surveys
+    from coordinator.lead.run_detail import check_detail
+
+    with fetched(client, run) as stored:
+        answered = None
+        if options.survey is not None:
+            asked = client.show(options.survey)
+            answers = surveys.fetched(client, asked)
+            answered = survey_of(check_detail(stored.detail), check_detail(asked), asked, answers)
+        said, lead = Statement(options.intended_use, options.licence, answered), credentials_of(home)
+        silos = client.silos().silos
+        detail, state, weights = stored
+        files = export_model(
+            detail, state, out, lead, said, silos, options.formats, weights, temperature=options.temperature
+        )
+    return files, detail.info.model_digest
 
 
 # ---- a model's card --------------------------------------------------------------------------------------------------

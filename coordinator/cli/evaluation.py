@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coordinator.cli.options import Extensions, Place
-from coordinator.cli.runs import detail_lines, follow_submitted, require_no_path
+from coordinator.cli.runs import detail_lines, follow_submitted
 from coordinator.lead.as_json import detail_json, start_json
 from coordinator.lead.client import LeadClient
 from fl_core.errors import ConfigError
@@ -21,6 +20,7 @@ from service_core.console import CommandResult
 
 if TYPE_CHECKING:
     from coordinator.config.run_spec import RunSpec
+    from coordinator.lead.submission import RunRequest
     from protos.consilium.v1 import federation_pb2 as pb
 
 _FILES = (".safetensors", ".pt", ".pth", ".bin")
@@ -65,41 +65,50 @@ def evaluate(
 
     It is a run without rounds: hospitals admit it by the same policy, and `show`, `compare` and the page show it.
     """
-    from coordinator.config import weights
-    from coordinator.config.run_spec import SecaggSpec
     from fl_core.extensions import loading
 
     loading.load_distributions(extension)
-    silos = _named(on)
-    if beside is not None and _is_file(beside):
-        raise ConfigError(
-            "E-CFG-02",
-            f"expected --beside RUN, found a file: name it first (coordinator evaluate {beside} --beside RUN)",
-        )
+    silos = named_hospitals(on)
     with closing(LeadClient.open(home)) as client:
-        parent = None
-        if _is_file(model):
-            spec, taken = weights.take(of_file(Path(model), overrides or []))
-        else:
-            parent, taken = _measurable(client, model), None
-            spec = of_run(parent, overrides or [])
-        other = "" if beside is None else client.show(beside).info.run_id
-        require_no_path(spec)
-        spec = replace(spec, silos=silos, by_hospital=by_hospital, own=other)
-        if by_hospital and not _sets_group("secagg", overrides):  # otherwise the request is refused, with both
-            spec = replace(spec, secagg=SecaggSpec())
-        if taken is not None:
-            with weights.written(taken) as file:
-                client.send_weights(taken.named.object, file)
-        info = client.submit(spec.to_json(), uuid.uuid4().hex, "" if parent is None else parent.info.run_id)
-        followed = follow_submitted(client, info, "" if parent is None else parent.manifest_json, detach, as_json)
+        request = evaluation_request(client, model, overrides or [], silos, by_hospital, beside)
+        info = request.submit(client)
+        followed = follow_submitted(client, info, request.parent_manifest, detach, as_json)
         if detach:
             return followed
         detail = client.show(info.run_id)
         return CommandResult(detail_json(detail), detail_lines(detail), status=followed.status)
 
 
-def _named(on: str) -> tuple[str, ...] | None:
+def evaluation_request(
+    client: LeadClient,
+    model: str,
+    words: Sequence[str] = (),
+    silos: tuple[str, ...] | None = None,
+    by_hospital: bool = False,
+    beside: str | None = None,
+) -> RunRequest:
+    """Put an evaluation together. model, words, by_hospital, beside: as the command's; silos: None for all.
+
+    Raises ConfigError as `of_run` and `of_file`; E-CFG-02 on a file in place of another run.
+    """
+    from coordinator.config.run_spec import SecaggSpec
+    from coordinator.lead.submission import RunRequest
+
+    if beside is not None and _is_file(beside):
+        raise ConfigError(
+            "E-CFG-02",
+            f"expected --beside RUN, found a file: name it first (coordinator evaluate {beside} --beside RUN)",
+        )
+    parent = None if _is_file(model) else _measurable(client, model)
+    spec = of_file(Path(model), words) if parent is None else of_run(parent, words)
+    other = "" if beside is None else client.show(beside).info.run_id
+    spec = replace(spec, silos=silos, by_hospital=by_hospital, own=other)
+    if by_hospital and not _sets_group("secagg", words):  # otherwise the request is refused, with both
+        spec = replace(spec, secagg=SecaggSpec())
+    return RunRequest.of(spec, parent)
+
+
+def named_hospitals(on: str) -> tuple[str, ...] | None:
     """Read --on; raises ConfigError (E-CFG-02) on an empty or a repeated name."""
     if on == ALL:
         return None

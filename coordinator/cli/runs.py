@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-import uuid
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -21,7 +20,7 @@ from coordinator.cli.options import Home, Place, Trackers, home_of
 from coordinator.lead import accuracy, tables
 from coordinator.lead.as_json import detail_json, event_json, run_json, silos_json
 from coordinator.lead.client import LeadClient
-from coordinator.lead.watcher import RunReader, Watcher
+from coordinator.lead.watcher import RunReader, Watcher, show_events
 from coordinator.lead.withdrawals import outcome, withdrawal_json, withdrawal_lines
 from fl_core.errors import ConfigError
 from fl_core.errors.extras import load
@@ -31,9 +30,6 @@ from fl_core.types.records import update_outcomes
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.command_line import Depends, Json, command
 from service_core.console import ERR, CommandResult, local_time, pluralize, print_json
-
-if TYPE_CHECKING:
-    from coordinator.config.run_spec import RunSpec
 
 _NAMED = 20
 Run = Annotated[str, typer.Argument(help="A run's id or name, or `latest`.")]
@@ -67,52 +63,38 @@ def run(
     home: Place,
 ) -> CommandResult:
     """Compose a run, submit it to the running service and follow it. Ctrl-C leaves it running."""
-    from coordinator.config import weights
-    from coordinator.config.hydra_config import compose_from, compose_spec
-    from coordinator.config.run_spec import RunSpec
+    from coordinator.lead.submission import RunRequest, spec_of
 
     parent: pb.RunDetail | None = None
     if start_from is not None:
         with closing(LeadClient.open(home)) as client:
             parent = client.show(start_from)
-    words = overrides or []
-    spec = compose_spec(words) if parent is None else compose_from(RunSpec.from_json(parent.spec_json), words)
-    require_no_path(spec)
-    spec, taken = weights.take(spec)
+    request = RunRequest.of(spec_of(overrides or [], parent), parent)
     with closing(LeadClient.open(home)) as client:
-        if taken is not None:
-            with weights.written(taken) as file:
-                client.send_weights(taken.named.object, file)
-        info = client.submit(spec.to_json(), uuid.uuid4().hex, "" if parent is None else parent.info.run_id)
-        return follow_submitted(client, info, "" if parent is None else parent.manifest_json, detach, as_json)
-
-
-def require_no_path(spec: RunSpec) -> None:
-    """Raise ConfigError (E-CFG-23) on a configuration with a path of images: each hospital names its own."""
-    if spec.data.get("path") is not None:
-        raise ConfigError(
-            "E-CFG-23",
-            "expected no data.path in a run of hospitals, found one: it is for `coordinator simulate`; each hospital "
-            "names its own images (silo serve --data)",
-        )
+        return follow_submitted(client, request.submit(client), request.parent_manifest, detach, as_json)
 
 
 def follow_submitted(client: LeadClient, info: pb.RunInfo, parent: str, detach: bool, as_json: bool) -> CommandResult:
     """Print the submitted run, and follow it. parent: manifest (JSON) of the run that it continues, if any."""
     if not as_json:
-        manifest = client.show(info.run_id).manifest_json
-        kind, digest = kind_of(info.method, info.rounds), info.manifest_digest[:16]
-        holds = {silo.name: silo.data.holds for silo in client.silos().silos}
-        notes = (
-            f"submitted {info.run_id}: {kind.length(info.rounds)}, {_listed(manifest)}; manifest {digest}",
-            tables.started_from(manifest, parent),
-            tables.private_form(manifest),
-            tables.unmasked(manifest),
-            tables.aggregator_warning(manifest, holds) if kind.trains else "",
-        )
-        for text in filter(None, notes):
-            ERR.print(text, soft_wrap=True)
+        print_submitted(client, info, parent)
     return _reply(info) if detach else _follow(client, info.run_id, as_json)
+
+
+def print_submitted(client: LeadClient, info: pb.RunInfo, parent: str) -> None:
+    """Print what a submitted run is and what it does to its hospitals, on stderr. parent: as `follow_submitted`."""
+    manifest = client.show(info.run_id).manifest_json
+    kind, digest = kind_of(info.method, info.rounds), info.manifest_digest[:16]
+    holds = {silo.name: silo.data.holds for silo in client.silos().silos}
+    notes = (
+        f"submitted {info.run_id}: {kind.length(info.rounds)}, {_listed(manifest)}; manifest {digest}",
+        tables.started_from(manifest, parent),
+        tables.private_form(manifest),
+        tables.unmasked(manifest),
+        tables.aggregator_warning(manifest, holds) if kind.trains else "",
+    )
+    for text in filter(None, notes):
+        ERR.print(text, soft_wrap=True)
 
 
 def _listed(manifest: str) -> str:
@@ -135,10 +117,7 @@ def watch(run: Run = "latest", tracker: Trackers = None, as_json: Json = False, 
 def follow(client: LeadClient, run: str, quiet: bool) -> None:
     """Follow a run to its end, with a line per event unless `quiet`; Ctrl-C leaves it running, and exits."""
     try:
-        with nullcontext() if quiet else Watcher() as watcher:
-            for event in client.watch(run):
-                if watcher is not None:
-                    watcher.show(event)
+        show_events(client.watch(run), quiet)
     except KeyboardInterrupt:
         raise _interrupted(run) from None
 

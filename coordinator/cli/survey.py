@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import uuid
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,8 +14,12 @@ from coordinator.lead.client import LeadClient
 from fl_core.errors import ConfigError, StateError
 from fl_core.errors.extras import load
 from fl_core.types.survey import QUESTIONS, parse_questions
+from protos.consilium.v1 import federation_pb2 as pb
 from service_core.command_line import Json, command
 from service_core.console import ERR, CommandResult
+
+if TYPE_CHECKING:
+    from coordinator.lead.submission import RunRequest
 
 _IMAGES = {"folder", "manifest", "isic2019"}
 
@@ -59,12 +63,8 @@ def survey(
     with closing(LeadClient.open(home)) as client:
         run_id = of or _asked(client, words or [], by_hospital, as_json)
         detail = client.show(run_id)
-        if of is None and detail.info.state != "finished":
-            raise StateError(
-                "E-RUN-11",
-                f"expected answers, found that {detail.info.run_id} is {detail.info.state}: "
-                f"{detail.info.reason or 'it gave no reason'}",
-            )
+        if of is None:
+            require_finished(detail.info)
         answers = fetched(client, detail)
     if draw is not None:
         draw(answers)
@@ -73,19 +73,34 @@ def survey(
     return CommandResult(value, answers.lines(), notes)
 
 
+def require_finished(info: pb.RunInfo) -> None:
+    """Raise StateError (E-RUN-11) with the reason why a survey that was asked has ended without answers."""
+    if info.state != "finished":
+        raise StateError(
+            "E-RUN-11",
+            f"expected answers, found that {info.run_id} is {info.state}: {info.reason or 'it gave no reason'}",
+        )
+
+
 def _asked(client: LeadClient, words: list[str], by_hospital: bool, as_json: bool) -> str:
     """Submit a survey and wait for its end; return its run id."""
     from coordinator.cli.runs import follow
-    from coordinator.config.hydra_config import compose_spec
 
-    info = client.submit(compose_spec(survey_words(words, by_hospital)).to_json(), uuid.uuid4().hex)
+    info = survey_request(words, by_hospital).submit(client)
     if not as_json:
         ERR.print(f"asked as {info.run_id}; manifest {info.manifest_digest[:16]}", soft_wrap=True)
     follow(client, info.run_id, quiet=as_json)
     return info.run_id
 
 
-def survey_words(words: list[str], by_hospital: bool = False) -> list[str]:
+def survey_request(words: Sequence[str], by_hospital: bool = False) -> RunRequest:
+    """Put a survey together. words: questions and keys of a run; raises as `survey_words` and `RunRequest.of`."""
+    from coordinator.lead.submission import RunRequest, spec_of
+
+    return RunRequest.of(spec_of(survey_words(words, by_hospital)))
+
+
+def survey_words(words: Sequence[str], by_hospital: bool = False) -> list[str]:
     """Turn questions and `key=value` words into the words of a run; raises ConfigError as `parse_questions`.
 
     A run needs a model, which a survey never trains or sends: for images, a small one fills the place.

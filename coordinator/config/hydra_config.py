@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,7 +123,9 @@ def choices(group: str, config_dir: Path | None = None) -> list[str]:
     return sorted(name.removesuffix(".yaml") for name in files | stored)
 
 
-def compose_spec(overrides: Sequence[str], config_dir: Path | None = None) -> RunSpec:
+def compose_spec(
+    overrides: Sequence[str], config_dir: Path | None = None, values: Mapping[str, object] | None = None
+) -> RunSpec:
     """Compose and check a configuration from `group=choice`, `key=value` and `+key=value` words.
 
     `+key=value` adds a key that the composed files do not have; RunSpec must know it. config_dir: a folder with the
@@ -131,18 +133,15 @@ def compose_spec(overrides: Sequence[str], config_dir: Path | None = None) -> Ru
     method, a model, data or a federation may also be an extension (`fl_core.extensions.loading`), which is imported:
     the words come from the user of this machine. Raises ConfigError: E-CFG-01 for a word that is no override, a key or
     a choice that does not exist, E-CFG-02 for a value of the wrong type or range; each names the nearest valid word; as
-    `loading.load`.
+    `loading.load`. values: plain Python values that override the composed ones, instead of `key=value` words.
     """
-    return _composed_spec(_RUN, overrides, config_dir, {})
+    return _composed_spec(_RUN, overrides, config_dir, values or {})
 
 
 def compose_simulation(
     overrides: Sequence[str], config_dir: Path | None = None, values: Mapping[str, object] | None = None
 ) -> RunSpec:
-    """Compose as `compose_spec`, for a simulation: updates are averaged unless a word names an aggregator.
-
-    values: plain Python values that override the composed ones, instead of `key=value` words.
-    """
+    """Compose as `compose_spec`, for a simulation: updates are averaged unless a word names an aggregator."""
     return _composed_spec(_SIMULATION, overrides, config_dir, values or {})
 
 
@@ -151,9 +150,9 @@ def _composed_spec(
 ) -> RunSpec:
     if config_dir is not None:
         _check_config_dir(config_dir)
-    words = [checked for word in overrides for checked in _validate_override(word, config_dir)]
+    words = _validated(overrides, config_dir)
     for key in values:
-        _check_first_key(key, key)
+        _check_first_key(key, key, overrides, config_dir, dot="__")
     words += _model_of_method(words, values)
     try:
         raw = _compose(root, words, config_dir)
@@ -178,21 +177,21 @@ def _merged(below: Mapping[str, object], above: Mapping[str, object], where: str
     merged = dict(below)
     for key, value in above.items():
         if key not in below:
-            raise ConfigError("E-CFG-01", f"there is no key {f'{where}{key}'!r}: {suggest(key, below)}")
+            raise ConfigError("E-CFG-01", f"there is no key {f'{where}{key}'!r}: {_suggest(key, below)}")
         default = below[key]
         both = isinstance(default, Mapping) and isinstance(value, Mapping)
         merged[key] = _merged(default, value, f"{where}{key}.") if both else value  # type: ignore[arg-type]
     return merged
 
 
-def compose_from(parent: RunSpec, overrides: Sequence[str]) -> RunSpec:
-    """Change a run's configuration by `key=value` words, for a run that continues it.
+def compose_from(parent: RunSpec, overrides: Sequence[str], values: Mapping[str, object] | None = None) -> RunSpec:
+    """Change a run's configuration by `key=value` words, for a run that continues it. values: as in `compose_spec`.
 
     A choice of a group (`method=fedmr`) replaces the whole group and nothing else. The hospitals are the present
     members, unless `silos` names them. Raises ConfigError as `compose_spec`, and on choices of several groups at once.
     """
-    words = [checked for word in overrides for checked in _validate_override(word)]
-    keys = [word.partition("=")[0] for word in words]
+    words = _validated(overrides)
+    keys = [*(word.partition("=")[0] for word in words), *_leaves(values or {})]
     if weights := [key for key in keys if key.startswith("model.weights")]:
         raise ConfigError(
             "E-CFG-08", f"expected no {weights[0]} beside --from, found one: the run begins with the other one's model"
@@ -203,7 +202,7 @@ def compose_from(parent: RunSpec, overrides: Sequence[str]) -> RunSpec:
         )
     raw = asdict(parent) | {"silos": None}
     groups = [f"{g}={raw[g]['name']}" for g in _CONTINUED if g not in keys and raw[g]["name"] in choices(g)]
-    changed = asdict(compose_spec([*groups, *words]))
+    changed = asdict(compose_spec([*groups, *words], values=values))
     for key in keys:
         group = key.partition(".")[0]
         if group in _CONTINUED and key != group and raw[group]["name"] != changed[group]["name"]:
@@ -334,8 +333,15 @@ def _check_config_dir(folder: Path) -> None:
             )
 
 
-def _validate_override(word: str, config_dir: Path | None = None) -> list[str]:
-    """Check that a word is `key=value`, that its first key exists, and that a group has this choice."""
+def _validated(overrides: Sequence[str], config_dir: Path | None = None) -> list[str]:
+    return [checked for word in overrides for checked in _validate_override(word, config_dir, overrides)]
+
+
+def _validate_override(word: str, config_dir: Path | None, beside: Sequence[str]) -> list[str]:
+    """Check that a word is `key=value`, that its first key exists, and that a group has this choice.
+
+    beside: all words, whose choices have keys that may have been meant.
+    """
     match = re.fullmatch(r"(\+{0,2}|~)([\w./@]+)=(.*)", word, re.DOTALL)
     if match is None:
         raise ConfigError("E-CFG-01", f"expected KEY=VALUE, found {word!r}")
@@ -344,7 +350,7 @@ def _validate_override(word: str, config_dir: Path | None = None) -> list[str]:
         word = f"{prefix}{key}=[{value}]"
     if prefix == "~":
         raise ConfigError("E-CFG-01", f"keys can be changed or added, not removed: write {key}={value}")
-    _check_first_key(key, key.split(".")[0])
+    _check_first_key(key, key.split(".")[0], beside, config_dir)
     if key not in GROUPS:
         return [f"++{word.removeprefix(prefix)}" if prefix else word]  # also if the key exists already
     if value in (valid := choices(key, config_dir)):
@@ -358,11 +364,63 @@ def _validate_override(word: str, config_dir: Path | None = None) -> list[str]:
     raise ConfigError("E-CFG-01", f"there is no {key}={value}: {hint}valid: {', '.join(valid)}")
 
 
-def _check_first_key(key: str, first: str) -> None:
+_OTHER_NAMES = {
+    **dict.fromkeys(("learning_rate", "step_size"), "lr"),
+    **dict.fromkeys(("num_epochs", "n_epochs", "local_epochs"), "epochs"),
+    **dict.fromkeys(("num_rounds", "n_rounds", "communication_rounds"), "rounds"),
+    **dict.fromkeys(("random_state", "random_seed"), "seed"),
+    "wd": "weight_decay",
+}
+"""Names that keys have in other libraries."""
+
+
+def _suggest(word: str, valid: Collection[str]) -> str:
+    """Name the valid keys, the nearest one first, as `suggest`; also that which has another name elsewhere."""
+    other = _OTHER_NAMES.get(word, word)
+    return suggest(other if other in valid else word, valid)
+
+
+def _check_first_key(
+    key: str, first: str, beside: Sequence[str], config_dir: Path | None = None, dot: str = "."
+) -> None:
+    """Raise ConfigError (E-CFG-01) on a key that is none, with the nearest one, also of those inside of groups.
+
+    dot: what stands between a group and its key where the user writes them.
+    """
     if first in WEIGHTS:
-        raise ConfigError("E-CFG-01", f"there is no key {key!r}: write model.weights=FILE")
-    if first not in (keys := {*GROUPS, *(f.name for f in fields(RunSpec))}):
-        raise ConfigError("E-CFG-01", f"there is no key {first!r}: {suggest(first, keys)}")
+        raise ConfigError("E-CFG-01", f"there is no key {key!r}: write model{dot}weights=FILE")
+    if first in (keys := {*GROUPS, *(f.name for f in fields(RunSpec))}):
+        return
+    wanted, inner = _OTHER_NAMES.get(first, first), _inner_keys(beside, config_dir)
+    written_as = {wanted.replace("__", "."), wanted.replace("_", ".", 1)}  # Python's train__lr, train_lr
+    near = [path for path, name in inner.items() if wanted == name or path in written_as]
+    if not near and not difflib.get_close_matches(wanted, keys, n=1):
+        ends = {name: path for path, name in inner.items()} | {path: path for path in inner}
+        near = [ends[end] for end in difflib.get_close_matches(first, list(ends), n=1, cutoff=0.75)]
+    if near:
+        paths = " or ".join(f"{path.replace('.', dot)}=..." for path in near)
+        raise ConfigError("E-CFG-01", f"there is no key {first!r}: did you mean {paths}?")
+    raise ConfigError("E-CFG-01", f"there is no key {first!r}: {_suggest(first, keys)}")
+
+
+def _inner_keys(beside: Sequence[str], config_dir: Path | None) -> dict[str, str]:
+    """List the keys inside of the groups that words choose: path -> last name."""
+    chosen = [word for word in beside if word.partition("=")[0] in GROUPS]
+    try:
+        composed = _compose(_RUN, [w for word in chosen for w in _validate_override(word, config_dir, ())], config_dir)
+    except (ConfigError, HydraException, OmegaConfBaseException):  # reported when it is its turn
+        return {}
+    paths = ((path, path.rpartition(".")[2]) for path in _leaves(composed))
+    return {path: name for path, name in paths if "." in path and name != "name"}
+
+
+def _leaves(values: Mapping[str, object], where: str = "") -> list[str]:
+    """List the paths of the values in nested mappings."""
+    return [
+        leaf
+        for key, value in values.items()
+        for leaf in (_leaves(value, f"{where}{key}.") if isinstance(value, Mapping) else [f"{where}{key}"])
+    ]
 
 
 def _federation(value: str) -> list[str]:
@@ -399,7 +457,7 @@ def _explain(error: Exception, root: str, words: Sequence[str], config_dir: Path
     for step in match[2].split(".")[:-1]:
         beside = beside.get(step) if isinstance(beside, dict) else None
     valid = sorted(beside) if isinstance(beside, dict) else []
-    return f"there is no key {match[2]!r}: {suggest(match[1], valid)}"
+    return f"there is no key {match[2]!r}: {_suggest(match[1], valid)}"
 
 
 # ---- the schema of a table -------------------------------------------------------------------------------------------

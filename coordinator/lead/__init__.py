@@ -1,6 +1,7 @@
-"""A lead's view of runs. Only export needs torch; the page uses this package too.
+"""A lead's view of runs. Only submissions and surveys need torch; the page uses this package too.
 
 client.py          commands to the running service
+submission.py      runs that are put together and submitted
 accuracy.py        measurements in messages: estimates with their intervals, clinical metrics
 as_json.py         runs, rounds and hospitals for machines
 tables.py          the same for people: tables and sentences

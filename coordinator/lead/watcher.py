@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from statistics import fmean
 from typing import Protocol
@@ -151,6 +152,14 @@ class Watcher:
             left.left_s = max(0.0, silo.left_s - passed)
             rows[silo.name] = f"{rows.get(silo.name, '-')}; awaited ({awaited(left)})"
         return make_table("", ("silo", "doing"), sorted(rows.items()))
+
+
+def show_events(events: Iterable[pb.Event], quiet: bool = False) -> None:
+    """Show events as they come, until the run ends; quiet: only wait for that."""
+    with nullcontext() if quiet else Watcher() as watcher:
+        for event in events:
+            if watcher is not None:
+                watcher.show(event)
 
 
 # ---- the curve ------------------------------------------------------------------------------------------------------

@@ -38,6 +38,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+_WITH_MEMBERS = (consilium.Lead, consilium.Model, consilium.Run, consilium.Simulation)
+
+
 def _python() -> str:
     """List what `__all__` of the package and of its modules names."""
     lines = ["# Python", "", "The public interface of the package `consilium`."]
@@ -46,7 +49,7 @@ def _python() -> str:
         for name in module.__all__:
             found = getattr(module, name)
             lines += ["", f"### `{name}`", "", *_signature(name, found), *_prose(inspect.getdoc(found) or "")]
-            for member, part in vars(found).items() if found is consilium.Simulation else ():
+            for member, part in vars(found).items() if found in _WITH_MEMBERS else ():
                 shown = part.fget if isinstance(part, property) else part
                 if not member.startswith("_") and inspect.isfunction(shown) and shown.__doc__:
                     lines += ["", f"#### `.{member}`", "", *_prose(inspect.getdoc(shown) or "")]

@@ -180,8 +180,12 @@ class ImageLoader:
 
 def square(path: Path, form: ImageFormat) -> Pixels:
     """Decode a file to its central square (side, side, 3), resized; its side is the image's shorter one."""
-    image, size = open_image(path, form.window), (form.side, form.side)
-    return np.array(ImageOps.fit(image, size, method=Image.Resampling.BILINEAR))
+    return resized(open_image(path, form.window), form.side)
+
+
+def resized(image: Image.Image, side: int) -> Pixels:
+    """Resize the central square of an image in RGB to (side, side, 3)."""
+    return np.array(ImageOps.fit(image, (side, side), method=Image.Resampling.BILINEAR))
 
 
 def cores() -> int:

@@ -15,6 +15,11 @@ REASON_CHARS = 500
 class FederationError(Exception):
     """Base of every error that Consilium raises on purpose.
 
+        try:
+            lead = consilium.connect()
+        except consilium.FederationError as error:
+            print(error.code, error)  # `coordinator explain CODE` says more
+
     code: a key of `fl_core.errors.catalogue.EXPLANATIONS`, for instance "E-TLS-01".
     """
 
@@ -29,11 +34,27 @@ class FederationError(Exception):
 
 
 class ConfigError(FederationError, ValueError):
-    """The configuration or the command line asks for something impossible: change it."""
+    """The configuration or the command line asks for something impossible: change it.
+
+        try:
+            consilium.simulate("fedmr", "digits", learning_rate=0.1)
+        except consilium.ConfigError as error:
+            print(error)  # there is no key 'learning_rate': did you mean train__lr=...?
+
+    The message names what was expected and what was found.
+    """
 
 
 class DataError(FederationError, ValueError):
-    """The hospital's data does not match its description: repair the data or the description."""
+    """The hospital's data does not match its description: repair the data or the description.
+
+        try:
+            model.predict(["broken.png", "good.png"])
+        except consilium.DataError as error:
+            print(error)  # names broken.png, and says why it cannot be read
+
+    The message names the file or the column.
+    """
 
 
 class SchemaError(DataError):

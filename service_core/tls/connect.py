@@ -39,7 +39,8 @@ def require_tls13() -> None:
         raise StateError(
             "E-RUN-99",
             "expected service_core.tls.connect.require_tls13() to run before grpc is imported, found it imported with "
-            f"{SUITES}={os.environ.get(SUITES)!r}: TLS 1.2 would be accepted. Call it first in the entry point",
+            f"{SUITES}={os.environ.get(SUITES)!r}: TLS 1.2 would be accepted. Call it first in the entry point; "
+            "from Python, call consilium.connect before anything else imports grpc",
         )
     os.environ[SUITES] = RSA_ONLY
 

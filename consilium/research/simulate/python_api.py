@@ -16,12 +16,15 @@ import torch
 from blake3 import blake3
 from torch import nn
 
+from consilium.report.curves import COLUMNS
 from consilium.research.simulate import results, runner
+from consilium.research.simulate.data_in_memory import DataInMemory, halves_of
 from consilium.research.simulate.engine import SimulationEngine
 from consilium.research.simulate.results import Result, ResultFolder
 from consilium.research.simulate.round_printer import RoundPrinter, is_watched
 from consilium.research.simulate.runner import tracked
-from coordinator.config.hydra_config import GROUPS, compose_simulation
+from coordinator.config.hydra_config import compose_simulation
+from coordinator.config.keywords import Keywords
 from coordinator.config.run_spec import RunSpec
 from coordinator.lead.survey_answers import SurveyAnswers
 from coordinator.lead.surveys import answers_of
@@ -48,12 +51,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Partition = OwnPartition | type[OwnPartition] | Callable[[Labels, Labels], Shares] | Sequence[Any]
-Data = ArrayData | type[ArrayData] | tuple[Split | Examples, Split | Examples]
+Half = Split | Examples | Sequence[Any] | torch.utils.data.Dataset[Any]
+Data = ArrayData | type[ArrayData] | tuple[Half, Half] | Mapping[str, Half]
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
     """What `simulate(progress=...)` receives after each round.
+
+        consilium.simulate("fedmr", "digits", "p5c2", progress=lambda at: print(at.done, at.rounds, at.accuracy))
 
     done: rounds   accuracy: of the model that the round began with, None where there is none or noise hides it.
     """
@@ -65,7 +71,15 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """A finished simulation."""
+    """A finished simulation.
+
+        result = consilium.simulate("fedmr", "digits", "p5c2", rounds=20, seed=0)
+        result.curves, result.frame, result.tables["silos"]
+        result.model(x).softmax(1)
+        result.save("results")
+
+    Data frames need pandas, pictures matplotlib.
+    """
 
     result: Result
     config: RunSpec
@@ -87,7 +101,7 @@ class Simulation:
     @property
     def frame(self) -> pd.DataFrame:
         """Return one row per round and measure: round, measure, class, value, low, high (`results.history`)."""
-        return _pandas().DataFrame(results.history(self.result), columns=list(results.COLUMNS))
+        return _pandas().DataFrame(results.history(self.result), columns=list(COLUMNS))
 
     @property
     def tables(self) -> dict[str, pd.DataFrame]:
@@ -153,10 +167,14 @@ def simulate(
 ) -> Simulation:
     """Run a federation in this process, as `coordinator simulate` does.
 
+        result = consilium.simulate("fedmr", "digits", "p5c2", rounds=20, seed=0, train__lr=0.1)
+        result = consilium.simulate("fedavg", (train, test), my_partition, my_network, rounds=5)
+
     method, model: a name, "package.module:Name", a class, or an instance, whose options are then all taken from it
     model also: an `nn.Module` that ends in a linear layer of one output per class, which begins with its weights, such
     a class, or a function of the examples' schema (`shape`, `classes`) that returns such a module, drawn from the seed
-    data: a name, "package.module:Name", a class or an instance below `ArrayData`, or ((x, y), (x, y)) of train and test
+    data: a name, "package.module:Name", a class or an instance below `ArrayData`; or train and test, as a pair or a
+    mapping, each of them (x, y), a torch dataset, a MONAI dataset of dictionaries, or a dataset of Hugging Face
     federation: a name, "package.module:Name", a partition, a function of the train and test labels (n,) that returns
     shares, or the shares: positions of each silo's training examples, or (train, test) positions of each
     keys: all other words of the command line, `rounds=20, seed=0, train__lr=0.1` or `train={"lr": 0.1}`
@@ -175,7 +193,7 @@ def simulate(
         request.choose_model(model)
         request.choose_data(data)
         for key, value in keys.items():
-            request.put(key.replace("__", "."), value)
+            request.keywords.put(key.replace("__", "."), value)
         request.choose_federation(federation, root, folder)
         spec = request.spec(folder)
         where = [tracker] if isinstance(tracker, str) else tracker
@@ -212,8 +230,7 @@ class _Request:
     """
 
     def __init__(self, stack: ExitStack) -> None:
-        self._stack, self._words = stack, list[str]()
-        self._values: dict[str, Any] = {}
+        self._stack, self.keywords = stack, Keywords()
 
     def choose(self, group: str, value: object, ours: Mapping[str, type] | None = None, kind: str = "") -> None:
         """Choose by name, or by an object that is then registered under one; an instance brings all its options."""
@@ -222,10 +239,10 @@ class _Request:
         if not isinstance(value, str):
             of = value if isinstance(value, type) else type(value)
             if value is not of and is_dataclass(value):
-                self.put(group, {f.name: getattr(value, f.name) for f in fields(value)})
+                self.keywords.put(group, {f.name: getattr(value, f.name) for f in fields(value)})
             built_in = next((name for name, one in (ours or {}).items() if one is of), None)
             value = built_in or self._stack.enter_context(loading.given(kind or group, of))
-        self._words.append(f"{group}={value}")
+        self.keywords.words.append(f"{group}={value}")
 
     def choose_model(self, model: object) -> None:
         """Choose as `choose`; a network or a function of the schema becomes a model without options."""
@@ -236,14 +253,15 @@ class _Request:
         self.choose("model", model, MODELS)
 
     def choose_data(self, data: object) -> None:
-        if isinstance(data, tuple) and len(data) == 2:
-            data = _InMemory(*(_arrays(half) for half in data))
-            data = self._given("data", data, "arrays", data.digest)
+        if halves := halves_of(data):
+            held = DataInMemory(*halves)
+            data = self._given("data", held, "arrays", held.digest)
         elif isinstance(data, ArrayData):
             data = self._given("data", data, type(data).__name__, loading.class_digest(type(data)))
         elif not (data is None or isinstance(data, str | type)):
             raise ConfigError(
-                "E-CFG-02", f"data: expected a name, ArrayData or (train, test), found {type(data).__name__}"
+                "E-CFG-02",
+                f"data: expected a name, ArrayData, (train, test) or both in a mapping, found {type(data).__name__}",
             )
         self.choose("data", data)
 
@@ -279,25 +297,8 @@ class _Request:
         """Register an object under a name of its content."""
         return self._stack.enter_context(loading.given(kind, value, f"memory:{label}_{digest[:16]}", digest))
 
-    def put(self, path: str, value: object) -> None:
-        """Take a value, or all of a mapping, for the keys of a path; what names the choice of a group chooses it."""
-        group = path in GROUPS
-        if isinstance(value, Mapping):
-            for key, inner in value.items():
-                self.put(path if group and key == "name" else f"{path}.{key}", inner)
-        elif not group:
-            *outer, last = path.split(".")
-            below = self._values
-            for key in outer:
-                below = below.setdefault(key, {})
-            below[last] = _plain(path, value)
-        elif isinstance(value, str):
-            self._words.append(f"{path}={value}")
-        else:
-            raise ConfigError("E-CFG-02", f"{path}: expected a name, found {value!r}")
-
     def spec(self, config_dir: Path | None, *more: str) -> RunSpec:
-        return compose_simulation([*self._words, *more], config_dir, self._values)
+        return compose_simulation([*self.keywords.words, *more], config_dir, self.keywords.values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -306,18 +307,6 @@ class _Partition:
 
     silos: int
     partition: Callable[..., Any]
-
-
-def _plain(path: str, value: object) -> object:
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, list | tuple):
-        return [_plain(path, v) for v in value]
-    if value is None or isinstance(value, str | int | float):
-        return value
-    raise ConfigError("E-CFG-02", f"{path}: expected a plain value, found {value!r}"[:300])
 
 
 def _network_digest(network: object) -> str:
@@ -329,37 +318,6 @@ def _network_digest(network: object) -> str:
         hasher.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         hasher.update(value.detach().cpu().contiguous().numpy().tobytes())
     return hasher.hexdigest()
-
-
-def _arrays(half: object) -> tuple[torch.Tensor, torch.Tensor]:
-    if isinstance(half, Examples):
-        half = half.batch(torch.arange(len(half)))
-    if not isinstance(half, tuple | list) or len(half) != 2:
-        raise ConfigError("E-CFG-02", f"data: expected (x, y) of train and of test, found {type(half).__name__}")
-    try:
-        x, y = torch.as_tensor(half[0]), torch.as_tensor(half[1])
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError("E-CFG-02", f"data: expected arrays (x, y), found others: {error}") from error
-    return x, y
-
-
-class _InMemory(ArrayData):
-    """Two pairs of arrays; as many classes as the largest label says."""
-
-    def __init__(self, train: tuple[torch.Tensor, torch.Tensor], test: tuple[torch.Tensor, torch.Tensor]) -> None:
-        self._halves = train, test
-        highest = max((int(y.max()) for _, y in self._halves if y.numel()), default=0)
-        self.shape = tuple(train[0].shape[1:])  # type: ignore[misc]
-        self.classes = tuple(map(str, range(max(2, min(highest, 100_000) + 1))))  # type: ignore[misc]
-        hasher = blake3()
-        for values in (*train, *test):
-            hasher.update(f"{values.dtype} {tuple(values.shape)}".encode())
-            hasher.update(values.detach().cpu().contiguous().numpy().tobytes())
-        self.digest = hasher.hexdigest()
-
-    def read(self, root: Path | None) -> tuple[Split, Split]:
-        del root
-        return self._halves
 
 
 def _pandas() -> Any:  # noqa: ANN401 - pandas has no types of its own

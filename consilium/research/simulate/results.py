@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import yaml
 from safetensors.torch import save
 
 from consilium.model.model_file import ModelFileFacts
+from consilium.report.curves import COLUMNS, MetricValue, estimate_row, evaluation_rows
 from consilium.research.simulate.measures import FineTuned
 from coordinator.config.run_spec import RunSpec
 from fl_core.converter import shown
@@ -225,24 +226,6 @@ def _ends(found: Estimate) -> tuple[float, float] | None:
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-class MetricValue(NamedTuple):
-    """One number of a table. round: rounds done before it was measured, 0 for the initial model.
-
-    class_: of the label space, empty where it is about all of them   value: None where there is none or noise hides it;
-    low, high: the interval of the noise of privacy, equal to the value where there is none.
-    """
-
-    round: int
-    measure: str
-    class_: str
-    value: float | None
-    low: float | None
-    high: float | None
-
-
-COLUMNS = ("round", "measure", "class", "value", "low", "high")
-
-
 def history(result: Result) -> list[MetricValue]:
     """List all numbers of a simulation, by round.
 
@@ -260,32 +243,14 @@ def history(result: Result) -> list[MetricValue]:
 
 def _of_round(result: Result, k: int) -> Iterator[MetricValue]:
     record, evaluation = result.records[k], result.evaluation(k)
-    for measure in measures.of_model():
-        if measure.json or evaluation.clinical is not None:
-            yield _estimated(k, measure.name, "", measure.estimate(evaluation))
-    for name, estimate in zip(result.manifest.schema.classes, evaluation.by_class(), strict=False):
-        yield _estimated(k, "class_accuracy", name, estimate)
-    if evaluation.clinical is not None:
-        yield from _of_classes(k, evaluation.clinical, result.manifest.schema.classes)
+    yield from evaluation_rows(k, evaluation, result.manifest.schema.classes)
     if result.measured:
         noise = result.noise.of(record.included)
-        yield _estimated(k, "cohort_accuracy", "", uncertainty.accuracy(record.correct, record.examples, noise))
+        yield estimate_row(k, "cohort_accuracy", "", uncertainty.accuracy(record.correct, record.examples, noise))
     personal = (result.measured or result.records)[k].personal
     done = record.round + (record.kind.trains)  # personal models are those after the round's training
     for name, value in uncertainty.shown_scores(personal, result.noise.scores).items():
         yield MetricValue(done, name, "", value, value, value)
-
-
-def _of_classes(done: int, found: ClinicalMetrics, classes: Sequence[str]) -> Iterator[MetricValue]:
-    error = found.calibration_error
-    yield MetricValue(done, "calibration_error", "", error, error, error)
-    for name, value, area in zip(classes, found.specificity, found.auc, strict=True):
-        yield MetricValue(done, "specificity", name, value, value, value)
-        yield MetricValue(done, "auc", name, area and area.middle, area and area.low, area and area.high)
-
-
-def _estimated(done: int, measure: str, class_: str, found: Estimate) -> MetricValue:
-    return MetricValue(done, measure, class_, found.point, found.low, found.high)
 
 
 def by_silo(result: Result) -> list[dict[str, object]]:

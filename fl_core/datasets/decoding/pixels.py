@@ -61,8 +61,29 @@ def open_image(path: Path, window: Window | None = None) -> Image.Image:
     if dicom.is_dicom(path):
         return Image.fromarray(dicom.rendered(path, window)).convert("RGB")
     with _decoded(path) as (image, _):
-        upright = ImageOps.exif_transpose(image)
-        return upright.convert("RGB") if image.mode in _EIGHT_BIT else _grey(upright, image)
+        return _upright_rgb(image)
+
+
+def rgb_of(image: Image.Image) -> Image.Image:
+    """Turn an image that the caller has in memory into what `open_image` makes of a file with these pixels.
+
+    Raises UnreadableError as for a file.
+    """
+    try:
+        require_pixels(image.width, image.height)
+        if image.mode not in _EIGHT_BIT | _DEEP:
+            raise UnreadableError(f"pixels of mode {image.mode} are not supported: convert the image")
+        if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
+            raise UnreadableError("several frames or pages: take one of them")
+        image.load()
+        return _upright_rgb(image)
+    except (*_BROKEN, MemoryError, Image.DecompressionBombError) as error:
+        raise UnreadableError(str(error) or type(error).__name__) from error
+
+
+def _upright_rgb(image: Image.Image) -> Image.Image:
+    upright = ImageOps.exif_transpose(image)
+    return upright.convert("RGB") if image.mode in _EIGHT_BIT else _grey(upright, image)
 
 
 def described(path: Path) -> ImageDescription:

@@ -311,13 +311,3 @@ def refused(method: str) -> str:
     with pytest.raises(ConfigError) as caught:
         simulate(method)
     return str(caught.value)
-
-
-def test_the_public_names_are_there_and_documented() -> None:
-    import consilium.extending
-    import consilium.testing
-
-    for module in (consilium, consilium.extending, consilium.testing):
-        assert all(hasattr(module, name) for name in module.__all__)
-    for name in ("simulate", "Simulation", "Progress"):
-        assert getattr(consilium, name).__doc__

@@ -1,0 +1,74 @@
+"""Lists that a terminal shows as a table, a notebook as HTML, and pandas as a frame."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+from fl_core.errors.extras import require
+from service_core.console import printable
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+T = TypeVar("T")
+_WIDTH = 160
+
+
+class Listing(list[T]):
+    """A list that is shown as a table: `print(lead.runs())`.
+
+    `to_frame()` returns a pandas data frame whose columns have the names that `--json` uses.
+    """
+
+    def __init__(self, items: Iterable[T], table: Table, rows: Sequence[Mapping[str, object]]) -> None:
+        super().__init__(items)
+        self._table, self._rows = table, rows
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return one row per item; raises ConfigError (E-CFG-08) without pandas."""
+        return frame(self._rows)
+
+    def __repr__(self) -> str:
+        return text([self._table])
+
+    def _repr_html_(self) -> str:
+        return html([self._table])
+
+
+def frame(rows: Sequence[Mapping[str, object]]) -> Any:  # noqa: ANN401 - pandas has no types of its own
+    """Make a data frame; raises ConfigError (E-CFG-08) without pandas."""
+    return require("pandas", "tables", "data frames").DataFrame(list(rows))
+
+
+def text(parts: Iterable[str | Table]) -> str:
+    """Write sentences and tables as lines for a terminal."""
+    out = io.StringIO()
+    width = shutil.get_terminal_size((_WIDTH, 0)).columns
+    console = Console(file=out, width=width, force_jupyter=False, highlight=False, markup=False, emoji=False)
+    for part in parts:
+        console.print(printable(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def html(parts: Iterable[str | Table]) -> str:
+    """Write sentences and tables as HTML; whatever text they hold is escaped."""
+    return "\n".join(f"<p>{_safe(part)}</p>" if isinstance(part, str) else _html_table(part) for part in parts)
+
+
+def _html_table(table: Table) -> str:
+    head = "".join(f"<th>{_safe(column.header)}</th>" for column in table.columns)
+    rows = zip(*(column.cells for column in table.columns), strict=True)
+    body = "".join(f"<tr>{''.join(f'<td>{_safe(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    caption = f"<caption>{_safe(table.title)}</caption>" if table.title else ""
+    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _safe(value: object) -> str:
+    return escape(printable(str(value)))

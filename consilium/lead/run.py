@@ -1,0 +1,198 @@
+"""A run of a federation: following it, its numbers, its model and its card."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from consilium.lead import listing
+from consilium.lead.connection import Connection
+from coordinator.lead import accuracy, tables
+from coordinator.lead.as_json import detail_json
+from coordinator.lead.watcher import show_events
+from fl_core.errors.extras import requires_extra
+from fl_core.kinds import kind_of
+from fl_core.rounds.manifest import RunManifest
+from protos.consilium.v1 import federation_pb2 as pb
+from service_core.audit_log.local_commands import recording
+from service_core.console import pluralize
+
+if TYPE_CHECKING:
+    from consilium.model.classifier import Model
+    from consilium.report.card import Card
+    from consilium.report.export import ExportedFiles
+
+
+class Run:
+    """A run of the federation, as `coordinator show` and `watch` know it.
+
+        run = lead.run(method="analytic", data="digits")
+        run.watch()              # shows each round, and returns when the run has ended
+        run.frame                # round, measure, class, value, low, high
+        run.model().predict(images)
+        run.export("models")     # the model with its signed card
+
+    Every property asks the service. `repr` shows what the service said last.
+    """
+
+    def __init__(self, connection: Connection, info: pb.RunInfo) -> None:
+        self._connection, self._info = connection, info
+
+    @property
+    def id(self) -> str:
+        return self._info.run_id
+
+    @property
+    def name(self) -> str:
+        return self._info.name
+
+    @property
+    def state(self) -> str:
+        """Return "waiting", "running", "paused", "finished", "failed" or "aborted"."""
+        return self._detail().info.state
+
+    @property
+    def reason(self) -> str:
+        """Return why the run is paused or has failed; empty if it is neither."""
+        return self._detail().info.reason
+
+    @property
+    def manifest(self) -> RunManifest:
+        """Return what the run was agreed to be; its digest is the one that hospitals have."""
+        return RunManifest.from_json(self._detail().manifest_json)
+
+    @property
+    def digest(self) -> str:
+        """Return the digest of the newest model: equal to that of a simulation with the same words and data."""
+        return self._detail().info.model_digest
+
+    @property
+    def summary(self) -> Mapping[str, object]:
+        """Return what `coordinator show --json` prints."""
+        return detail_json(self._detail())
+
+    @property
+    def frame(self) -> Any:  # noqa: ANN401 - pandas has no types of its own
+        """Return one row per round and measure: round, measure, class, value, low, high, as `Simulation.frame`.
+
+        A pandas data frame, or a list of dictionaries where pandas is not installed.
+        """
+        from consilium.report.curves import COLUMNS, history
+
+        detail = self._detail()
+        manifest = RunManifest.from_json(detail.manifest_json)
+        measured = manifest.kind.measures
+        rows = [
+            dict(zip(COLUMNS, row, strict=True)) for row in history(detail.rounds, manifest.schema.classes) if measured
+        ]
+        try:
+            import pandas as pd
+        except ImportError:
+            return rows
+        return pd.DataFrame(rows, columns=list(COLUMNS))
+
+    def watch(self, quiet: bool = False) -> Run:
+        """Show the run's progress until it ends, with a line per event and in a terminal a table; return the run.
+
+        quiet: only wait. Ctrl-C (in a notebook: interrupt) raises KeyboardInterrupt and leaves the run going; watch it
+        again at any time, also from another process. The run that is returned may have failed or paused: see `state`.
+        """
+        try:
+            show_events(self._connection.client.watch(self.id), quiet)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"the run continues; follow it again with lead[{self.id!r}].watch()") from None
+        self._detail()
+        return self
+
+    def abort(self) -> Run:
+        """Stop the run in any state; the rounds that were trained are kept."""
+        self._info = self._connection.client.abort(self.id)
+        return self
+
+    def resume(self, quorum: int = 0) -> Run:
+        """Resume a paused or failed run after its last closed round. quorum: updates that close one; 0: as before."""
+        self._info = self._connection.client.resume(self.id, quorum)
+        return self
+
+    def model(self) -> Model:
+        """Fetch the newest model, ready to classify: what `consilium.load` makes of the exported file.
+
+        Raises ConfigError (E-RUN-11) before the first round is closed.
+        """
+        with requires_extra("report", "models of runs"):
+            from consilium.model.classifier import Model
+            from consilium.model.predictor import Predictor
+            from consilium.report.export import fetched, loaded_model
+        with fetched(self._connection.client, self.id) as stored:
+            return Model(Predictor(loaded_model(stored)))
+
+    def card(self) -> RunCard:
+        """Return the card of the newest model, as an export would write it now; `export` signs it."""
+        with requires_extra("report", "cards"):
+            from consilium.report.export import fetched, unsigned_card
+        with fetched(self._connection.client, self.id) as stored:
+            return RunCard(unsigned_card(stored, self._connection.credentials, self._connection.client.silos().silos))
+
+    def export(
+        self,
+        folder: str | Path = "models",
+        *,
+        formats: Sequence[str] = (),
+        licence: str = "",
+        intended_use: str = "",
+        survey: Run | str | None = None,
+        temperature: bool = False,
+    ) -> ExportedFiles:
+        """Write the newest model and its card into a folder, as `coordinator export`, and return the files.
+
+        formats: also "onnx" or "torch"   licence, intended_use: for the card, in your words   survey: whose answers the
+        card repeats   temperature: let predictions use one estimated from the hospitals' counts
+        The audit log of the home gets the line that the command leaves.
+        """
+        with requires_extra("report", "exports"):
+            from consilium.report.lead import ExportOptions, export_run
+        place, asked = Path(folder), survey.id if isinstance(survey, Run) else survey
+        with recording(self._connection.home, "export", {"run": self.id, "out": place}, "Python"):
+            wanted = ExportOptions.of(formats, licence, intended_use, asked, temperature)
+            files, _ = export_run(self._connection.client, self._connection.home, self.id, place, wanted)
+        return files
+
+    def _detail(self) -> pb.RunDetail:
+        detail = self._connection.client.show(self.id)
+        self._info = detail.info
+        return detail
+
+    def __repr__(self) -> str:
+        return listing.text([self._sentence()])
+
+    def _repr_html_(self) -> str:
+        return listing.html([tables.runs_table([self._info]), *filter(None, self._info.reason.splitlines())])
+
+    def _sentence(self) -> str:
+        info = self._info
+        rounds = f"{info.closed} of {pluralize(info.rounds, 'round')}"
+        newest = accuracy.newest_balanced(info)
+        measured = kind_of(info.method, info.rounds).measures and newest.point is not None
+        balanced = f", balanced accuracy {accuracy.balanced_text(info)}" if measured else ""
+        return f"<run {info.run_id}: {info.method}, {info.state}, {rounds}{balanced}>"
+
+
+@dataclass(frozen=True, slots=True)
+class RunCard:
+    """The card of a run's model. facts: every number on it   `str` and a notebook show it as Markdown."""
+
+    facts: Card
+
+    @property
+    def markdown(self) -> str:
+        from consilium.report import documents
+
+        return documents.markdown(self.facts)
+
+    def __str__(self) -> str:
+        return self.markdown
+
+    def _repr_markdown_(self) -> str:
+        return self.markdown

@@ -1,0 +1,247 @@
+"""An exported model in scikit-learn's form: arrays, images or files in, arrays out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import nn
+
+from consilium.model import model_file
+from consilium.model.inputs import Inputs, from_paths
+from consilium.model.predictor import Prediction, Predictor
+from fl_core.datasets.decoding.limits import UnreadableError
+from fl_core.datasets.decoding.pixels import rgb_of
+from fl_core.datasets.examples import TensorExamples
+from fl_core.datasets.image_loader import ImageFormat, ImageLoader, Pixels, SquareKey, resized
+from fl_core.datasets.preprocessing import normalisation
+from fl_core.errors import ConfigError, DataError
+from fl_core.extensions import loading
+
+_NAMED = 3
+"""Examples that an error names at most."""
+
+
+def load(
+    file: str | Path,
+    *,
+    card: str | Path | None = None,
+    sha256: str | None = None,
+    calibration: str | Path | None = None,
+    raw: bool = False,
+    extensions: Sequence[str] = (),
+) -> Model:
+    """Load an exported model, as `consilium predict` does: held against its card, with the calibration beside it.
+
+        model = consilium.load("models/first-1a2b.safetensors")
+        model.predict("new-images")           # an array of class names
+        model.predict_proba(["a.png", "b.dcm"])  # (2, classes)
+
+    card: that names the file, by default the one beside it   sha256: of the file, in place of a card
+    calibration: what `consilium calibrate` wrote, by default the one beside the model   raw: use none
+    extensions: installed distributions whose method or model the file names
+
+    Raises StateError (E-STATE-22) on a file that is no exported model, or not the one that its card names; ConfigError
+    (E-CFG-02) where there is no such file.
+    """
+    place = Path(file)
+    loading.load_distributions(list(extensions))
+    loaded = model_file.load(place, None if card is None else Path(card), sha256)
+    return Model(Predictor.of(place, loaded, None if calibration is None else Path(calibration), raw))
+
+
+class Model:
+    """A trained model that answers as `consilium predict` does.
+
+        model = consilium.load("models/first-1a2b.safetensors")
+        model.classes_                     # array(['melanoma', 'nevus'], ...)
+        model.predict(images)              # one class name per image
+        model.predict_proba(images)        # (n, classes), in the order of classes_
+        model.predictions(images)[0].set   # sets of classes and more, after `consilium calibrate`
+
+    images: a path, a folder, or a list of paths; a PIL image, or a list of them; or an array. An array of shape
+    (n, height, width) or (n, height, width, 3) holds pixels of any size, which are treated like those of a file. One
+    of shape (n, *shape of the model) holds examples as an exported ONNX graph takes them: images in RGB, of bytes or
+    of numbers in [0, 1].
+    """
+
+    def __init__(self, predictor: Predictor) -> None:
+        self.predictor = predictor
+
+    @property
+    def classes_(self) -> NDArray[np.str_]:
+        """Return the names of the classes, in the order of probabilities."""
+        return np.array(self.predictor.model.facts.classes)
+
+    @property
+    def module(self) -> nn.Module:
+        """Return the network: prepared examples (n, *shape) -> logits (n, classes), in eval mode."""
+        return nn.Sequential(self.predictor.model.body, self.predictor.model.head).eval()
+
+    def predict(self, images: object) -> NDArray[Any]:
+        """Return the answer to each image (n,), as the column "answer" of `consilium predict` has it.
+
+        With a calibration an answer may be "none of the classes". Of a model of several labels at once: (n, classes), 1
+        where the label is there. Raises DataError (E-DATA-04) if an image cannot be used; see `predictions`.
+        """
+        answers = self._all(images)
+        if self.predictor.model.facts.multi_label:
+            rows = [[int(name in one.labels) for name in self.predictor.model.facts.classes] for one in answers]
+            return np.array(rows, dtype=np.int64).reshape(len(answers), len(self.classes_))
+        return np.array([one.said for one in answers], dtype=str)
+
+    def predict_proba(self, images: object) -> NDArray[np.float64]:
+        """Return the probability of each class (n, classes); raises as `predict`."""
+        rows = [one.probabilities for one in self._all(images)]
+        return np.array(rows, dtype=np.float64).reshape(len(rows), len(self.classes_))
+
+    def predictions(self, images: object) -> list[Prediction]:
+        """Return all that is said of each image, in their order; of one that cannot be used its `problem`."""
+        paths = _paths(images)
+        if paths is None:
+            return self.predictor.predictions(self._in_memory(images))
+        loader = ImageLoader(cache_bytes=0)
+        facts = self.predictor.model.facts
+        if not paths:
+            return []
+        answers = self.predictor.predictions(from_paths(list(dict.fromkeys(paths)), facts, loader))
+        if any(path.is_dir() for path in paths) or facts.columns:
+            return answers
+        by_name = {one.name: one for one in answers}
+        return [by_name[str(path)] for path in paths]
+
+    def _all(self, images: object) -> list[Prediction]:
+        answers = self.predictions(images)
+        broken = [f"{one.name} ({one.problem})" for one in answers if one.problem]
+        if broken:
+            more = f" and {len(broken) - _NAMED} more" if len(broken) > _NAMED else ""
+            raise DataError(
+                "E-DATA-04",
+                f"expected images that the model can take, found others: {', '.join(broken[:_NAMED])}{more}. Leave "
+                "them out, or take .predictions(images), which answers the rest",
+            )
+        return answers
+
+    def _in_memory(self, images: object) -> Inputs:
+        preprocessing, shape = self.predictor.model.facts.preprocessing, self.predictor.model.facts.shape
+        if self.predictor.model.facts.columns:
+            raise ConfigError(
+                "E-CFG-23",
+                "expected a table (a CSV or Parquet file) for a model of columns, found "
+                f"{type(images).__name__}: the file declares what its cells mean",
+            )
+        arrays = [images] if isinstance(images, Image.Image) else _array(images)
+        if isinstance(arrays, np.ndarray) and arrays.shape[1:] == shape:
+            x = _numbers(arrays, images=preprocessing.takes_images)
+            if preprocessing.takes_images:
+                mean, std = normalisation(preprocessing.data)
+                if any(mean):
+                    x = (x - torch.tensor(mean).view(-1, 1, 1)) / torch.tensor(std).view(-1, 1, 1)
+            return Inputs(_names(len(x)), TensorExamples(x, torch.full((len(x),), -1)))
+        if not preprocessing.takes_images:
+            raise ConfigError(
+                "E-CFG-23",
+                f"expected an array of shape (n, {', '.join(map(str, shape))}), found "
+                f"{getattr(arrays, 'shape', type(images).__name__)}: give examples as the model takes them",
+            )
+        pictures = [picture(one) for one in arrays]
+        names = _names(len(pictures))
+        files = [Path(name) for name in names]
+        return Inputs(names, preprocessing.examples(files, _Pictures(dict(zip(files, pictures, strict=True)))))
+
+    def __repr__(self) -> str:
+        facts = self.predictor.model.facts
+        shape = f"{len(facts.columns)} columns" if facts.columns else " x ".join(map(str, facts.shape))
+        return f"<model of {facts.run or 'a simulation'}: {facts.model}, {shape}, {len(facts.classes)} classes>"
+
+
+def _names(n: int) -> tuple[str, ...]:
+    return tuple(f"image {k}" for k in range(n))
+
+
+def _paths(images: object) -> list[Path] | None:
+    """Return images that are given as paths; None if they are given otherwise."""
+    if isinstance(images, str | Path):
+        return [Path(images)]
+    if isinstance(images, list | tuple) and all(isinstance(one, str | Path) for one in images):
+        return [Path(one) for one in images]
+    return None
+
+
+def _array(images: object) -> NDArray[Any] | list[Any]:
+    """Return a batch as an array, or a list whose images may have different sizes."""
+    if isinstance(images, torch.Tensor):
+        images = images.detach().cpu().numpy()
+    if isinstance(images, np.ndarray):
+        if images.ndim < 2 or (images.ndim == 3 and images.shape[-1] in (3, 4)):
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected a batch of images, found an array of shape {images.shape}: give one image as images[None]",
+            )
+        return images
+    if isinstance(images, list | tuple):
+        listed = [one.detach().cpu().numpy() if isinstance(one, torch.Tensor) else one for one in images]
+        if all(isinstance(one, Image.Image | np.ndarray) for one in listed):
+            return listed
+    raise ConfigError(
+        "E-CFG-02",
+        f"expected paths, PIL images or arrays, found {type(images).__name__}: give one of them, and no mixture",
+    )
+
+
+def _numbers(array: NDArray[Any], *, images: bool) -> torch.Tensor:
+    """Return examples in float32; of images bytes become shares, and other numbers must be shares."""
+    if images and array.dtype == np.uint8:
+        return torch.from_numpy(np.ascontiguousarray(array)).float() / 255
+    x = torch.from_numpy(np.ascontiguousarray(array)).float()
+    if images:
+        _require_shares(array)
+    return x
+
+
+def _require_shares(array: NDArray[Any]) -> None:
+    if array.dtype.kind != "f" or (array.size and not (array.min() >= 0 and array.max() <= 1)):  # NaN is in no range
+        raise ConfigError(
+            "E-CFG-02",
+            f"expected pixels of bytes (uint8) or of numbers in [0, 1], found others ({array.dtype}): convert them",
+        )
+
+
+def picture(image: Any) -> Image.Image:  # noqa: ANN401 - an array of any type
+    """Make a PIL image of an array (h, w), (h, w, 1), (h, w, 3) or (h, w, 4), of bytes or numbers in [0, 1]."""
+    if isinstance(image, Image.Image):
+        return image
+    if image.ndim == 3 and image.shape[-1] == 1:
+        image = image[..., 0]
+    if not (image.ndim == 2 or (image.ndim == 3 and image.shape[-1] in (3, 4))):
+        raise ConfigError(
+            "E-CFG-02", f"expected an image (height, width) or (height, width, 3), found an array of {image.shape}"
+        )
+    if image.dtype == np.uint16 and image.ndim == 2:
+        return Image.fromarray(image)
+    if image.dtype != np.uint8:
+        _require_shares(image)
+        image = np.rint(255 * image.astype(np.float64)).astype(np.uint8)
+    return Image.fromarray(image)
+
+
+class _Pictures(ImageLoader):
+    """Images in memory in the place of files: each square is made as from a file with these pixels."""
+
+    def __init__(self, pictures: dict[Path, Image.Image]) -> None:
+        self._pictures = pictures
+
+    def squares(self, wanted: Sequence[tuple[Path, SquareKey | None]], form: ImageFormat) -> Pixels:
+        out = np.empty((len(wanted), form.side, form.side, 3), dtype=np.uint8)
+        for k, (name, _) in enumerate(wanted):
+            try:
+                out[k] = resized(rgb_of(self._pictures[name]), form.side)
+            except UnreadableError as error:
+                error.path = name
+                raise
+        return out
