@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import yaml
 from jinja2 import Environment
 from markupsafe import Markup
 
@@ -28,6 +29,12 @@ from service_core.pki.identity import certificate_fingerprint, format_fingerprin
 
 _STYLE = Path(__file__).parents[1] / "web/static/page.css"
 _LISTED = 30
+_PERCENT = ("accuracy", "balanced_accuracy")
+_LICENCES = re.compile(
+    r"apache-2\.0|mit|isc|zlib|unlicense|bsd-[23]-clause|mpl-2\.0|e[cp]l-2\.0|eupl-1\.[12]|cc0-1\.0|"
+    r"cc-by(-nc)?(-sa|-nd)?-[34]\.0|gpl-[23]\.0|agpl-3\.0|lgpl-(2\.1|3\.0)"
+)
+"""Identifiers of licences on the hub, which are those of SPDX in small letters."""
 SKELETONS = ("dpia.md", "annex-iv.md")
 """Documents that somebody has to complete, by their ending behind the run's name."""
 
@@ -35,6 +42,51 @@ SKELETONS = ("dpia.md", "annex-iv.md")
 def markdown(card: Card) -> str:
     """Write the card for people, as Markdown."""
     return _render("card.md", card, tables=_tables(card))
+
+
+def front_matter(card: Card) -> str:
+    """Write the head of a model card as Hugging Face reads it, in YAML: licence, tags and metrics, all of the card.
+
+    Metrics are those of the exported model alone, without what noise hides.
+    """
+    columns = len(card.model.input) == 1
+    task = "tabular-classification" if columns else "image-classification"
+    private = card.privacy.profile != "none"
+    tags = ["federated-learning", card.method.name, *["differential-privacy"] * private]
+    tags += ["secure-aggregation"] * (card.masks is not None)
+    head: dict[str, object] = {**_licence(card.licence), "library_name": "consilium", "pipeline_tag": task}
+    head["tags"] = tags
+    if metrics := _metrics(card):
+        dataset = {"type": card.run.data, "name": f"{card.run.data}, the hospitals' own test examples"}
+        results = [{"task": {"type": task}, "dataset": dataset, "metrics": metrics}]
+        head["model-index"] = [{"name": card.run.id, "results": results}]
+    return f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---\n\n"
+
+
+def _licence(text: str) -> dict[str, str]:
+    """Return the licence by its identifier on the hub, or else in the lead's words; nothing where none is stated."""
+    if not text:
+        return {}
+    return (
+        {"license": text.lower()} if _LICENCES.fullmatch(text.lower()) else {"license": "other", "license_name": text}
+    )
+
+
+def _metrics(card: Card) -> list[dict[str, object]]:
+    results = card.results
+    if not results.of_exported_model:
+        return []
+    shares = [("accuracy", "accuracy", results.accuracy), ("balanced_accuracy", "balanced accuracy", results.balanced)]
+    shares += [(one.name, one.label, one.share) for one in results.others]
+    metrics: list[dict[str, object]] = [
+        {"type": name, "name": f"{label}: {share.text()}" if name in _PERCENT else label, "value": share.point}
+        for name, label, share in shares
+        if share.point is not None and not share.withheld
+    ]
+    low, high = results.macro_auc_low, results.macro_auc_high
+    if low is not None and high is not None:
+        metrics.append({"type": "roc_auc", "name": f"macro AUC: {low:.4f} to {high:.4f}", "value": (low + high) / 2})
+    return metrics
 
 
 def skeleton(name: str, card: Card, digest: str) -> str:

@@ -96,7 +96,7 @@ def export_model(
             portable.write(kind, run, server, named, aside / name)
         described = card_of(detail, manifest, silos, identity_of(lead.cert_pem).identity, said, _size(weights), divisor)
         described = replace(described, files={name: file_sha256(aside / name) for name in (model, *others)})
-        (aside / card).write_text(documents.markdown(described), encoding="utf-8")
+        (aside / card).write_text(documents.front_matter(described) + documents.markdown(described), encoding="utf-8")
         signed = SignedCard.sign(replace(described, files={**described.files, card: file_sha256(aside / card)}), lead)
         verified, _ = signed.verify(certificate_fingerprint(lead.ca_pem))
         (aside / card_page).write_text(documents.page(signed, verified), encoding="utf-8")

@@ -171,6 +171,7 @@ def test_the_model_the_exported_file_and_the_command_answer_alike(
     signed = SignedCard.read(files.signed_card)
     card, _ = signed.verify(certificate_fingerprint(Authority.open(lead.home).ca_pem))
     assert card.licence == "Apache-2.0"
+    assert files.card.read_text().startswith("---\nlicense: apache-2.0\n")
     assert card.files[files.model.name] == loaded.predictor.model.sha256
     assert run.card().facts.results == card.results
     assert run.id in str(run.card())

@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from markdown_it import MarkdownIt
 
 from consilium.report.card import Card, CardShare, ClassFacts, Hospital, Masks, Privacy, Withdrawal, most_found
-from consilium.report.documents import SKELETONS, markdown, page, skeleton
+from consilium.report.documents import SKELETONS, front_matter, markdown, page, skeleton
 from consilium.report.signed_card import OPENING, SignedCard
 from service_core.pki.identity import certificate_fingerprint
 from tests.support.cards import PRIVATE, card, lead
@@ -47,6 +48,63 @@ def test_cards_of_0_1_0_still_verify_and_give_all_documents(name: str) -> None:
     assert verified.run.id in page(signed, verified)
     assert f"## {'(c) Risks to persons'}" in skeleton("dpia.md", verified, signed.digest)
     assert verified.run.manifest_digest in markdown(verified)
+
+
+# ---- the head for Hugging Face ---------------------------------------------------------------------------------------
+
+
+def head(made: Card) -> dict[str, object]:
+    text = front_matter(made)
+    assert text.startswith("---\n")
+    assert text.endswith("\n---\n\n")
+    return yaml.safe_load(text.removeprefix("---\n").removesuffix("---\n\n"))
+
+
+def test_the_head_of_the_card_has_licence_tags_and_the_card_s_metrics_as_a_model_index() -> None:
+    found = head(full())
+    assert (found["license"], found["library_name"]) == ("apache-2.0", "consilium")
+    assert found["pipeline_tag"] == "image-classification"
+    assert found["tags"] == ["federated-learning", "fedavg", "differential-privacy", "secure-aggregation"]
+    (model,) = found["model-index"]
+    (result,) = model["results"]
+    assert (model["name"], result["task"], result["dataset"]["type"]) == (
+        "r1",
+        {"type": found["pipeline_tag"]},
+        "digits",
+    )
+    values = {one["type"]: one["value"] for one in result["metrics"]}
+    assert values == {"accuracy": 0.75, "balanced_accuracy": 0.5, "roc_auc": pytest.approx(0.85)}
+    assert full().results.accuracy.text() in result["metrics"][0]["name"]
+
+
+@pytest.mark.parametrize(
+    ("licence", "says"),
+    [
+        ("", {}),
+        ("CC-BY-NC-4.0", {"license": "cc-by-nc-4.0"}),
+        ("for research at the members", {"license": "other", "license_name": "for research at the members"}),
+    ],
+)
+def test_a_licence_is_named_by_its_identifier_or_in_the_lead_s_words(licence: str, says: dict[str, str]) -> None:
+    found = head(replace(full(), licence=licence))
+    assert {key: found[key] for key in ("license", "license_name") if key in found} == says
+
+
+def test_numbers_of_an_earlier_model_and_hidden_ones_are_no_metrics_of_this_one() -> None:
+    made = full()
+    assert "model-index" not in head(replace(made, results=replace(made.results, of_exported_model=False)))
+    hidden = CardShare(withheld="noise hides it")
+    results = replace(made.results, accuracy=hidden, balanced=hidden, macro_auc_low=None, macro_auc_high=None)
+    assert "model-index" not in head(replace(made, results=results))
+
+
+def test_texts_of_others_stay_values_of_the_head() -> None:
+    bad = "x\n---\nlicense: mit\n" + HOSTILE
+    made = full()
+    made = replace(made, licence=bad, run=replace(made.run, id=bad, data=bad), method=replace(made.method, name=bad))
+    found = head(made)
+    assert (found["license"], found["license_name"], found["tags"][1]) == ("other", bad, bad)
+    assert front_matter(made).count("\n---\n") == 1
 
 
 # ---- sentences -------------------------------------------------------------------------------------------------------
