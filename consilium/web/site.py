@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, TypeVar
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 import anyio.to_thread
 from starlette.applications import Starlette
@@ -63,7 +63,7 @@ class Action:
     digest: of what its fields name, as it is now; None where there is no such thing any more. It is compared with the
     field `digest`, which the form was shown with, before anything happens   do: does it, and returns a sentence; it
     gets all fields, `digest` too, and raises `ChangedError` where the thing changed since the comparison   then: the
-    path of the view that shows the sentence.
+    address of the view that shows the sentence, quoted.
     """
 
     digest: Callable[[Parameters], str | None]
@@ -192,7 +192,7 @@ class Application:
             raise ChangedError("Look at it as it is now, and decide again.")
         session: BrowserSession = request.scope[SESSION]
         session.notice = await self._run(action.do, form)
-        return Response(status_code=303, headers={"Location": quote(action.then(form))})
+        return Response(status_code=303, headers={"Location": action.then(form)})
 
     # ---- files --------------------------------------------------------------------------------------------------
 

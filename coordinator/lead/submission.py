@@ -51,10 +51,10 @@ class RunRequest:
         """Return the manifest (JSON) of the run that it continues; empty without one."""
         return "" if self.parent is None else self.parent.manifest_json
 
-    def submit(self, client: LeadClient) -> pb.RunInfo:
-        """Send the weights that the service lacks, then the configuration."""
+    def submit(self, client: LeadClient, request_id: str = "") -> pb.RunInfo:
+        """Send the weights that the service lacks, then the configuration. request_id: the same one is one run."""
         if self.weights is not None:
             with weights.written(self.weights) as file:
                 client.send_weights(self.weights.named.object, file)
         parent = "" if self.parent is None else self.parent.info.run_id
-        return client.submit(self.spec.to_json(), uuid.uuid4().hex, parent)
+        return client.submit(self.spec.to_json(), request_id or uuid.uuid4().hex, parent)

@@ -52,6 +52,7 @@ LEAD = {
     "lead": "/",
     **{f"lead, {kind}": f"/runs/{run}" for kind, run in RUNS.items()},
     "lead, compare": f"/compare?a={FEDAVG}&b={FEDMR}&c={MASKED}&d={PRIVATE}",
+    "lead, new": "/new",
     "lead, choose": "/compare",
     "lead, nothing there": "/runs/none",
 }

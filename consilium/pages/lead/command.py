@@ -12,7 +12,7 @@ from service_core.command_line import Json, command
 
 @command
 def page(bind: Bind = None, browser: Browser = True, as_json: Json = False, *, home: Place) -> None:
-    """Show the lead's page until Ctrl-C: hospitals, runs, curves, who is awaited, what went wrong; models to download.
+    """Show the lead's page until Ctrl-C: hospitals, runs, curves, what went wrong; start runs, download models.
 
     It asks the running service as any other command does, as the lead that CONSILIUM_LEAD names, and goes on showing
     the last answers where the service is away. Only this user of this machine reaches it, through a link that works

@@ -8,10 +8,11 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import quote
 
-from consilium.pages.lead import exports, overview
+from consilium.pages.lead import exports, new_run, overview
 from consilium.pages.lead.overview import OwnCertificates
 from consilium.pages.lead.run_facts import run_facts
 from consilium.pages.lead.run_record import chart_of
@@ -34,7 +35,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 COMMAND = "coordinator page"
 PLACES = ("a", "b", "c", "d")
 """Names of the runs that are compared, in the address."""
-_MAX_HOURS = 24 * 365
+_MAX_HOURS, _MAX_STARTED = 24 * 365, 64
 Order = Callable[[LeadClient, Parameters], str]
 
 
@@ -51,6 +52,8 @@ class LeadPage:
     own: OwnCertificates
     consortium: str
     clock: Callable[[], float] = time.time
+    _started: dict[str, str] = field(default_factory=dict)
+    """The newest runs that forms have started, by the form's request."""
 
     def site(self) -> Site:
         orders = {"/resume": _resume, "/abort": _abort, "/exclude": _exclude, "/extend": _extend}
@@ -62,8 +65,12 @@ class LeadPage:
                 "/": View("home.html", self._home),
                 "/runs/{run}": View("run.html", self._run),
                 "/compare": View("compare.html", self._compare),
+                "/new": View("new.html", self._new),
             },
-            actions={path: Action(self._digest, self._order(order), _page_of) for path, order in orders.items()},
+            actions={
+                **{path: Action(self._digest, self._order(order), _page_of) for path, order in orders.items()},
+                "/new": Action(self._audience, self._start, self._after_start),
+            },
             download=self._download,
             version=lambda: f"{self.watch.version()} {self.exporter.surveys_read}",
         )
@@ -119,6 +126,10 @@ class LeadPage:
         compared = comparison_facts(compare(chosen_runs))
         return {**about, "headline": compared.headline, "comparison": compared}
 
+    def _new(self, parameters: Parameters) -> Mapping[str, object]:
+        snapshot = self.watch.current()
+        return {**self._about(snapshot), "headline": "Start a run", **new_run.form_facts(snapshot, parameters)}
+
     def _about(self, found: ServiceSnapshot) -> Mapping[str, object]:
         words = {"accuracy": accuracy, "hospital_head": hospital_results.head(), "overview": overview, "tables": tables}
         return {"at": found.at, "away": found.away, "lead": self.own.lead, **words}
@@ -136,10 +147,7 @@ class LeadPage:
 
     def _digest(self, form: Parameters) -> str | None:
         """Return the digest of the run that a form names, as the service says it now; None where there is none."""
-        snapshot = self.watch.current(fresh=True)
-        if snapshot.away is not None:
-            raise ChangedError("The coordinator does not answer: nothing was ordered.")
-        info = snapshot.run(form.get("run", ""))
+        info = self._answering().run(form.get("run", ""))
         return None if info is None else state_digest(info)
 
     def _order(self, order: Order) -> Callable[[Parameters], str]:
@@ -152,6 +160,35 @@ class LeadPage:
 
         return give
 
+    def _audience(self, _: Parameters) -> str:
+        """Return the digest of the hospitals that a new run would ask, as the service says it now."""
+        return new_run.audience_digest(self._answering())
+
+    def _answering(self) -> ServiceSnapshot:
+        snapshot = self.watch.current(fresh=True)
+        if snapshot.away is not None:
+            raise ChangedError("The coordinator does not answer: nothing was ordered.")
+        return snapshot
+
+    def _start(self, form: Parameters) -> str:
+        """Start the run of a form; what cannot be is said beside the form, which keeps what was typed."""
+        snapshot = self.watch.current()
+        try:
+            with closing(self.connect()) as client:
+                info = new_run.start(client, form, snapshot)
+        except ConfigError as error:
+            return f"Nothing was started. {error}"
+        self._started[form["request"]] = info.run_id
+        for old in list(self._started)[:-_MAX_STARTED]:
+            del self._started[old]
+        self.watch.current(fresh=True)
+        command = new_run.command_of(form, new_run.served_data(snapshot))
+        return f"{info.run_id} is submitted. The same as a command: {command}"
+
+    def _after_start(self, form: Parameters) -> str:
+        run = self._started.get(form.get("request", ""))
+        return new_run.again(form) if run is None else _page_of({"run": run})
+
     def _download(self, id: str) -> Download | None:
         run_id = id.partition("/")[0]
         snapshot, followed = self.watch.follow(run_id)
@@ -160,7 +197,7 @@ class LeadPage:
 
 
 def _page_of(form: Parameters) -> str:
-    return f"/runs/{form['run']}"
+    return f"/runs/{quote(form['run'])}"
 
 
 def state_digest(info: pb.RunInfo) -> str:
