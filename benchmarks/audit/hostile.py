@@ -33,6 +33,7 @@ FAULT_OF: Mapping[str, str] = {
     "worst record": "halved noise",
     "moments": "moments not clipped",
     "class of one": "halved noise on moments",
+    "centred release": "halved noise on moments",
 }
 """The fault that each attack detects: how training was before, or a fault of its kind."""
 

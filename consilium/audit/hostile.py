@@ -11,22 +11,28 @@ released; from the scores follows a lower bound on epsilon (epsilon_bounds.py), 
 | batch shape | kernels that add in another order when one record makes a batch longer | one shape (class_sums.py) |
 | each kind of layer, worst record | a clip that leaves a layer out, too little noise | the mechanism itself |
 | moments, class of one | a sum of products without a bound, with too little noise | the mechanism (moments.py) |
+| centred release | both exchanges of `analytic`, about one record as far from the mean as may be | the same |
 | underflow | gradients and clips so small that their squares vanish | ranges of a run's numbers (ranges.py) |
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from consilium.audit.step_checks import ZeroNoise
 from consilium.audit.target import ListedExamples
 from consilium.audit.worlds import Attack
 from fl_core import rng
 from fl_core.datasets.augmentation import LESIONS
 from fl_core.datasets.examples import TensorExamples
+from fl_core.methods import build_method
+from fl_core.methods.disjoint.analytic import Analytic
+from fl_core.models.split_model import assemble
 from fl_core.types.values import ClassSums, Losses, MomentSums
 
 _HALF_A_BIT = 2.0**-25
@@ -48,6 +54,7 @@ def attacks(only: str | None = None) -> list[Attack]:
         "worst record": _worst_record,
         "moments": lambda: _moments("moments", 2.0, trials=300),
         "class of one": lambda: _moments("class of one", 2.0, trials=3000),
+        "centred release": _centred_release,
     }
     return [make() for name, make in made.items() if only in (None, name)]
 
@@ -219,3 +226,33 @@ def _moments(name: str, noise: float, trials: int) -> Attack:
     worlds = [ListedExamples(x[:n], y[:n]) for n in (4, 5)]
     query = MomentSums(lambda rows, _: torch.cat((rows, 0 * rows[:, :1] + 0.25), dim=1).double(), 4, 4, 0.25)
     return Attack(name, nn.Identity, worlds[0], worlds[1], noise=noise, query=query, trials=trials)
+
+
+def _centred_release(noise: float = 1.0, known: int = 400, trials: int = 600) -> Attack:
+    """Look in a mean and in what is centred about it for the one record of a class, opposite to all others.
+
+    It moves the mean's sum by 1 and the moments by sqrt(2), each the most that a record can. Whoever knows the others
+    expects both sums in either world, the second about the mean that was released, and scores by their likelihoods.
+    """
+    x, y = -torch.ones(known + 1, 1), torch.zeros(known + 1, dtype=torch.long)
+    x[known], y[known] = 1e3, 3
+    method = build_method("analytic", {"release": "centred", "head": "ridge"})
+    assert isinstance(method, Analytic)
+    attack = Attack(
+        "centred release",
+        lambda: assemble(nn.Identity(), 1, (), 4, head_bias=True),
+        ListedExamples(x[:known], y[:known]),
+        ListedExamples(x, y),
+        noise=noise,
+        method=method,
+        trials=trials,
+    )
+    of_sums = torch.cat([torch.tensor([1.0, 2.0, 1.0]).double(), torch.ones(4 * 2).double(), torch.zeros(1).double()])
+    precision = torch.cat([of_sums * attack.shares[0], of_sums * attack.shares[1] / 2, torch.zeros(1).double()])
+
+    def score(release: Tensor) -> float:
+        silent, mean = ZeroNoise(torch.zeros(0)), release[-1:]
+        without, with_record = (attack.released(world, silent, mean) for world in (False, True))
+        return float(((release - without) * (with_record - without) * precision).sum())
+
+    return replace(attack, score=score)

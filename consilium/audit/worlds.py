@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -13,11 +14,13 @@ from torch.nn.functional import cross_entropy
 from consilium.audit.epsilon_bounds import CONFIDENCE, Floats, epsilon_bound, mu_bound
 from consilium.audit.step_checks import ZeroNoise
 from fl_core import rng
+from fl_core.methods.disjoint.analytic import Analytic
 from fl_core.types.enums import Coupling
 from fl_core.types.interfaces import RoundData
-from fl_core.types.records import TrainConfig
+from fl_core.types.records import Schema, TrainConfig
 from fl_core.types.values import ClassSums, Examples, Losses, LossFn, MomentSums, RoundContext, SgdOptions
 from privacy.accounting.accountant import Mechanism, epsilon_of
+from privacy.accounting.dry_run import dry_run
 from privacy.accounting.gaussian import epsilon_of as gaussian_epsilon
 from privacy.accounting.record_config import RecordDpConfig
 from privacy.accounting.release_plan import ReleaseAllowance, ReleasePlan, SamplingSchedule
@@ -38,6 +41,7 @@ class Attack:
         noise: z of the step
         score: of a release, by default its projection on what the record would move
         query: a release of class sums or of moments is attacked in place of a step
+        method: or all its exchanges are, each in a round of its own with its planned share of 1 / z^2
     """
 
     name: str
@@ -48,6 +52,7 @@ class Attack:
     score: Score | None = None
     augment: bool = False
     query: ClassSums | MomentSums | None = None
+    method: Analytic | None = None
     trials: int = 300
     loss: LossFn = field(default=lambda m, x, y: Losses(cross_entropy(m(x), y, reduction="none")))
 
@@ -55,17 +60,15 @@ class Attack:
     def printed(self) -> float:
         return epsilon_of([Mechanism(self.noise)], DELTA)
 
-    def released(self, with_record: bool, noise: NoiseSource) -> Tensor:
+    def released(self, with_record: bool, noise: NoiseSource, mean: Tensor | None = None) -> Tensor:
+        """Return all that the coordinator sees, flat; of exchanges also the mean that the last one was asked about.
+
+        mean: asks the last one about this mean in place of the released one.
+        """
         data = self.both if with_record else self.others
-        config = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=128, augment=self.augment)
-        terms = RecordDpConfig(prototype_noise=self.noise, test_data="public")
-        plan = ReleasePlan(
-            terms, SamplingSchedule(config, 128), 1, Coupling.EXAMPLE, (1,), 1, False, moment_shares={0: 1.0}
-        )
-        plan.__dict__["noise"] = self.noise  # where solving for an epsilon would put it
-        local_data = DpSgdLocalData(
-            RoundData(data, data, config, CONTEXT), plan, ReleaseAllowance(plan.releases(0, True)), noise
-        )
+        if self.method is not None:
+            return self._exchanged(self.method, data, noise, mean)
+        local_data = self._opened(data, noise, CONTEXT)
         if self.query is not None:
             sums = local_data.sum(self.query)
             return torch.cat([value.flatten() for value in sums.values()])
@@ -74,6 +77,37 @@ class Attack:
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         local_data.sgd(model, self.loss, SgdOptions(steps=1))
         return torch.cat([(before[name] - p.detach()).flatten() for name, p in model.named_parameters()]) * 128
+
+    @cached_property
+    def shares(self) -> Mapping[int, float]:
+        """Return the share of 1 / z^2 of each round's release of moments."""
+        if self.method is None:
+            return {0: 1.0}
+        shape = tuple(self.both.batch(torch.arange(1))[0].shape[1:])
+        schema = Schema(shape, tuple(str(c) for c in range(CONTEXT.n_classes)))
+        return dry_run(self.method, self.model(), schema, TrainConfig(), lambda _: 1).moments
+
+    def _opened(self, data: Examples, noise: NoiseSource, context: RoundContext) -> DpSgdLocalData:
+        config = TrainConfig(lr=1.0, momentum=0.0, weight_decay=0.0, batch_size=128, augment=self.augment)
+        terms = RecordDpConfig(prototype_noise=self.noise, test_data="public")
+        schedule, rounds = SamplingSchedule(config, 128), len(self.shares)
+        plan = ReleasePlan(terms, schedule, rounds, Coupling.EXAMPLE, (1,), 1, False, moment_shares=self.shares)
+        plan.__dict__["noise"] = self.noise  # where solving for an epsilon would put it
+        allowance = ReleaseAllowance(plan.releases(context.round, True))
+        return DpSgdLocalData(RoundData(data, data, config, context), plan, allowance, noise)
+
+    def _exchanged(self, method: Analytic, data: Examples, noise: NoiseSource, mean: Tensor | None) -> Tensor:
+        model, seen = self.model(), list[Tensor]()
+        server = method.init_server(model, CONTEXT)
+        for t in range(method.exchanges):
+            context = replace(CONTEXT, round=t, rounds=method.exchanges)
+            if mean is not None and t == method.exchanges - 1:
+                server = {**server, "asked": {**server["asked"], "mean": mean}}
+            request = method.broadcast(server)
+            sent = method.local(model, request, {}, self._opened(data, noise, context), context).bundle
+            seen += [value.flatten() for value in sent["moments"].total.values()]
+            server = method.merge(server, sent, context)
+        return torch.cat([*seen, request["asked"]["mean"]])
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+from scipy.stats import kstest
 
 from benchmarks.audit.faults import FAULTS
 from consilium.audit import hostile
 from consilium.audit.step_checks import ZeroNoise
-from consilium.audit.worlds import AttackResult, measure
+from consilium.audit.target import ListedExamples
+from consilium.audit.worlds import Attack, AttackResult, measure
 from privacy.mechanisms.noise.sources import NoiseSource, SeededNoise
 
 pytestmark = pytest.mark.integration
 
 QUICK = ("overflow", "layer norm", "prototype", "low bits", "convolution", "linear", "normalisation", "moments")
-LONG = ("augmentation", "dropout", "batch shape", "worst record", "class of one")
+LONG = ("augmentation", "dropout", "batch shape", "worst record", "class of one", "centred release")
 TRIALS = 60
 """Enough to refute an epsilon of 1.3 where the worlds are told apart every time."""
 
@@ -62,6 +66,7 @@ def test_no_attack_refutes_the_epsilon_that_is_printed_in_many_trials(name: str)
         ("convolutions not clipped", "convolution", TRIALS),
         ("moments not clipped", "moments", TRIALS),
         ("halved noise on moments", "class of one", 400),
+        ("halved noise on moments", "centred release", 150),
     ],
 )
 def test_an_attack_sees_the_fault_that_it_is_there_for(fault: str, name: str, trials: int) -> None:
@@ -78,6 +83,54 @@ def test_the_worst_record_sees_half_of_the_noise_missing() -> None:
     with FAULTS["halved noise"]():
         found = attacked("worst record", _seeded)
     assert found.gaussian > found.printed
+
+
+SILENT = ZeroNoise(torch.zeros(0))
+
+
+def _exchanges(release: torch.Tensor) -> list[torch.Tensor]:
+    """Return (svec(A), B) of both exchanges of the centred release, whose mean is one number."""
+    svec = torch.tensor([1.0, math.sqrt(2.0), 1.0] + [1.0] * 8, dtype=torch.float64)
+    return [part[:11] * svec for part in torch.split(release, 12)[:2]]
+
+
+def test_the_neighbours_of_the_centred_attack_are_as_far_apart_as_is_accounted() -> None:
+    """And no other record is further away, whatever the mean is about which the second sum is taken."""
+    (attack,) = hostile.attacks("centred release")
+    most = (1.0, math.sqrt(2.0))
+    worst = _moved(attack, torch.tensor([-0.9]).double())
+    assert worst == pytest.approx(most, abs=1e-3)
+    furthest = [0.0, 0.0]
+    for value in (-1e38, -3.0, -1.0, -0.2, 0.0, 1e-40, 0.4, 1.1, 1e30, math.nan, math.inf):
+        for mean in (-1e30, -0.97, -0.3, 0.0, 0.5, 2.0):
+            x = attack.both.batch(torch.arange(401))[0].clone()  # type: ignore[attr-defined]
+            x[-1] = value
+            moved = _moved(replace(attack, both=ListedExamples(x, attack.both.labels)), torch.tensor([mean]).double())
+            furthest = [max(pair) for pair in zip(furthest, moved, strict=True)]
+    assert all(found <= bound * (1 + 1e-12) for found, bound in zip(furthest, most, strict=True))
+
+
+def _moved(attack: Attack, mean: torch.Tensor) -> list[float]:
+    pair = (_exchanges(attack.released(world, SILENT, mean)) for world in (False, True))
+    return [float((a - b).norm()) for a, b in zip(*pair, strict=True)]
+
+
+def test_the_noise_of_both_centred_exchanges_is_the_gaussian_that_is_charged() -> None:
+    """1 / z^2 is shared between them: a tenth for the mean."""
+    (attack,) = hostile.attacks("centred release")
+    assert attack.shares == pytest.approx({0: 0.1, 1: 0.9})
+    drawn: list[list[torch.Tensor]] = [[], []]
+    for trial in range(150):
+        release = attack.released(False, _seeded(False, trial))
+        expected = _exchanges(attack.released(False, SILENT, release[-1:]))
+        for of, noisy, exact in zip(drawn, _exchanges(release), expected, strict=True):
+            of.append(noisy - exact)
+    of_mean, of_sums = (torch.stack(rows) for rows in drawn)
+    assert not bool(of_mean[:, [0, 1, 2, *range(5, 11)]].any())  # no moments, one sum
+    z = attack.noise
+    for noise, std in ((of_mean[:, 3:5], z / math.sqrt(0.1)), (of_sums, z * math.sqrt(2 / 0.9))):
+        assert kstest((noise / std).flatten().numpy(), "norm").pvalue > 1e-3
+        assert kstest((noise / std / 2).flatten().numpy(), "norm").pvalue < 1e-3
 
 
 def _seeded(world: bool, trial: int) -> NoiseSource:
