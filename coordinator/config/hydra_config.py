@@ -166,10 +166,15 @@ def _composed_spec(
     _move_weights(chosen)
     _choose_for_data(chosen)
     if chosen["rounds"] == AUTO:
-        choices = (dict(chosen[key]) for key in ("method", "privacy"))  # type: ignore[call-overload]
-        method, _ = private_form(*(NamedOptions(choice.pop("name"), choice) for choice in choices))
-        chosen["rounds"] = build_method(method.name, method.options).exchanges
+        chosen["rounds"] = _exchanges(chosen)
     return RunSpec.from_mapping(chosen)
+
+
+def _exchanges(chosen: Mapping[str, Any]) -> int:
+    """Return after how many rounds the chosen method ends under the chosen privacy; 0 if it may go on."""
+    choices = (dict(chosen[key]) for key in ("method", "privacy"))
+    method, _ = private_form(*(NamedOptions(choice.pop("name"), choice) for choice in choices))
+    return build_method(method.name, method.options).exchanges
 
 
 def _merged(below: Mapping[str, object], above: Mapping[str, object], where: str = "") -> dict[str, object]:
@@ -214,6 +219,8 @@ def compose_from(parent: RunSpec, overrides: Sequence[str], values: Mapping[str,
         for step in path:
             to, of = to[step], of[step]
         to[last] = of[last]
+    if "rounds" not in keys:
+        raw["rounds"] = max(raw["rounds"], _exchanges(raw))
     return RunSpec.from_mapping(raw)
 
 

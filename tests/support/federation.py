@@ -243,10 +243,15 @@ def hospitals(folder: Path, *names: str, **more: str) -> Iterator[Federation]:
 
 @contextmanager
 def budgeted(
-    folder: Path, data: Mapping[str, str], epsilon: float = 100.0
+    folder: Path, data: Mapping[str, str], epsilon: float = 100.0, *, composes: bool = False
 ) -> Iterator[tuple[World, dict[str, Hospital]]]:
-    """Run a coordinator; hospitals (name: data) with registered records and a budget do not run yet."""
+    """Run a coordinator; hospitals (name: data) with registered records and a budget do not run yet.
+
+    composes: runs are composed as in earnest, from the words of a lead.
+    """
     world = World.create(folder / "coordinator", ())
+    if composes:
+        world.compose = _built  # type: ignore[method-assign]
     world.start()
     with _ended(Federation(world)) as made:
         for name, reference in data.items():

@@ -25,7 +25,7 @@ from service_core.pki.identity import parse_certificate
 from tests.support import until
 from tests.support.audit_log import entries
 from tests.support.coordinator import World, online
-from tests.support.federation import hospitals
+from tests.support.federation import budgeted, hospitals
 from tests.support.federations import same
 
 pytestmark = pytest.mark.integration
@@ -287,6 +287,45 @@ def test_balanced_sums_cannot_be_less_one_hospital_and_are_trained_anew(
         assert "class counts" in found.reason
         assert "silos=[north]" in lead.anew(found)
         assert world.run(run.id).state_object is not None
+
+
+PRIVATE = ["privacy=dp_record", "privacy.epsilon=8", "privacy.rng=test", "privacy.test_data=public"]
+POLICY = '[privacy]\nrng = "test"\npublic_test = true\n'
+
+
+def test_a_noisy_sum_is_gone_on_from_by_training_and_by_no_other_release(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever noise or form it has: the noise, the mean and the mixed features of one release are in its sums."""
+    data = {name: f"digits/p4c5/{k}" for k, name in enumerate(FOUR[:3])}
+    with budgeted(tmp_path, data, composes=True) as (world, people):
+        for name, hospital in people.items():
+            hospital.policy(POLICY)
+            hospital.start()
+            until(lambda name=name: online(world, name), name)
+        parent = ran(world, [*ANALYTIC, *PRIVATE, "silos=[north,east]"], capsys)
+        exact = ran(world, [*ANALYTIC, "silos=[north,east]"], capsys)
+        alone = "silos=[south]"
+        for before, words in (
+            (parent, []),
+            (parent, ["privacy.epsilon=1"]),
+            (parent, ["method.mixed=8"]),
+            (parent, ["method.head=ncm"]),
+            (parent, ["method=analytic", "method.release=noisy", "rounds=1"]),
+            (parent, ["method=analytic", "method.class_weights=balanced", "rounds=3"]),
+            (parent, ["method=analytic", "privacy=none", "rounds=1"]),
+            (exact, PRIVATE),
+        ):
+            with pytest.raises(FederationError, match=rf"E-CFG-08.*expected exact sums in {before.id}.*noise"):
+                ran(world, [*words, alone], capsys, start_from=before.id)
+        with pytest.raises(FederationError, match=r"E-RUN-05.*north is in its sums already"):
+            ran(world, ["privacy.epsilon=1", "silos=[north]"], capsys, start_from=parent.id)
+        words = ["method=fedavg", "privacy=none", "rounds=1", "train.max_steps=1"]
+        tuned = ran(world, words, capsys, start_from=parent.id)
+        assert set(tuned.members) == set(people)
+        start = RunManifest.from_json(tuned.manifest).start
+        assert start is not None
+        assert (start.run, start.private) == (parent.id, True)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
