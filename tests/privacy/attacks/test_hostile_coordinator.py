@@ -103,7 +103,7 @@ def test_the_neighbours_of_the_centred_attack_are_as_far_apart_as_is_accounted()
     furthest = [0.0, 0.0]
     for value in (-1e38, -3.0, -1.0, -0.2, 0.0, 1e-40, 0.4, 1.1, 1e30, math.nan, math.inf):
         for mean in (-1e30, -0.97, -0.3, 0.0, 0.5, 2.0):
-            x = attack.both.batch(torch.arange(401))[0].clone()  # type: ignore[attr-defined]
+            x = attack.both.batch(torch.arange(401))[0].clone()
             x[-1] = value
             moved = _moved(replace(attack, both=ListedExamples(x, attack.both.labels)), torch.tensor([mean]).double())
             furthest = [max(pair) for pair in zip(furthest, moved, strict=True)]
