@@ -41,20 +41,28 @@ pytestmark = pytest.mark.integration
 BLOCKED = "import runpy, sys; sys.modules['torch'] = None; runpy.run_module('silo.worker', run_name='__main__')"
 
 
-def on_body(plain: RunManifest, graph: bytes, folder: Path) -> tuple[RunManifest, Tensors]:
-    """Put a run behind a graph; return the manifest, and the weights that it begins with."""
+def on_body(plain: RunManifest, graph: bytes, folder: Path, head: bool = False) -> tuple[RunManifest, Tensors]:
+    """Put a run behind a graph; return the manifest, and the weights that it begins with, with a head or without."""
     facts = BodyFacts(hashlib.sha256(graph).hexdigest(), len(graph), 24, 16, 3, "nchw", (0.5,) * 3, (0.25,) * 3)
     options = {"projection": [], "head_bias": True, "body": BodyFacts.write([facts])}
     made = replace(plain, model=NamedOptions("frozen", options), train=replace(plain.train, freeze="features"))
     setup = RunSetup(made)
-    layout = derive_layout(setup.method, setup.new_model(), setup.schema, metrics=plain.evaluation.metrics)
+    layout = derive_layout(
+        setup.method,
+        setup.new_model(),
+        setup.schema,
+        plain.personal,
+        plain.evaluation.metrics,
+        updates=setup.kind.updates,
+    )
     made = replace(made, layout=layout)
     tensors = {"body.encoders.0.graph": torch.frombuffer(bytearray(graph), dtype=torch.uint8)}
+    if head:
+        tensors |= {f"head.{name}": v.detach() for name, v in torch.nn.Linear(24, 10).named_parameters()}
     digest, size = codec.write_weights(tensors, folder / "object")
-    setup = RunSetup(made)
-    start = setup.pinned_start(
-        setup.initial_state(), StartPoint(weights=Weights(digest, size, facts.sha256, "", ("head",)))
-    )
+    start = StartPoint(weights=Weights(digest, size, facts.sha256, "", () if head else ("head",)))
+    setup = RunSetup(replace(made, start=start)).with_weights(tensors)
+    start = setup.pinned_start(setup.initial_state(), start)
     return replace(made, start=start), tensors
 
 
@@ -149,6 +157,36 @@ def test_a_private_run_releases_with_the_noise_of_the_simulation(served: Serve, 
     ledger = budgeted(tmp_path / "home0")
     updates_equal(served, graph, tmp_path, private("analytic", {"release": "centred"}))
     assert {state for _, state, _ in ledger.entries(TRAIN)} == {"SPENT"}
+
+
+def test_a_personal_head_is_as_often_right(served: Serve, graph: bytes, tmp_path: Path) -> None:
+    """It is solved at the hospital, from sums in which its own are a third; what leaves is its accuracy."""
+    options = {"personal_head": True, "head": "ridge", "ridge": 0.01}
+    run, weights = on_body(manifest(method=NamedOptions("analytic", options), personal=True), graph, tmp_path)
+    port, messages = simulated(run, weights)
+    sums = port.round(messages[0], RoundContext(3, 10, 2, 0, 3), TaskKind.TRAIN)
+    added = {"a": sums["moments"].total["a"], "b": sums["classes"].total["b"], "n": sums["classes"].weight.double()}
+    message = {**messages[-1], "sums": {name: 3 * value for name, value in added.items()}}
+    updates = []
+    for with_torch in (False, True):
+        hospital = served(run, with_torch=with_torch)
+        hospital.offer(2, pb.EVALUATE, message)
+        hospital.sent()
+        updates.append(upload(hospital))
+    assert updates[0] == updates[1]
+    (tmp_path / "update").write_bytes(updates[0])
+    assert float(BundleFile(tmp_path / "update")["personal"].total["pa"]) > 0.5
+
+
+def test_the_model_of_another_method_is_measured(served: Serve, graph: bytes, tmp_path: Path) -> None:
+    """A head that fedavg trained elsewhere, in a run without rounds."""
+    plain = manifest(method=NamedOptions("fedavg", {}), rounds=0)
+    run, weights = on_body(plain, graph, tmp_path, head=True)
+    hospital, (port, messages) = served(run), simulated(run, weights)
+    hospital.offer(0, pb.EVALUATE, messages[0])
+    hospital.sent()
+    wanted = port.round(messages[0], RoundContext(3, 10, 0, 0, 3), TaskKind.EVALUATE)
+    assert upload(hospital) == codec.pack_bundle(wanted)
 
 
 def test_a_survey_is_answered(served: Serve, tmp_path: Path) -> None:
