@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from fl_core.errors import RefusedError
+from fl_core.training.memory import FEW
 
 
 class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -46,7 +47,7 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._most is not None and self._bytes > self._most:
             raise RefusedError(
                 "E-RUN-38",
-                f"expected free memory on {self._device} for a step of a few examples, found less: choose a "
+                f"expected free memory on {self._device} for a step of {FEW[-1]} examples, found less: choose a "
                 "smaller model or smaller images",
             )
         return out

@@ -29,8 +29,6 @@ if TORCH:
     from fl_core.rounds.live_memory import LiveTensors
 
 _FLOAT = 4
-FEW = (2, 4)
-"""Examples in the two steps that are measured: memory is a line in their number."""
 OVERHEAD: Mapping[str, float] = {"cpu": 2.0, "cuda": 1.0}
 """By what the tensors of a step are multiplied. On a CPU convolutions copy what they read and write, and freed memory
 is not given back at once: processes grew by 1.5 to 1.9 times their tensors. A GPU whose memory ends fails a task and
@@ -89,7 +87,7 @@ class MadeUpExamples(Examples):
 class StepMemory:
     """The additional memory of a silo's round on a device.
 
-    few, more: bytes of tensors after each operation, with `FEW` examples   trained: operations of training, with the
+    few, more: bytes of tensors after each operation, with `memory.FEW` examples   trained: those of training, with the
     examples of a step; the others have the examples that are read at once for a sum.
     """
 
@@ -100,7 +98,7 @@ class StepMemory:
 
     def need(self, training: int, evaluating: int) -> int:
         """Return the bytes that a round needs. training, evaluating: examples in memory at once."""
-        fewer, many = FEW
+        fewer, many = memory.FEW
         if len(self.few) != len(self.more):  # the operations differ: assume that all grow
             widest = max(self.more) * max(1.0, max(training, evaluating) / many)
         else:
@@ -133,8 +131,8 @@ def measure_step(
     Guarantees: reads no record; does not change torch's global generator.
     """
     free = memory.free_memory(device)
-    taken = [LiveTensors(device, None if free is None else free // 2) for _ in FEW]
-    for live, number in zip(taken, FEW, strict=True):
+    taken = [LiveTensors(device, None if free is None else free // 2) for _ in memory.FEW]
+    for live, number in zip(taken, memory.FEW, strict=True):
         with live:
             _two_rounds(runtime, msg, partial(_opened, open_data, number, live), context, trains)
     few, more = taken
@@ -147,8 +145,8 @@ def measure_pass(body: nn.Module, shape: Sequence[int], device: torch.device) ->
     Raises and guarantees as `measure_step`.
     """
     free, body = memory.free_memory(device), body.to(device)
-    few, more = (LiveTensors(device, None if free is None else free // 2) for _ in FEW)
-    for live, number in zip((few, more), FEW, strict=True):
+    few, more = (LiveTensors(device, None if free is None else free // 2) for _ in memory.FEW)
+    for live, number in zip((few, more), memory.FEW, strict=True):
         with live:
             body_rows(body, torch.zeros(number, *shape, device=device))
     return StepMemory(device, tuple(few.after), tuple(more.after), tuple(few.in_training))
@@ -213,8 +211,8 @@ class TracedMemory:
         if self._most is not None and peak > self._most:
             raise RefusedError(
                 "E-RUN-38",
-                f"expected free memory on {self._device} for a few examples, found less: choose a smaller model or "
-                "smaller images",
+                f"expected free memory on {self._device} for {memory.FEW[-1]} examples, found less: choose a smaller "
+                "model or smaller images",
             )
 
 

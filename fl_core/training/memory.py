@@ -9,6 +9,8 @@ from fl_core.errors import RefusedError
 from fl_core.tensors import torch
 
 CPU = torch.device("cpu")
+FEW = (2, 4)
+"""Examples in the two steps whose memory is measured: it is a line in their number."""
 _MIB = 1 << 20
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _BY_VERSION = {  # folder below _CGROUPS, limit, usage, and what of that the system gives back by itself
