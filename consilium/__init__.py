@@ -73,7 +73,10 @@ def __getattr__(name: str) -> object:
         return importlib.import_module(f"{__name__}.{name}")
     for place, names in _PLACES.items():
         if name in names:
-            return getattr(importlib.import_module(place), name)
+            from service_core.progress import still_working
+
+            with still_working(f"loads {place}"):
+                return getattr(importlib.import_module(place), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

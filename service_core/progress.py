@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from service_core.console import ERR, printable
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 SILENCE_S = 2.0
 """Nobody waits longer without reading anything."""
@@ -24,54 +28,95 @@ def is_animated(console: Console) -> bool:
     return console.file.isatty() and console.is_terminal and not console.is_dumb_terminal
 
 
+class _StillWorking:
+    """Writes a line to standard error during a silence, and erases it before anything else is written.
+
+    It watches both streams. Not after text without an end of line: that is a question, or a bar.
+    """
+
+    active: ClassVar[_StillWorking | None] = None
+
+    def __init__(self, what: str, after_s: float) -> None:
+        self._what, self._after_s, self.again = what, after_s, True
+        self._started = self._written = time.monotonic()
+        self._shown, self._at_line_start = False, True
+        self._ended, self._lock = threading.Event(), threading.RLock()
+        self._streams = [stream for stream in (sys.stdout, sys.stderr) if hasattr(stream, "__dict__")]
+        self._writes = [stream.write for stream in self._streams]
+        self._terminal, self._write = sys.stderr, sys.stderr.write
+        self._thread = threading.Thread(target=self._tick, name="still-working", daemon=True)
+
+    def start(self) -> None:
+        for stream, write in zip(self._streams, self._writes, strict=True):
+            vars(stream)["write"] = partial(self._watched, write)
+        self._thread.start()
+
+    def stop(self) -> None:
+        with self._lock:
+            self._ended.set()
+            self._erase()
+            self.unhook()
+
+    def unhook(self) -> None:
+        for stream in self._streams:
+            vars(stream).pop("write", None)
+
+    def _watched(self, write: Callable[[str], int], text: str) -> int:
+        with self._lock:
+            self._erase()
+            self._written, self._at_line_start = time.monotonic(), text.endswith("\n")
+            if not self.again:
+                self._ended.set()
+            return write(text)
+
+    def _erase(self) -> None:
+        if self._shown:
+            self._write(_ERASE)
+            self._terminal.flush()
+            self._shown = False
+
+    def _tick(self) -> None:
+        while not self._ended.wait(min(0.5, self._after_s)):
+            with self._lock:
+                now = time.monotonic()
+                if self._at_line_start and not self._ended.is_set() and now - self._written >= self._after_s:
+                    self._write(f"{_ERASE}{self._what}: at work, {now - self._started:.0f} s")
+                    self._terminal.flush()
+                    self._shown = True
+
+
+def _forget() -> None:
+    """Leave the streams of a forked process alone: it has no thread that writes the line."""
+    if _StillWorking.active is not None:
+        _StillWorking.active.unhook()
+        _StillWorking.active = None
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 @contextmanager
 def still_working(what: str, after_s: float = SILENCE_S / 2) -> Iterator[None]:
-    """Say on a terminal that a command is at work, from `after_s` on, until it prints anything to either stream.
+    """Say on a terminal that a command is at work whenever it has printed nothing for `after_s`.
 
-    The line is erased by the first output. Without a terminal nothing is written.
+    The line is erased by the next output. Without a terminal nothing is written.
     """
-    if not is_animated(ERR):
+    if _StillWorking.active is not None or not is_animated(ERR):
         yield
         return
-    started, ended, lock = time.monotonic(), threading.Event(), threading.Lock()
-    streams = [stream for stream in (sys.stdout, sys.stderr) if hasattr(stream, "__dict__")]
-    write = sys.stderr.write
-
-    def tick() -> None:
-        delay, shown = after_s, False
-        while not ended.wait(delay):
-            with lock:
-                if not ended.is_set():
-                    write(f"{_ERASE}{what}: {time.monotonic() - started:.0f} s")
-                    sys.stderr.flush()
-            delay, shown = 0.5, True
-        if shown:
-            write(_ERASE)
-            sys.stderr.flush()
-
-    thread = threading.Thread(target=tick, name="still-working", daemon=True)
-
-    def stop() -> None:
-        with lock:
-            ended.set()
-            for stream in streams:
-                vars(stream).pop("write", None)
-        thread.join(1)  # it erases its line before anything else is written
-
-    def watched(stream: TextIO) -> None:
-        def first_write(text: str) -> int:
-            stop()
-            return stream.write(text)
-
-        vars(stream)["write"] = first_write
-
-    for stream in streams:
-        watched(stream)
-    thread.start()
+    _StillWorking.active = working = _StillWorking(what, after_s)
+    working.start()
     try:
         yield
     finally:
-        stop()
+        working.stop()
+        _StillWorking.active = None
+
+
+def silent_from_now() -> None:
+    """Say no longer that the command is at work once it has printed something: it waits, as a service does."""
+    if _StillWorking.active is not None:
+        _StillWorking.active.again = False
 
 
 class Steps:
@@ -85,6 +130,7 @@ class Steps:
         self._console, self._quiet, self._silence_s = console, quiet, silence_s
         self._bars: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
+        self._begun: set[str] = set()
         self._state, self._printed, self._started = "", time.monotonic(), time.monotonic()
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._repeat, name="progress", daemon=True)
@@ -93,6 +139,8 @@ class Steps:
         if self._quiet:
             return self
         if is_animated(self._console):
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
             self._bars = Progress(
                 TextColumn("{task.description}", markup=False),
                 BarColumn(24),
@@ -133,8 +181,8 @@ class Steps:
             return
         state = ", ".join(filter(None, (f"{step}: {done} of {total}", note)))
         new, self._state = state != self._state, state
-        first = step not in self._tasks
-        self._tasks.setdefault(step, TaskID(0))
+        first = step not in self._begun
+        self._begun.add(step)
         if first or (new and done >= total) or time.monotonic() - self._printed >= self._silence_s:
             self._print(self._state)
 

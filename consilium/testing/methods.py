@@ -56,6 +56,7 @@ from fl_core.types.values import (
     SgdOptions,
     State,
 )
+from service_core.progress import still_working
 
 __all__ = ["CHECKS", "MethodCase", "check_method"]
 
@@ -381,5 +382,5 @@ def check_method(method: type[FedAvg], **options: Option) -> None:
 
     Raises AssertionError that names every promise that is broken.
     """
-    with loading.given("method", method) as name:
+    with still_working(f"checks {method.__name__}"), loading.given("method", method) as name:
         run_checks(CHECKS, MethodCase(name, options), method.__name__)

@@ -12,6 +12,7 @@ from coordinator.lead import run_log
 from fl_core.errors.catalogue import EXPLANATIONS, explain_text
 from service_core.command_line import Json, command
 from service_core.console import make_table, print_json, show
+from service_core.progress import silent_from_now
 
 
 @command
@@ -25,6 +26,8 @@ def logs(
 ) -> None:
     """Show a run's history, oldest first: its events, and the lines of the audit log that name it."""
     rounds = client.show(run).info.rounds
+    if follow:
+        silent_from_now()
     try:
         for line in run_log.run_lines(client, home, run, follow):
             if as_json:

@@ -92,6 +92,7 @@ def print_submitted(client: LeadClient, info: pb.RunInfo, parent: str) -> None:
         tables.private_form(manifest),
         tables.unmasked(manifest),
         tables.aggregator_warning(manifest, holds) if kind.trains else "",
+        tables.feature_hint(manifest) if kind.trains else "",
     )
     for text in filter(None, notes):
         ERR.print(text, soft_wrap=True)

@@ -62,6 +62,21 @@ def aggregator_warning(manifest: str, holds: Mapping[str, Collection[str]]) -> s
     return options.warning(options.read_written(chosen["name"], chosen["options"]), declared)
 
 
+def feature_hint(manifest: str) -> str:
+    """Say that hospitals could keep the features of a network that the run does not train; empty if not.
+
+    manifest: JSON of a run. `analytic` ends in the same model either way.
+    """
+    raw = json.loads(manifest)
+    recomputed = raw["method"]["name"] == "analytic" and raw["train"].get("freeze", "none") == "none"
+    if not recomputed or raw["model"]["name"] == "random_features":  # its features cost less than reading them
+        return ""
+    return (
+        "hint: with train.freeze=features hospitals keep the features of this network, for later rounds and for later "
+        "runs on the same images; the model is the same"
+    )
+
+
 def waiting_lines(info: pb.RunInfo) -> list[str]:
     """Describe whom a run waits for, how long and why, and who is excluded."""
     lines = [f"excluded by the lead: {', '.join(info.excluded)}"] if info.excluded else []

@@ -19,6 +19,7 @@ from service_core.audit_log.log import FOLDER, AuditLog
 from service_core.audit_log.verification import heads_in, verify
 from service_core.command_line import command
 from service_core.console import OUT, CommandResult, KeyValues, local_time, print_parts, printable
+from service_core.progress import silent_from_now
 
 _LOOK_S = 0.5
 Home = Annotated[Path | None, typer.Option("--home", help="The home of this side. Default: as for other commands.")]
@@ -82,6 +83,8 @@ def make_app(side: Callable[[Path | None], LogOwner], help: str) -> typer.Typer:
     ) -> None:
         """Show the lines of the log, oldest first. `log verify` checks them."""
         from_time = _time(since)
+        if follow:
+            silent_from_now()
 
         def fits(line: LogLine) -> bool:
             entry = line.entry

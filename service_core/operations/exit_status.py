@@ -14,6 +14,7 @@ from types import FrameType
 
 from fl_core.errors import ConfigError, DataError, FederationError, StateError
 from service_core.console import error_text
+from service_core.progress import silent_from_now
 from service_core.startup import INTERRUPTED
 
 DONE, FAILED, USAGE = 0, 1, 2
@@ -88,6 +89,7 @@ class ShutdownSignals:
         self._hangups = 0
 
     def __enter__(self) -> ShutdownSignals:
+        silent_from_now()
         self._before = {number: signal.signal(number, handler) for number, handler in self._handlers.items()}
         return self
 

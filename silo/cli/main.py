@@ -27,6 +27,7 @@ PANELS = {
     "First steps": {
         "data check": "folder:images --classes melanoma,nevus",
         "data describe": "folder:images",
+        "data fetch": '"dicomweb:https://pacs.example/dicom-web?labels=labels.csv:diagnosis"',
         "join": "--token-file north.token",
         "fingerprint": "",
         "serve": "--data folder:images",
@@ -35,7 +36,6 @@ PANELS = {
         "page": "",
     },
     "Runs": {
-        "data fetch": '"dicomweb:https://pacs.example/dicom-web?labels=labels.csv:diagnosis"',
         "policy show": "",
         "policy check": "policy.toml",
         "ledger show": "",

@@ -81,16 +81,31 @@ def at_a_terminal(code: str) -> str:
     return shown.decode()
 
 
+WORKING = (
+    "import sys, time; from service_core import progress\n"
+    "with progress.still_working('coordinator methods', after_s=0.05):\n    "
+)
+
+
 def test_a_command_that_is_silent_at_a_terminal_is_said_to_be_at_work_until_it_prints() -> None:
-    shown = at_a_terminal(
-        "import sys, time; from service_core.progress import still_working\n"
-        "with still_working('coordinator methods', after_s=0.05):\n"
-        "    time.sleep(1); print('an answer'); at = sys.stderr.write('noted\\n'); time.sleep(1.2)\n"
-    )
-    assert "coordinator methods: " in shown
-    before, _, after = shown.rpartition("noted")
+    code = f"{WORKING}time.sleep(1); print('an answer'); sys.stderr.write('noted\\n'); time.sleep(1); print('more')\n"
+    before, _, after = at_a_terminal(code).partition("noted")
+    assert "coordinator methods: " in before
     assert before.endswith("\r\x1b[K"), "the line is erased before anything else is written"
-    assert "coordinator methods" not in after, "and does not come back"
+    assert "coordinator methods: " in after, "and stands again in the next silence"
+    assert after.endswith("\r\x1b[K"), "and is erased at the end"
+
+
+def test_a_service_that_waits_is_not_said_to_be_at_work_after_its_first_words() -> None:
+    code = f"{WORKING}progress.silent_from_now(); time.sleep(0.5); sys.stderr.write('serving\\n'); time.sleep(1)\n"
+    before, _, after = at_a_terminal(code).partition("serving")
+    assert "coordinator methods: " in before
+    assert "coordinator methods" not in after
+
+
+def test_a_question_is_left_alone() -> None:
+    code = f"{WORKING}sys.stderr.write('passphrase: '); time.sleep(0.5)\n"
+    assert "coordinator methods" not in at_a_terminal(code).partition("passphrase")[2]
 
 
 def test_a_command_that_answers_at_once_is_not_said_to_be_at_work() -> None:

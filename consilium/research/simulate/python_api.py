@@ -45,6 +45,7 @@ from fl_core.types.records import RoundRecord
 from fl_core.types.values import Examples, State
 from privacy import profiles
 from privacy.accounting import uncertainty
+from service_core.progress import still_working
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -187,7 +188,7 @@ def simulate(
     Guarantees: the same words give the same bits as the command line; no global state is left changed.
     """
     root, folder = _path(data_root), _path(config_dir)
-    with ExitStack() as stack:
+    with still_working("simulates"), ExitStack() as stack:
         request = _Request(stack)
         request.choose("method", method, METHODS)
         request.choose_model(model)

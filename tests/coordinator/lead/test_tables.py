@@ -320,3 +320,19 @@ def test_show_says_of_a_run_whether_the_coordinator_reads_single_updates() -> No
     read = "reads each hospital's update by itself"
     said = {run: any(read in line for line in found) for run, found in lines.items()}
     assert said == {run: run != MASKED for run in lines}
+
+
+@pytest.mark.parametrize(
+    ("method", "model", "train", "hinted"),
+    [
+        ("analytic", "efficientnet_lite0", {}, True),
+        ("analytic", "efficientnet_lite0", {"freeze": "features"}, False),
+        ("analytic", "random_features", {}, False),
+        ("fedavg", "efficientnet_lite0", {}, False),
+    ],
+)
+def test_a_run_that_could_keep_features_at_the_same_result_says_so(
+    method: str, model: str, train: dict[str, str], hinted: bool
+) -> None:
+    manifest = json.dumps({"method": {"name": method}, "model": {"name": model}, "train": train})
+    assert ("train.freeze=features" in tables.feature_hint(manifest)) is hinted
