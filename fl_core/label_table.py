@@ -6,7 +6,7 @@ another key names the patient, and `split` says train or test. Imports no torch:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -30,20 +30,28 @@ class LabelRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LabelTable:
-    """The rows by their key; those without a label are left out. met: keys that an image had."""
+    """The rows by their key, but those without a label. met: keys that an image had   by: the digest of a query."""
 
     key: str
     rows: Mapping[str, LabelRow]
     met: set[str] = field(default_factory=set)
+    by: str = ""
 
     @classmethod
     def read(cls, file: Path, column: str) -> LabelTable:
         """Read a CSV file; raises DataError (E-DATA-02, E-DATA-07) as `read_table`, and on rows that contradict."""
         rows = read_table(file, (column,))
         _, header = next(lines_of(file))
+        return cls.of(header, rows, column, str(file))
+
+    @classmethod
+    def of(
+        cls, header: Sequence[str], rows: Iterable[Mapping[str, str]], column: str, where: str, by: str = ""
+    ) -> LabelTable:
+        """Join rows to their key; raises DataError (E-DATA-07) as `read`. where: what they are from."""
         if (key := next((name for name in KEYS if name in header), None)) is None:
             raise DataError(
-                "E-DATA-07", f"expected one of the columns {', '.join(KEYS)} in {file}, found none: export one of them"
+                "E-DATA-07", f"expected one of the columns {', '.join(KEYS)} in {where}, found none: export one of them"
             )
         labels, wrong = dict[str, LabelRow](), list[str]()
         for row in rows:
@@ -55,10 +63,10 @@ class LabelTable:
         if wrong:
             raise DataError(
                 "E-DATA-07",
-                f"expected one label, one patient and a split of train or test for each {key} in {file}, found "
+                f"expected one label, one patient and a split of train or test for each {key} in {where}, found "
                 f"{len(wrong)} rows with another ({', '.join(wrong[:5])}): correct them",
             )
-        return cls(key, labels)
+        return cls(key, labels, by=by)
 
     def find(self, facts: Mapping[str, str]) -> LabelRow | None:
         """Return the row of an image, by what its source says of it; None if there is none."""

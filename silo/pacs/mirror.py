@@ -30,6 +30,7 @@ from service_core.storage.private_files import private_folder, write_private
 from silo.cancellation import CancelToken
 from silo.events import EmitEvent, event
 from silo.pacs.dicomweb import CutOffError, Facts, Instance, LeftOutError, PacsClient, is_uid
+from silo.pacs.label_query import read_labels
 from silo.pacs.reference import SCHEME, PacsReference
 from silo.storage.home import Home
 from silo.worker.inspection import inspected
@@ -54,7 +55,10 @@ CREATE TABLE IF NOT EXISTS runs (run TEXT PRIMARY KEY, list TEXT);
 
 
 class Listed(NamedTuple):
-    """What a look at the PACS found. left_out: how many, by kind   file: names what was left out, and why."""
+    """What a look at the PACS found.
+
+    left_out: how many, by kind   file: names what was left out, and why   asked: the digest of the query for labels.
+    """
 
     studies: int
     images: int
@@ -64,6 +68,7 @@ class Listed(NamedTuple):
     unmet: int
     nameless: int
     file: Path
+    asked: str = ""
 
     def sentence(self) -> str:
         parts = [f"{pluralize(self.images, 'image')} of {self.studies} studies listed, {self.fetched} fetched anew"]
@@ -74,6 +79,8 @@ class Listed(NamedTuple):
             parts.append(f"without a label, and not fetched: {self.unlabelled}")
         if self.unmet:
             parts.append(f"labels without an image: {self.unmet}")
+        if self.asked:
+            parts.append(f"labels by the query {self.asked}")
         if self.nameless:
             parts.append(f"images without PatientID, whose study counts as a patient: {self.nameless}")
         return "; ".join(parts)
@@ -156,7 +163,7 @@ class Mirror:
         progress(0, 0)
         private_folder(self.folder)
         file, column = self.reference.table
-        labels = LabelTable.read(file, column)
+        labels = self._patiently(partial(read_labels, file, column), stop)
         with closing(self._open()) as db:
             look = _Look(self, db, labels, stop, progress)
             with closing(self._client(stop)) as pacs:
@@ -394,6 +401,7 @@ class _Look:
                 _line(file, row)
         unmet = len(set(self._labels.rows) - self._labels.met)
         found = Listed(self._studies, images, self._fetched, kinds, self._unlabelled, unmet, self._nameless, left)
+        found = found._replace(asked=self._labels.by)
         if not images:
             part.unlink()
             raise DataError(

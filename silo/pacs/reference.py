@@ -2,7 +2,7 @@
 
 | option | value |
 |---|---|
-| `labels` | `FILE:COLUMN`, a CSV file of labels by study, series or patient (`fl_core.label_table`) |
+| `labels` | `FILE.csv:COLUMN`, labels by study, series or patient (`label_table`); `FILE.toml:COLUMN`, a query |
 | `modality` | `CT`, or several: `CR,DX` |
 | `date` | of the study: `20240131`, `20240101-20241231`, `20240101-` |
 | `description` | of the study, with `*` |

@@ -1,0 +1,173 @@
+"""Labels from one SQL query to the hospital's own database (`labels=FILE.toml:COLUMN`), which it can only read.
+
+url = "postgresql://consilium@db.hospital/ris"   # or sqlite:////data/ris.db
+password = "db.password"                         # optional: a file of mode 0600, beside this one
+query = '''SELECT accession AS "AccessionNumber", finding, patient AS "PatientID" FROM reports'''
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+from sqlalchemy import URL, Connection, create_engine, event, make_url
+from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
+from sqlalchemy.pool import NullPool
+
+from fl_core.converter import ConversionError, structure
+from fl_core.errors import ConfigError, DataError, UnavailableError
+from fl_core.errors.extras import require
+from fl_core.label_table import LabelTable
+from fl_core.text import composed, read_text
+from service_core.storage.private_files import read_private
+
+SUFFIX = ".toml"
+MAX_ROWS, SECONDS = 5_000_000, 600
+_CHARS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class LabelQuery:
+    """What the file says. password: the name of a file beside it, or an absolute path."""
+
+    url: str
+    query: str
+    password: str = ""
+
+    @property
+    def digest(self) -> str:
+        """Name the query: labels of another one are other data."""
+        return blake3(self.query.encode()).hexdigest()[:16]
+
+
+def read_labels(file: Path, column: str) -> LabelTable:
+    """Read a table of labels, or ask for it; raises as `LabelTable.read` and `ask`."""
+    return ask(file, column) if file.suffix == SUFFIX else LabelTable.read(file, column)
+
+
+def read_query(file: Path) -> LabelQuery:
+    """Read the file of a query; raises DataError: E-DATA-02 no such file, E-DATA-07 none that says what is needed."""
+    try:
+        query = structure(LabelQuery, tomllib.loads(read_text(file, _CHARS)), "")
+    except FileNotFoundError as error:
+        raise DataError("E-DATA-02", f"expected a query for labels in {file}, found no file: check the path") from error
+    except (OSError, ValueError, RecursionError) as error:
+        what = error.message if isinstance(error, ConfigError) else str(error)
+        kind = "url and query" if isinstance(error, (ConfigError, ConversionError)) else "TOML in UTF-8"
+        raise DataError("E-DATA-07", f"expected {kind} in {file}, found: {what[:300]}. Correct it") from error
+    if not query.query.strip():
+        raise DataError("E-DATA-07", f"expected a query in {file}, found none: write one")
+    return query
+
+
+def ask(file: Path, column: str) -> LabelTable:
+    """Ask the database for its rows, as text, each column by its name in the query.
+
+    Raises UnavailableError (E-DATA-21) where it does not answer; ConfigError (E-DATA-22) where it refuses; DataError
+    (E-DATA-07) on a query that is none, and as `LabelTable.of`.
+
+    Guarantees: nothing is written, whatever the query says; no error repeats the password.
+    """
+    query = read_query(file)
+    url = _address(query, file)
+    where = f"the query in {file}"
+    with _said(url, file), _connected(url) as db:
+        answer = db.execution_options(stream_results=True, no_parameters=True).exec_driver_sql(query.query)
+        if not answer.returns_rows:
+            raise DataError("E-DATA-07", f"expected rows from {where}, found a statement without any: write a SELECT")
+        header = [composed(name) for name in answer.keys()]  # noqa: SIM118 - no mapping
+        if len(set(header)) < len(header) or column not in header:
+            raise DataError(
+                "E-DATA-07", f"expected columns of different names, {column!r} among them, from {where}, found {header}"
+            )
+        rows: list[dict[str, str]] = []
+        for row in answer:
+            if len(rows) >= MAX_ROWS:
+                raise DataError(
+                    "E-DATA-07", f"expected at most {MAX_ROWS} rows from {where}, found more: ask for fewer"
+                )
+            rows.append(dict(zip(header, map(_text, row), strict=True)))
+    return LabelTable.of(header, rows, column, where, query.digest)
+
+
+def _text(value: object) -> str:
+    return "" if value is None else str(value).strip()
+
+
+def _address(query: LabelQuery, file: Path) -> URL:
+    """Return the address with the password of its file; raises ConfigError (E-CFG-02), which repeats nothing of it."""
+    try:
+        url = make_url(query.url)
+    except SQLAlchemyError:
+        url = None
+    if url is None or url.password is not None:
+        raise ConfigError(
+            "E-CFG-02",
+            f"expected url in {file} like postgresql://USER@HOST/DATABASE or sqlite:////FILE, found "
+            f"{'another form' if url is None else 'a password in it: put it into a file, password = FILE'}",
+        )
+    kind = url.get_backend_name()
+    if kind == "sqlite":
+        if not url.database or not Path(url.database).is_file():
+            raise DataError("E-DATA-02", f"expected the database of {file}, found no such file: check its url")
+        place = Path(url.database).absolute().as_uri()
+        return URL.create("sqlite", database=place, query={"mode": "ro", "uri": "true"})
+    if kind != "postgresql":
+        raise ConfigError(
+            "E-CFG-02",
+            f"expected a database that can be opened for reading alone (sqlite, postgresql) in {file}, found {kind}: "
+            "export a table of labels from it (labels=FILE.csv:COLUMN)",
+        )
+    require("psycopg", "sql", "labels from PostgreSQL")
+    secret = read_private(file.parent / query.password).decode().strip() if query.password else None
+    return url.set(drivername="postgresql+psycopg", password=secret)
+
+
+@contextmanager
+def _connected(url: URL) -> Iterator[Connection]:
+    reading = f"-c default_transaction_read_only=on -c statement_timeout={SECONDS * 1000}"
+    options = {"timeout": 30.0} if url.get_backend_name() == "sqlite" else {"options": reading, "connect_timeout": 30}
+    engine = create_engine(url, connect_args=options, poolclass=NullPool, hide_parameters=True)
+    if url.get_backend_name() == "sqlite":
+        event.listen(engine, "connect", _read_only)
+    try:
+        with engine.connect() as db:
+            yield db
+    finally:
+        engine.dispose()
+
+
+def _read_only(connection: Any, _: object) -> None:  # noqa: ANN401 - of sqlite3
+    with closing(connection.cursor()) as cursor:
+        cursor.execute("PRAGMA query_only = ON")
+
+
+@contextmanager
+def _said(url: URL, file: Path) -> Iterator[None]:
+    """Raise what a database says as an error of ours."""
+    host = url.host or "this machine"
+    try:
+        yield
+    except OperationalError as error:
+        if not error.connection_invalidated and error.orig is not None and _refused(str(error.orig)):
+            raise ConfigError("E-DATA-22", f"expected to read the database at {host}, found: {_line(error)}") from None
+        raise UnavailableError(
+            "E-DATA-21", f"expected an answer of the database at {host}, found: {_line(error)}; it is asked again"
+        ) from None
+    except DBAPIError as error:
+        raise DataError("E-DATA-07", f"expected a query that only reads in {file}, found: {_line(error)}") from None
+    except SQLAlchemyError as error:
+        raise DataError("E-DATA-07", f"expected a query in {file}, found: {type(error).__name__}: correct it") from None
+
+
+def _refused(text: str) -> bool:
+    return any(word in text.lower() for word in ("authentication", "password", "no such table", "readonly", "syntax"))
+
+
+def _line(error: DBAPIError) -> str:
+    return " ".join(str(error.orig).split())[:200]
