@@ -4,6 +4,7 @@ kinds/        the differences between trainings, evaluations and surveys
 types/        values, enums, records, interfaces, arithmetic on named tensors
 rounds/       one round end to end: the round loop, a silo's half, sampling, the run manifest, the layout of updates
 aggregation/  from updates to one exact sum: the fixed-point format, the aggregators, adaptive guards
+tensors/      torch, or without it a part of it on NumPy
 training/     a silo's local work: access to examples, optimizers, evaluation, devices
 methods/      the algorithms, one file each, by family
 models/       the networks, one file per family
