@@ -200,7 +200,7 @@ class PacsClient:
         timer = threading.Timer(RESPONSE_S, cut)
         timer.daemon = True
         timer.start()
-        done = False
+        answered = done = False
         try:
             with self._stop.on_cancel(cut):
                 fresh = connection.sock is None
@@ -212,6 +212,7 @@ class PacsClient:
                     connection.close()
                     response = self._send(path, accept)
                 self._require_usable(response, listing="/instances/" not in path)
+                answered = True
                 yield response
                 if late.is_set():
                     raise CutOffError("cut off")
@@ -231,6 +232,8 @@ class PacsClient:
                 "E-DATA-22", f"expected TLS at {self._host}, found: {error.reason}. Check address and port of the PACS"
             ) from None
         except (CutOffError, HTTPException, OSError) as error:
+            if answered and not isinstance(error, CutOffError):
+                raise  # whoever writes the answer to a disk failed, and not the PACS
             self._stop.raise_if_cancelled()
             why = f"cut off after {RESPONSE_S:g} s" if late.is_set() else str(error) or type(error).__name__
             if "/instances/" in path and (late.is_set() or isinstance(error, CutOffError)):

@@ -48,10 +48,11 @@ CREATE TABLE IF NOT EXISTS images (
     digest TEXT NOT NULL DEFAULT '', bytes INTEGER NOT NULL DEFAULT 0, reason TEXT);
 CREATE TABLE IF NOT EXISTS left_out (name TEXT, kind TEXT, reason TEXT);
 CREATE TABLE IF NOT EXISTS members (list TEXT, name TEXT, PRIMARY KEY (list, name)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS lists (list TEXT PRIMARY KEY, made REAL);
+CREATE TABLE IF NOT EXISTS lists (list TEXT PRIMARY KEY, made INTEGER);
 CREATE TABLE IF NOT EXISTS runs (run TEXT PRIMARY KEY, list TEXT);
 """
-"""images.reason: why an image cannot be read, '' where it can, NULL before it was tried."""
+"""images.reason: why an image cannot be read, '' where it can, NULL before it was tried   listed, made: the number of
+the last look that had it; clocks may be set back."""
 
 
 class Listed(NamedTuple):
@@ -135,10 +136,15 @@ class Mirror:
     def prepare(
         self, run_id: str, stop: CancelToken, progress: Progress, under_way: Callable[[str], bool] = lambda _: True
     ) -> None:
-        """Have all images of a run here; one that begins gets the newest list. under_way: of runs that keep theirs."""
+        """Have all images of a run here; one that begins gets the newest list. under_way: of runs that keep theirs.
+
+        Without a run: have those of the newest list, which is made where there is none.
+        """
         if self._list_of(run_id) is None:
             if not self.listed or time.monotonic() - self._looked > FRESH_S:
                 self.refresh(stop, progress, under_way)
+            if not run_id:
+                return
             with closing(self._open()) as db, db:
                 newest = "SELECT ?, list FROM lists ORDER BY made DESC LIMIT 1"
                 db.execute(f"INSERT OR REPLACE INTO runs {newest}", (run_id,))
@@ -265,7 +271,8 @@ class _Look:
     ) -> None:
         self._mirror, self._db, self._labels, self._stop, self._progress = mirror, db, labels, stop, progress
         self._studies = self._unlabelled = self._nameless = self._fetched = 0
-        self._look = (db.execute("SELECT max(listed) FROM images").fetchone()[0] or 0) + 1
+        earlier = "SELECT max(listed) FROM (SELECT listed FROM images UNION SELECT made FROM lists)"
+        self._look = (db.execute(earlier).fetchone()[0] or 0) + 1
 
     def search(self, pacs: PacsClient) -> None:
         with self._db:
@@ -410,7 +417,7 @@ class _Look:
         name = f"images-{hasher.hexdigest()[:16]}.csv"
         part.replace(folder / name)
         with self._db:
-            self._db.execute("INSERT OR REPLACE INTO lists VALUES (?, ?)", (name, time.time()))
+            self._db.execute("INSERT OR REPLACE INTO lists VALUES (?, ?)", (name, self._look))
             chosen = "SELECT ?, name FROM images WHERE listed = ? AND digest <> '' AND reason = ''"
             self._db.execute(f"INSERT OR IGNORE INTO members {chosen}", (name, self._look))
         return found

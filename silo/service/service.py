@@ -189,8 +189,7 @@ class Service:
 
     def _do_tasks(self) -> None:
         try:
-            if self._pacs is not None and not self._pacs.listed:
-                self._pacs.refresh(self._describing, lambda *_: None)
+            self._prepare_data("", self._describing, lambda *_: None)
             about = self._runner.worker.describe(self._describing)
         except CancelledError:
             return

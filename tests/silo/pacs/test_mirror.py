@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import csv
 import datetime
+import errno
+import io
 import ipaddress
 import json
 import os
@@ -396,6 +398,43 @@ def test_a_command_does_not_wait_for_a_pacs_that_is_away(bench: Bench) -> None:
     bench.pacs.stop()
     with pytest.raises(UnavailableError, match=r"E-DATA-21.*refused"):
         bench.listed()
+
+
+def test_a_full_disk_is_said_as_such_and_no_pacs_is_waited_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.study(1)
+
+    class Full(io.BytesIO):
+        def write(self, data: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    served = bench.mirror(patient=True)
+    monkeypatch.setattr(mirror, "_private", lambda path: Full())
+    with pytest.raises(UnavailableError, match="E-STATE-63"):
+        look(served)
+    assert bench.told == []
+
+
+def test_the_newest_list_is_that_of_the_last_look_whatever_the_clock_says(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.study(1)
+    look(served := bench.mirror())
+    bench.study(2)
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    look(served := bench.mirror())
+    assert len(rows_of(served)) == 2
+    del bench.pacs.studies["1.2.2"]
+    look(served := bench.mirror())
+    assert len(rows_of(served)) == 1
+
+
+def test_images_that_were_removed_by_hand_are_fetched_again_at_the_start(bench: Bench) -> None:
+    bench.study(1)
+    look(bench.mirror())
+    (bench.mirror().folder / "1.2.1.0.7.dcm").unlink()
+    bench.mirror().prepare("", CancelToken(), lambda *_: None)
+    assert (bench.mirror().folder / "1.2.1.0.7.dcm").exists()
+    assert bench.pacs.asked[-1].endswith("/instances/1.2.1.0.7")
 
 
 # ---- a hostile PACS --------------------------------------------------------------------------------------------------
