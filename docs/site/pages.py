@@ -44,9 +44,9 @@ NAVIGATION: list[Any] = [
             "audit.md",
         ]
     },
-    {"Operations": [f"operations/{name}.md" for name in ("README", "install", "page", "lead", "faults")]},
+    {"Operations": [f"operations/{name}.md" for name in ("README", "install", "page", "faults")]},
     {"Research": ["research.md", "python.md", "extending/README.md", "comparison.md"]},
-    {"Results": ["benchmarks/index.md", "paper-tables.md"]},
+    {"Results": ["benchmarks/index.md", "paper-tables.md", "paper-figures.md"]},
     {"Reference": ["reference/coordinator.md", "reference/silo.md", "reference/configuration.md", "errors.md", REST]},
 ]
 """What a reader sees first: at most 40 pages. All others are on the page `REST`."""

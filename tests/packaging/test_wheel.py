@@ -226,6 +226,17 @@ def test_a_run_over_two_services_needs_torch_and_no_other_extra(wheel_file: Path
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+def test_the_wheel_with_one_extra_shows_the_demo_in_an_empty_environment(wheel_file: Path, tmp_path: Path) -> None:
+    """What README says to somebody without make: two commands."""
+    locked = ["--constraint", str(ROOT / "requirements.lock"), f"{wheel_file}[research]"]
+    here = Machine(tmp_path / "here")
+    here.env["PATH"] = f"{installed(tmp_path / 'research', locked)}{os.pathsep}/usr/bin{os.pathsep}/bin"
+    assert "The results, as a page: file://" in here.run("consilium demo --rounds 1")
+    assert (tmp_path / "here/runs/demo/index.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_everything_is_imported_beside_the_oldest_versions_that_are_declared(lowest: Path, tmp_path: Path) -> None:
     code = f"PACKAGES = {PACKAGES}\n{IMPORT_ALL}"
     done = subprocess.run([lowest / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
