@@ -140,8 +140,7 @@ class Model:
             x = _numbers(arrays, images=preprocessing.takes_images)
             if preprocessing.takes_images:
                 mean, std = normalisation(preprocessing.data)
-                if any(mean):
-                    x = (x - torch.tensor(mean).view(-1, 1, 1)) / torch.tensor(std).view(-1, 1, 1)
+                x = (x - torch.tensor(mean or (0.0,)).view(-1, 1, 1)) / torch.tensor(std or (1.0,)).view(-1, 1, 1)
             return Inputs(_names(len(x)), TensorExamples(x, torch.full((len(x),), -1)))
         if not preprocessing.takes_images:
             raise ConfigError(
