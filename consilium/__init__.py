@@ -19,7 +19,7 @@ within a major version. Everything else may change.
 
 extending.py   what methods, models, data sets and partitions of your own are made of
 testing/       what they owe, as functions for your own tests
-cli/           the command `consilium`: an exported model at one machine, without a federation
+cli/           the command `consilium`: the demo, and an exported model, at one machine
 
 What people put on top of the core, a room each; the core imports none of them:
 

@@ -143,7 +143,7 @@ class Steps:
 
             self._bars = Progress(
                 TextColumn("{task.description}", markup=False),
-                BarColumn(24),
+                BarColumn(16),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[note]}", markup=False),
                 TimeElapsedColumn(),

@@ -59,7 +59,7 @@ def _consortium(folder: Path, processes: Processes, steps: Steps) -> Iterator[Le
     for k in range(HOSPITALS):
         hospital, data = folder / f"hospital{k}", f"digits/hospital{k}"
         token = folder / f"hospital{k}.token"
-        steps.show("Set-up", k + 1, 2 * HOSPITALS + 1, f"hospital{k} makes its key and joins")
+        steps.show("Set-up", k + 1, 2 * HOSPITALS + 1, f"hospital{k} joins")
         invitation = processes.call("coordinator", "invite", f"hospital{k}", "--home", str(home))
         write_private(token, str(invitation["token"]).encode())
         processes.call("silo", "join", "--token-file", str(token), "--home", str(hospital))
@@ -91,7 +91,7 @@ def _train(
             steps.show(SHORT[name], min(event.info.closed, spec.rounds), spec.rounds, _reached(event.info))
         processes.check()
     detail = client.show(run)
-    steps.show(SHORT[name], spec.rounds, spec.rounds, f"{accuracy.newest(detail.info).text()} classified correctly")
+    steps.show(SHORT[name], spec.rounds, spec.rounds, f"{accuracy.newest(detail.info).text()} correct")
     if detail.info.state != "finished":
         raise UnavailableError("E-RUN-99", f"{run} ended as {detail.info.state}: {detail.info.reason}")
     return detail
@@ -101,7 +101,7 @@ def _reached(info: pb.RunInfo) -> str:
     if info.closed >= info.rounds:
         return "measures the model"
     newest = accuracy.newest(info)
-    return info.state if newest.point is None else f"{newest.text()} classified correctly"
+    return info.state if newest.point is None else f"{newest.text()} correct"
 
 
 def _local_scores(folder: Path, runs: Mapping[str, str]) -> dict[str, dict[str, float | None]]:
@@ -143,7 +143,7 @@ def run_demo(out: Path, rounds: int, steps: Steps, quiet: bool, verbose: bool) -
             with signals.raising(), _consortium(folder, processes, steps) as client:
                 events = Watcher(live=False) if verbose else None
                 details = {name: _train(client, processes, name, rounds, steps, events) for name in RUNS}
-                steps.show("Results", 0, 2, "reads the hospitals' ledgers and scores")
+                steps.show("Results", 0, 2, "reads the ledgers")
                 silos = list(client.silos().silos)
                 scores = _local_scores(folder, {name: d.info.run_id for name, d in details.items()})
                 spent = spending(folder, RunManifest.from_json(details[PRIVATE].manifest_json))
