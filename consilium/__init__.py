@@ -37,6 +37,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from fl_core.errors.extras import requires_extra
+
 if TYPE_CHECKING:
     from consilium.lead.lead import Lead, connect
     from consilium.lead.run import Run
@@ -75,7 +77,9 @@ def __getattr__(name: str) -> object:
         if name in names:
             from service_core.progress import still_working
 
-            with still_working(f"loads {place}"):
+            room = place.split(".")[1]
+            extra = room if room in ("research", "model") else "torch"
+            with still_working(f"loads {place}"), requires_extra(extra, f"consilium.{name}"):
                 return getattr(importlib.import_module(place), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -185,8 +185,18 @@ def test_a_hospital_without_torch_takes_400_mb_and_says_what_it_computes(wheel_f
     told = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert "without torch: surveys, runs of method=analytic" in told
     assert "pip install 'consilium-fl[torch]'" in told
-    trains = subprocess.run([base / "coordinator", "simulate", "data=digits"], capture_output=True, text=True)
-    assert (trains.returncode, "E-CFG-08" in trains.stderr, "Traceback" in trains.stderr) == (2, True, False)
+    for words, extra in (
+        ([base / "coordinator", "simulate", "data=digits"], "research"),
+        ([base / "coordinator", "serve"], "torch"),
+        ([base / "silo", "audit", "--data", "digits", "--out", "x"], "audit"),
+    ):
+        trains = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert (trains.returncode, "Traceback" in trains.stderr) == (2, False)
+        assert f"E-CFG-08: expected torch for {words[0].name} {words[1]}" in trains.stderr
+        assert f"pip install 'consilium-fl[{extra}]'" in trains.stderr
+    code = "import consilium\ntry: consilium.simulate\nexcept consilium.ConfigError as error: print(error)"
+    answer = subprocess.run([base / "python", "-c", code], capture_output=True, text=True, check=True).stdout
+    assert answer.startswith("E-CFG-08: expected torch for consilium.simulate")
 
 
 @pytest.mark.slow
