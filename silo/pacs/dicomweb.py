@@ -253,7 +253,9 @@ class PacsClient:
     def _require_usable(self, response: HTTPResponse, listing: bool) -> None:
         status, of = response.status, self._host
         if 300 <= status < 400:
-            to = printable((urlsplit(response.headers.get("Location", "")).hostname or "the same host")[:100])
+            to = "the same host"
+            with suppress(ValueError):
+                to = printable((urlsplit(response.headers.get("Location", "")).hostname or to)[:100])
             text = f"expected an answer of {of}, found that it sends elsewhere ({to}), which is not followed: name that"
             raise ConfigError("E-DATA-22", f"{text} address if it is the hospital's")
         if status in (401, 403):

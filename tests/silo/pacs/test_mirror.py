@@ -451,6 +451,11 @@ def test_a_redirect_is_refused_and_the_password_goes_nowhere_else(bench: Bench, 
         with pytest.raises(ConfigError, match=r"E-DATA-22.*sends elsewhere \(127\.0\.0\.1\)"):
             bench.listed(credentials=password)
         assert other.asked == []
+    for place in ("https://[::1", "", "\x1b[31m//x", "https://" + "a" * 5000):
+        bench.pacs.before = lambda request, place=place: not send(request, 307, Location=place)
+        with pytest.raises(ConfigError, match=r"E-DATA-22.*sends elsewhere") as refused:
+            bench.listed()
+        assert "\x1b" not in str(refused.value)
 
 
 @pytest.mark.fault(
