@@ -10,7 +10,10 @@ methods     a method under test, and its contract; our own ones pass the same ch
 others      the contracts of models, data sets and partitions
 """
 
-from consilium.testing.methods import check_method
-from consilium.testing.others import check_data, check_model, check_partition
+from service_core.progress import still_working
+
+with still_working("loads PyTorch"):
+    from consilium.testing.methods import check_method
+    from consilium.testing.others import check_data, check_model, check_partition
 
 __all__ = ["check_data", "check_method", "check_model", "check_partition"]
