@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from fl_core.errors.extras import require
@@ -49,8 +49,12 @@ def frame(rows: Sequence[Mapping[str, object]]) -> Any:  # noqa: ANN401 - pandas
 
 def text(parts: Iterable[str | Table]) -> str:
     """Write sentences and tables as lines for a terminal."""
+    return rendered(parts, shutil.get_terminal_size((_WIDTH, 0)).columns)
+
+
+def rendered(parts: Iterable[RenderableType], width: int) -> str:
+    """Write sentences, tables and other parts as lines of at most so many columns; sentences are not broken."""
     out = io.StringIO()
-    width = shutil.get_terminal_size((_WIDTH, 0)).columns
     console = Console(file=out, width=width, force_jupyter=False, highlight=False, markup=False, emoji=False)
     for part in parts:
         console.print(printable(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str))

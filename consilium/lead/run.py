@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from consilium.lead import listing
 from consilium.lead.connection import Connection
+from consilium.lead.notebook import NotebookWatcher, in_notebook
 from coordinator.lead import accuracy, tables
 from coordinator.lead.as_json import detail_json
-from coordinator.lead.watcher import show_events
+from coordinator.lead.watcher import Watcher, show_events
 from fl_core.errors.extras import requires_extra
 from fl_core.kinds import kind_of
 from fl_core.rounds.manifest import RunManifest
@@ -94,13 +95,13 @@ class Run:
         return pd.DataFrame(rows, columns=list(COLUMNS))
 
     def watch(self, quiet: bool = False) -> Run:
-        """Show the run's progress until it ends, with a line per event and in a terminal a table; return the run.
+        """Show the run's progress until it ends, and return the run: in a terminal or a notebook a view, else lines.
 
         quiet: only wait. Ctrl-C (in a notebook: interrupt) raises KeyboardInterrupt and leaves the run going; watch it
         again at any time, also from another process. The run that is returned may have failed or paused: see `state`.
         """
         try:
-            show_events(self._connection.client.watch(self.id), quiet)
+            show_events(self._connection.client.watch(self.id), quiet, NotebookWatcher if in_notebook() else Watcher)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"the run continues; follow it again with lead[{self.id!r}].watch()") from None
         self._detail()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from statistics import fmean
@@ -51,6 +51,18 @@ class RunReader(Protocol):
         ...
 
 
+class RepaintedView(Protocol):
+    """Where the view of a run is painted again and again, such as a terminal. console: for lines that stay."""
+
+    console: Console
+
+    def start(self) -> None: ...
+
+    def refresh(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
 class Watcher:
     """Live progress of one run: a repainted table and chart on a terminal; changes as lines if piped, or not `live`."""
 
@@ -61,7 +73,7 @@ class Watcher:
         self._closed: dict[int, pb.RoundInfo] = {}
         self._heard = time.monotonic()
         repainted = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._display)
-        self._live = repainted if live and console.is_terminal else None
+        self._live: RepaintedView | None = repainted if live and console.is_terminal else None
 
     def __enter__(self) -> Watcher:
         if self._live:
@@ -154,9 +166,9 @@ class Watcher:
         return make_table("", ("silo", "doing"), sorted(rows.items()))
 
 
-def show_events(events: Iterable[pb.Event], quiet: bool = False) -> None:
-    """Show events as they come, until the run ends; quiet: only wait for that."""
-    with nullcontext() if quiet else Watcher() as watcher:
+def show_events(events: Iterable[pb.Event], quiet: bool = False, view: Callable[[], Watcher] = Watcher) -> None:
+    """Show events as they come, until the run ends; quiet: only wait for that. view: makes what shows them."""
+    with nullcontext() if quiet else view() as watcher:
         for event in events:
             if watcher is not None:
                 watcher.show(event)

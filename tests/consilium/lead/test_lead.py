@@ -143,7 +143,7 @@ def test_watching_shows_each_round_and_returns_the_run_when_it_ends(
 def test_an_interrupt_leaves_the_run_going_and_says_how_to_come_back(
     lead: Lead, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(events: object, quiet: bool) -> None:
+    def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run_module, "show_events", interrupted)

@@ -253,7 +253,7 @@ def test_progress_is_told_each_round_and_may_end_the_simulation() -> None:
         ({"seed": print}, "E-CFG-02", "seed"),
         ({"seed": object()}, "E-CFG-02", "seed"),
         ({"train_": 3}, "E-CFG-01", "train"),
-        ({"weights_file": "x"}, "E-CFG-01", "model.weights"),
+        ({"weights_file": "x"}, "E-CFG-01", "model__weights"),
         ({"data__image_sise": 3}, "E-CFG-01", "image_size"),
         ({"privacy": 3}, "E-CFG-02", "privacy"),
         ({"method": dict}, "E-CFG-02", "a method"),
