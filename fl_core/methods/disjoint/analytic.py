@@ -140,7 +140,9 @@ OF_MEAN = 0.1
 RADIUS = 0.35
 """r: centred features of random layers and of pretrained bodies are mostly longer, in units of R sqrt(d)."""
 MIXED, LEAST_MIXED = 0.06, 16
-"""Square of the mean's noise, in units of the bound, that features may take; the fewest features that are mixed."""
+"""Of the nearest mean: square of the mean's noise, in units of the bound, that features may take; the fewest."""
+RIDGE_FEATURES, RECORDS_PER_FEATURE = 256, 40
+"""Features of ridge: so many, or one for 40 records in units of the noise (beyond 256 a rule of thumb)."""
 RIDGE_BELOW = 0.06
 """Noise of the moments sqrt(d) S / N above which the nearest mean wins: it has no matrix, so less noise."""
 MAX_WEIGHT = 10.0
@@ -296,14 +298,16 @@ class Analytic(FedAvg):
     def for_noise(self, width: int, records: float, noise: float) -> Mapping[str, str | int]:
         """Choose the head and the features of a centred release, as far as they were left open.
 
-        The mean's noise takes at most sqrt(`MIXED`) of the length that a vector can have.
+        Of the nearest mean the mean's noise takes at most sqrt(`MIXED`) of the length that a vector can have.
         """
         if self.release != "centred":
             return {}
         of_mean = noise / math.sqrt(OF_MEAN) / records
-        mixed = self.mixed or max(math.floor(MIXED / of_mean**2), LEAST_MIXED)
-        of_moments = math.sqrt(2 * min(mixed, width) / (1 - OF_MEAN)) * noise / records
-        head = self.head if self.head != "auto" else "ridge" if of_moments < RIDGE_BELOW else "ncm"
+        of_ridge = min(self.mixed or ridge_features(records, noise), width)
+        few = ridge_noise(of_ridge, records, noise) < RIDGE_BELOW
+        head = self.head if self.head != "auto" else "ridge" if few else "ncm"
+        of_means = self.mixed or max(math.floor(MIXED / of_mean**2), LEAST_MIXED)
+        mixed = of_means if head == "ncm" else of_ridge
         return {"head": head, "mixed": mixed if mixed < width else 0}
 
     def shared(self, name: str) -> bool:
@@ -462,8 +466,6 @@ class Analytic(FedAvg):
         if about == NOTHING or not bool(release["variance"] > 0 or release["b"].any()):
             return server
         if about == MEAN:
-            if bool(server["asked"]["mean"].any()):  # of a run that this one goes on from, whose sums are about it
-                return server
             return {**server, "asked": {**server["asked"], "mean": _shrunk_mean(release)}}
         sums = {name: value + release[name].double() for name, value in server["sums"].items()}
         head = _head(self._solved_noisy(sums, server["asked"], server["w"]["head.weight"].shape[1]))
@@ -584,6 +586,15 @@ def _sums_by_label(z: Tensor, y: Tensor) -> Tensors:
 
 def _head(W: Tensor) -> Tensors:
     return {"head.weight": W[:, :-CONSTANT].float(), "head.bias": W[:, -1].float()}
+
+
+def ridge_features(records: float, noise: float) -> int:
+    return max(RIDGE_FEATURES, math.floor(records / noise / RECORDS_PER_FEATURE))
+
+
+def ridge_noise(features: int, records: float, noise: float) -> float:
+    """Return sqrt(d) S / N of the moments of so many features; noise: z of the sum over all hospitals."""
+    return math.sqrt(2 * features / (1 - OF_MEAN)) * noise / records
 
 
 @lru_cache(maxsize=4)
