@@ -27,7 +27,7 @@ from fl_core.models import MODELS
 from fl_core.rounds.manifest import NamedOptions
 from fl_core.suggest import suggest
 from fl_core.types.records import FEATURES, TrainConfig
-from privacy.profiles import PROFILES, private_form
+from privacy.profiles import PROFILES, is_private, private_form
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -39,8 +39,10 @@ GROUPS = ("method", "data", "model", "federation", "privacy", "aggregator", "sec
 _NONE = "none"
 _LARGE_SIDE = 64
 """Image side in pixels from which a ResNet gets ImageNet's stem, unless the run chooses one."""
-_CHOSEN = {"random_features": ("kind",)}
-"""Options of models that follow from the data unless the run chooses them; of others, the stem."""
+_CHOSEN = {"random_features": ("kind", "width")}
+"""Options of models that follow from data and privacy unless the run chooses them; of others, the stem."""
+_PRIVATE_WIDTH = 288
+"""Patch features in a private run, whose noise grows with them: chosen by benchmarks/frozen/private.py."""
 _CONTINUED = ("method", "data", "model", "privacy", "aggregator", "secagg")
 _CLASSES = {5: (2,), 10: (2, 3, 5, 10, 20, 30, 50), 50: (2, 3, 10), 100: (3, 10)}
 _RUN, _SIMULATION = "run", "simulation"
@@ -289,7 +291,10 @@ def _model_of_method(words: Sequence[str], values: Mapping[str, object]) -> list
 
 
 def _choose_for_data(chosen: dict[str, object]) -> None:
-    """Resolve `auto`: larger images get ImageNet's stem (CIFAR's needs ten times the memory); patches are of images."""
+    """Resolve `auto`: larger images get ImageNet's stem (CIFAR's needs ten times the memory); patches are of images.
+
+    In a private run these are few.
+    """
     model, data = chosen["model"], chosen["data"]
     if not isinstance(model, Mapping):
         return
@@ -297,7 +302,11 @@ def _choose_for_data(chosen: dict[str, object]) -> None:
     if model.get("stem") == AUTO:
         chosen["model"] = {**model, "stem": "imagenet" if side >= _LARGE_SIDE else "cifar"}
     if model.get("kind") == AUTO:
-        chosen["model"] = {**model, "kind": "patches" if side else "cosine"}
+        model = chosen["model"] = {**model, "kind": "patches" if side else "cosine"}
+    if model.get("width") == AUTO:
+        choice = dict(chosen["privacy"])  # type: ignore[call-overload]
+        few = model["kind"] == "patches" and is_private(NamedOptions(choice.pop("name"), choice))
+        chosen["model"] = {**model, "width": _PRIVATE_WIDTH if few else _defaults(MODELS[str(model["name"])])["width"]}
 
 
 def _side(data: Mapping[str, object]) -> int:

@@ -15,6 +15,7 @@ from consilium.audit import hostile
 from consilium.audit.step_checks import ZeroNoise
 from consilium.audit.target import ListedExamples
 from consilium.audit.worlds import Attack, AttackResult, measure
+from fl_core.methods.disjoint.analytic import OF_MEAN
 from privacy.mechanisms.noise.sources import NoiseSource, SeededNoise
 
 pytestmark = pytest.mark.integration
@@ -116,9 +117,9 @@ def _moved(attack: Attack, mean: torch.Tensor) -> list[float]:
 
 
 def test_the_noise_of_both_centred_exchanges_is_the_gaussian_that_is_charged() -> None:
-    """1 / z^2 is shared between them: a tenth for the mean."""
+    """1 / z^2 is shared between them."""
     (attack,) = hostile.attacks("centred release")
-    assert attack.shares == pytest.approx({0: 0.1, 1: 0.9})
+    assert attack.shares == pytest.approx({0: OF_MEAN, 1: 1 - OF_MEAN})
     drawn: list[list[torch.Tensor]] = [[], []]
     for trial in range(150):
         release = attack.released(False, _seeded(False, trial))
@@ -128,7 +129,7 @@ def test_the_noise_of_both_centred_exchanges_is_the_gaussian_that_is_charged() -
     of_mean, of_sums = (torch.stack(rows) for rows in drawn)
     assert not bool(of_mean[:, [0, 1, 2, *range(5, 11)]].any())  # no moments, one sum
     z = attack.noise
-    for noise, std in ((of_mean[:, 3:5], z / math.sqrt(0.1)), (of_sums, z * math.sqrt(2 / 0.9))):
+    for noise, std in ((of_mean[:, 3:5], z / math.sqrt(OF_MEAN)), (of_sums, z * math.sqrt(2 / (1 - OF_MEAN)))):
         assert kstest((noise / std).flatten().numpy(), "norm").pvalue > 1e-3
         assert kstest((noise / std / 2).flatten().numpy(), "norm").pvalue < 1e-3
 

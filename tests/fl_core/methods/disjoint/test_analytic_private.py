@@ -18,7 +18,16 @@ from coordinator.config.manifest_builder import manifest_from
 from fl_core.errors import ConfigError
 from fl_core.methods import build_method
 from fl_core.methods.disjoint import analytic
-from fl_core.methods.disjoint.analytic import MAX_WEIGHT, NOISE, RADIUS, SHARE, Analytic
+from fl_core.methods.disjoint.analytic import (
+    MAX_WEIGHT,
+    OF_MEAN,
+    RADIUS,
+    RECORDS_PER_FEATURE,
+    RIDGE_FEATURES,
+    SHARE,
+    UNCENTRED_NOISE,
+    Analytic,
+)
 from fl_core.methods.shared import closed_forms
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.interfaces import RoundData
@@ -112,7 +121,7 @@ def test_lambda_follows_from_the_noise_and_negative_eigenvalues_are_cut() -> Non
     values, vectors = np.linalg.eigh(A)
     assert values.min() < 0  # of so much noise
     repaired = (vectors * np.maximum(values, 0)) @ vectors.T
-    noise = NOISE * math.sqrt(variance * WIDTH)
+    noise = UNCENTRED_NOISE * math.sqrt(variance * WIDTH)
     penalty = np.full(WIDTH, 0.05 * np.diag(repaired)[:-1].mean() + noise)
     penalty[-1] = noise
     W = np.linalg.solve(repaired + np.diag(penalty), B.T).T
@@ -274,7 +283,9 @@ def test_features_are_mixed_by_the_same_matrix_everywhere_which_keeps_their_leng
 
 def test_head_and_features_follow_from_noise_and_sizes_alone() -> None:
     method = Analytic(release="centred")
-    assert method.for_noise(1024, 1440.0, 0.7) == {"head": "ridge", "mixed": 0}
+    assert method.for_noise(1024, 1440.0, 0.7) == {"head": "ridge", "mixed": RIDGE_FEATURES}
+    assert method.for_noise(RIDGE_FEATURES, 1440.0, 0.7) == {"head": "ridge", "mixed": 0}
+    assert method.for_noise(1024, 24000.0, 1.0) == {"head": "ridge", "mixed": 24000 // RECORDS_PER_FEATURE}
     strong = method.for_noise(1024, 1440.0, 8.0)
     assert strong["head"] == "ncm"
     assert 16 <= strong["mixed"] < 400  # type: ignore[operator]
@@ -339,7 +350,7 @@ def test_the_plan_is_known_before_any_record_and_says_what_is_then_released() ->
     assert [r.purpose for r in run.profile.releases(0, prototypes=False)] == ["class counts"]
     (first, *_) = run.profile.project()
     of_mean, of_sums = (r.mechanism.noise for r in run.profile.releases(0)[1:])
-    assert of_mean == pytest.approx(3 * of_sums)  # a tenth of 1 / z^2, and nine
+    assert of_mean**2 == pytest.approx((1 / OF_MEAN - 1) * of_sums**2)  # of 1 / z^2 the mean has a small part
     assert (first.steps, first.noise) == (2, of_sums)
     assert first.epsilon_most <= 8
 
