@@ -12,7 +12,7 @@ from consilium import simulate
 from coordinator.config.hydra_config import compose_simulation, compose_spec
 from fl_core.errors import ConfigError
 from fl_core.models import build_model, describe
-from fl_core.models.random_features import PatchFilters
+from fl_core.models.random_features import PatchFilters, RandomFeatures
 from fl_core.models.split_model import SplitModel
 from fl_core.types.records import Schema
 
@@ -140,6 +140,16 @@ def test_a_run_takes_patches_of_images_and_cosines_of_other_examples_unless_it_s
     for data, kind in (("digits", "patches"), ("cifar10", "patches"), ("isic2019", "patches"), ("spiral", "cosine")):
         assert compose_spec([f"data={data}", "model=random_features"]).model["kind"] == kind
     assert compose_spec(["data=digits", "model=random_features", "model.kind=relu"]).model["kind"] == "relu"
+
+
+def test_a_private_run_of_images_takes_few_features_unless_it_names_another_number() -> None:
+    def width(*words: str) -> object:
+        return compose_spec(["method=analytic", *words]).model["width"]
+
+    assert width("data=digits", "privacy=dp_record") == 288
+    assert width("data=digits") == width("data=spiral", "privacy=dp_record") == RandomFeatures().width
+    assert width("data=digits", "privacy=dp_record", "model.kind=cosine") == RandomFeatures().width
+    assert width("data=digits", "privacy=dp_record", "model=random_features", "model.width=512") == 512
 
 
 def test_analytic_takes_random_features_unless_a_model_its_weights_or_an_experiment_is_named() -> None:
