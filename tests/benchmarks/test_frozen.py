@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import run_store
 from benchmarks.comparison import settings, study
-from benchmarks.frozen import isic, whole
+from benchmarks.frozen import isic, limits, whole
 from benchmarks.frozen import run as frozen
 from fl_core import datasets
+from fl_core.errors import DataError
 from tests.support.data import isic_row, write_csv, write_isic
 
 pytestmark = pytest.mark.integration
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 def features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.ndarray]:
-    """Features that tell the classes apart, of two images of each lesion at one of four centres."""
+    """Features that tell the classes apart, of two images of each lesion at one of four centres, by two bodies."""
     drawn, n = np.random.default_rng(0), 240
     lesion = np.arange(n) // 2
     y = lesion % 8
@@ -28,8 +30,10 @@ def features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, np.nd
     for part in range(16):
         z[np.arange(n), 8 * part + y] += 2
     made = {"z": z, "y": y, "center": np.array([1, 2, 3, 5])[lesion % 4], "lesion": lesion.astype(np.str_)}
-    np.savez(tmp_path / "features.npz", **made)
-    monkeypatch.setenv(isic.FEATURES, str(tmp_path / "features.npz"))
+    np.savez(tmp_path / "one.npz", **made)
+    np.savez(tmp_path / "other.npz", **{**made, "z": -z})
+    monkeypatch.setenv(isic.FEATURES, "")
+    isic.use([tmp_path / "one.npz", tmp_path / "other.npz"])
     isic.read.cache_clear()
     yield made
     isic.read.cache_clear()
@@ -45,8 +49,23 @@ def test_no_lesion_trains_and_validates_and_each_image_is_at_its_centre(features
     assert len(test) == 48
     ((own, everybodys),) = isic.Centers(1, only=3).partition(nobody, nobody, 8, 0)
     assert (list(own), sorted(everybodys)) == (list(shares[2][0]), sorted(test))
+    ((all_, tested),) = isic.Centers(1, only=isic.POOLED).partition(nobody, nobody, 8, 0)
+    assert (sorted(all_), sorted(tested)) == (sorted(train), sorted(test))
     other = isic.Centers().partition(nobody, nobody, 8, 1)
     assert list(other[0][0]) != list(shares[0][0])
+
+
+def test_two_bodies_stand_side_by_side_for_the_same_images_alone(
+    features: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    ((one, y), _), ((both, _), _) = isic.Features().read(None), isic.Both().read(None)
+    assert np.array_equal(one, features["z"])
+    assert np.array_equal(both, np.concatenate((features["z"], -features["z"]), axis=1))
+    assert np.array_equal(y, features["y"])
+    np.savez(tmp_path / "other.npz", **{**features, "lesion": features["lesion"][::-1]})
+    isic.read.cache_clear()
+    with pytest.raises(DataError, match="E-DATA-02"):
+        isic.read()
 
 
 def test_the_whole_network_has_the_split_that_frozen_features_have(tmp_path: Path) -> None:
@@ -82,6 +101,31 @@ def test_a_run_in_closed_form_learns_and_its_cost_counts_its_exchanges_alone() -
     assert cost["rounds"] == 2
     numbers = width * (width + 1) // 2 + 8 * width + 8 + 1  # A, B, weights
     assert numbers < cost["bytes_up"] / (2 * 8) < numbers + 3000  # the rest is what the evaluation counts
+
+
+def test_a_pooled_probe_is_tuned_on_a_fifth_of_the_training_lesions_of_other_seeds(
+    features: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "DECAYS", (1.0, 1e6))
+    monkeypatch.setattr(limits, "SEEDS", range(2))
+    row = limits.ROWS[0]
+    tuned = {fit.key: limits.measure(fit) for fit in limits.tuning(row, None)}
+    assert {run["seed"] for run in tuned.values()} == {100, 101}
+    fits = limits.fits(row, tuned, None)
+    assert [(fit.seed, fit.inner) for fit in fits] == [(0, False), (1, False)]
+    runs = {fit.key: limits.measure(fit) for fit in fits}
+    assert all(run["balanced"] > 0.9 for run in runs.values())
+    shown = limits.table({**tuned, **runs})
+    (line,) = [line for line in shown.splitlines() if line.startswith("| ISIC 2019, Lite0 |")]
+    assert f"| {100 * np.mean([run['balanced'] for run in runs.values()]):.1f} ± " in line
+    (train, test), both = row.load(0, None), features["lesion"]
+    assert set(train[2]) | set(test[2]) == set(both)
+    assert not set(train[2]) & set(test[2])
+
+
+def test_the_table_of_limits_is_what_the_store_makes() -> None:
+    stored = run_store.read(limits.FOLDER / limits.STORE)
+    assert (limits.FOLDER / limits.TABLE).read_text() == limits.table(stored)
 
 
 def test_the_table_is_what_the_store_makes(tmp_path: Path) -> None:
