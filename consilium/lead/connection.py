@@ -8,7 +8,7 @@ from coordinator.lead.client import LeadClient, credentials_of
 from fl_core.errors import UnavailableError
 
 
-class Connection:
+class LeadConnection:
     """A client of the service that runs on a home, with the lead's certificate, until it is closed."""
 
     def __init__(self, home: Path, lead: str | None = None) -> None:

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from consilium.lead import listing
-from consilium.lead.connection import Connection
+from consilium.lead.connection import LeadConnection
 from consilium.lead.listing import Listing
 from consilium.lead.run import Run
 from coordinator.cli.options import home_of
@@ -43,7 +43,7 @@ def connect(home: str | Path | None = None, lead: str | None = None) -> Lead:
     UnavailableError (E-NET-01) if no service runs there; what TLS says (E-TLS-...) of a service of another consortium.
     """
     place = home_of(None if home is None else Path(home).expanduser())
-    return Lead(Connection(place, lead))
+    return Lead(LeadConnection(place, lead))
 
 
 class Lead:
@@ -61,7 +61,7 @@ class Lead:
     as exceptions with a `code`.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: LeadConnection) -> None:
         self._connection = connection
 
     @property
@@ -76,10 +76,10 @@ class Lead:
     def _client(self) -> LeadClient:
         return self._connection.client
 
-    def hospitals(self) -> Listing[Hospital]:
+    def hospitals(self) -> Listing[HospitalStatus]:
         """Return the enrolled hospitals, as `coordinator silos` lists them."""
         silos = self._client.silos().silos
-        return Listing(map(Hospital.of, silos), tables.silos_table(silos), [silo_json(silo) for silo in silos])
+        return Listing(map(HospitalStatus.of, silos), tables.silos_table(silos), [silo_json(silo) for silo in silos])
 
     def runs(self) -> Listing[Run]:
         """Return all runs, newest first, as `coordinator runs` lists them."""
@@ -141,7 +141,9 @@ class Lead:
         request = evaluation_request(self._client, place, words, names, by_hospital, other)
         return self._submitted(request)
 
-    def survey(self, *questions: str, of: Run | str | None = None, by_hospital: bool = False, **keys: object) -> Survey:
+    def survey(
+        self, *questions: str, of: Run | str | None = None, by_hospital: bool = False, **keys: object
+    ) -> SurveyResult:
         """Ask hospitals for counts of their records, wait, and return the answers, as `coordinator survey`.
 
             lead.survey("classes", "ages:5", data="folder", data__classes=["nevus", "melanoma"])
@@ -163,7 +165,7 @@ class Lead:
             require_finished(detail.info)
         else:
             detail = client.show(_id_of(of))
-        return Survey(Run(self._connection, detail.info), fetched(client, detail))
+        return SurveyResult(Run(self._connection, detail.info), fetched(client, detail))
 
     def _submitted(self, request: RunRequest) -> Run:
         info = request.submit(self._client)
@@ -191,7 +193,7 @@ def _id_of(run: Run | str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Hospital:
+class HospitalStatus:
     """An enrolled hospital.
 
     state: "online", "offline" or "revoked"   data: what it serves, None: nothing yet   classes: that it declares to
@@ -212,7 +214,7 @@ class Hospital:
     alarm: str
 
     @classmethod
-    def of(cls, silo: pb.SiloInfo) -> Hospital:
+    def of(cls, silo: pb.SiloInfo) -> HospitalStatus:
         return cls(
             silo.name,
             silo.state,
@@ -233,7 +235,7 @@ class Hospital:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Survey:
+class SurveyResult:
     """The answers to a survey, shown as tables. run: the run that asked   answers: of all hospitals together."""
 
     run: Run

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from consilium.lead import listing
-from consilium.lead.connection import Connection
+from consilium.lead.connection import LeadConnection
 from consilium.lead.notebook import NotebookWatcher, in_notebook
 from coordinator.lead import accuracy, tables
 from coordinator.lead.as_json import detail_json
@@ -38,7 +38,7 @@ class Run:
     Every property asks the service. `repr` shows what the service said last.
     """
 
-    def __init__(self, connection: Connection, info: pb.RunInfo) -> None:
+    def __init__(self, connection: LeadConnection, info: pb.RunInfo) -> None:
         self._connection, self._info = connection, info
 
     @property
