@@ -1,8 +1,8 @@
 """Compare methods on the same frozen features.
 
     python -m benchmarks.frozen.extract --data-root ROOT --weights FILE --out FEATURES.npz
-    python -m benchmarks.frozen --features LITE0.npz LITE2.npz --out runs/frozen   computes what is missing there
-    python -m benchmarks.frozen --stored                                           writes the tables of stored runs
+    python -m benchmarks.frozen --features LITE0.npz --out runs/frozen   computes what is missing there
+    python -m benchmarks.frozen --stored                                 writes the tables of stored runs
 
 Runs are kept in isic2019.jsonl and costs.jsonl, the tables are in isic2019.md. They are computed outside this package,
 since a run names the digest of all files of the package that its data set comes from, and copied here when whole.
@@ -83,13 +83,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.frozen", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--features", type=Path, nargs=2, help="what benchmarks.frozen.extract wrote")
+    parser.add_argument("--features", type=Path, nargs="+", help="what benchmarks.frozen.extract wrote")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of stores and tables")
     parser.add_argument("--stored", action="store_true", help="compute nothing: fail where a run is missing")
     parser.add_argument("--jobs", type=int, default=0, help="runs at a time, one core each; 0: one per core")
     given = parser.parse_args(argv)
     if given.features is None and not given.stored:
-        parser.error("expected --features FILE FILE, as benchmarks.frozen.extract writes them, or --stored")
+        parser.error("expected --features FILE ..., as benchmarks.frozen.extract writes them, or --stored")
     if not given.stored and FOLDER.parent in given.out.absolute().parents:
         parser.error(f"expected --out FOLDER outside {FOLDER.parent}, whose files must not change during a run")
     if given.features is not None:

@@ -1,0 +1,204 @@
+"""What pooled images reach on the same frozen features: a logistic regression, trained to its end, and the closed form.
+
+    python -m benchmarks.frozen.limits --data-root ROOT --features LITE0.npz LITE2.npz --out runs/limits [ROW ...]
+    python -m benchmarks.frozen.limits                                            the table of the stored runs
+
+Features are standardised by the training images, and classes weighted alike. The weight decay is chosen for each row
+on a fifth of the training images of two other seeds (of ISIC: of their lesions), by balanced accuracy; the table's
+seeds then train on all. The closed form of pooled images is that of divided ones, to the bit, and is read from the
+stores of the federated runs. Runs are kept in limits.jsonl and go on where they stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from statistics import fmean, stdev
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import balanced_accuracy_score
+
+from benchmarks import run_store
+from benchmarks.comparison import report, study
+from benchmarks.frozen import isic, patches
+from benchmarks.paper import images
+from benchmarks.run_store import Run
+from consilium.research.simulate import runner
+from fl_core import datasets, rng
+from fl_core.models import build_model
+from fl_core.models.split_model import SplitModel
+from fl_core.types.values import Examples
+
+FOLDER = Path(__file__).parent
+STORE, TABLE = "limits.jsonl", "limits.md"
+TUNING, SEEDS = (100, 101), range(10)
+DECAYS = tuple(10.0**k for k in range(-1, 6))
+"""Of the sum over images of their losses, halved: 1 / C of scikit-learn."""
+Pool = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.str_]]
+"""Features (n, d), classes (n,), and what may not be divided (n,)."""
+Load = Callable[[int, Path | None], tuple[Pool, Pool]]
+"""Seed and data root -> images that train and images that test."""
+
+
+def of_isic(bodies: int, seed: int, root: Path | None) -> tuple[Pool, Pool]:  # noqa: ARG001
+    found = isic.read()
+    z, held_out = found["z"][:, : bodies * isic.WIDTH], isic.validation(found["lesion"], seed)
+    train, test = ((z[at], found["y"][at], found["lesion"][at]) for at in (~held_out, held_out))
+    return train, test
+
+
+def of_patches(words: Sequence[str], seed: int, root: Path | None) -> tuple[Pool, Pool]:
+    """Make the features of a run, by the filters of a seed, of all silos' images."""
+    (trial,) = study.trials("analytic", words, [0.1], [seed], root)
+    spec = study.spec_of(trial)
+    silos = runner.read_silos(spec, images.root_of(trial.words, root), datasets.load_all)
+    options = {name: value for name, value in spec.model.items() if name != "name"}
+    net = build_model("random_features", options, silos[0].schema, seed).eval()
+    assert isinstance(net, SplitModel)
+
+    def pool(splits: Sequence[Examples]) -> Pool:
+        batches = [split.batch(at)[0] for split in splits for at in torch.split(torch.arange(len(split)), 256)]
+        with torch.no_grad():
+            z = torch.cat([net.features(x) for x in batches]).numpy()
+        return z, torch.cat([split.labels for split in splits]).numpy(), np.arange(len(z)).astype(np.str_)
+
+    return pool([silo.train for silo in silos]), pool([silo.test for silo in silos])
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One table row: its features, and the features' number."""
+
+    name: str
+    load: Load
+    width: int
+
+
+DIGITS = ("method=analytic", "model=random_features", "federation=hospitals6", "data=digits")
+_FMNIST, _CIFAR10 = "Fashion-MNIST, 64 images a class", "CIFAR-10, 500 images a class"
+ROWS = (
+    Row("digits", partial(of_patches, DIGITS), 1008),
+    Row(_FMNIST, partial(of_patches, (*patches.WORDS, *patches.ROWS[_FMNIST])), 1152),
+    Row(_CIFAR10, partial(of_patches, (*patches.WORDS, *patches.ROWS[_CIFAR10])), 2304),
+    Row("ISIC 2019, Lite0", partial(of_isic, 1), isic.WIDTH),
+    Row("ISIC 2019, Lite0 + Lite2", partial(of_isic, 2), 2 * isic.WIDTH),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """One logistic regression; inner: of a tuning seed, on a fifth of whose training images it is measured."""
+
+    row: Row
+    decay: float
+    seed: int
+    root: Path | None
+    inner: bool
+
+    @property
+    def key(self) -> str:
+        about = [self.row.name, self.row.width, self.decay, self.seed, self.inner]
+        return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:20]
+
+    def __str__(self) -> str:
+        return f"{self.row.name}, decay {self.decay:g}, seed {self.seed}"
+
+
+@lru_cache(maxsize=1)
+def _loaded(row: Row, seed: int, root: Path | None) -> tuple[Pool, Pool]:
+    return row.load(seed, root)
+
+
+def measure(fit: Fit) -> Run:
+    (z, y, groups), (of_test, truth, _) = _loaded(fit.row, fit.seed, fit.root)
+    start = time.process_time()
+    if fit.inner:
+        names = np.unique(groups)
+        order = torch.randperm(len(names), generator=rng.stream(fit.seed, "limits", "validation")).numpy()
+        apart = np.isin(groups, names[order[: len(names) // 5]])
+        z, y, of_test, truth = z[~apart], y[~apart], z[apart], y[apart]
+    mean, spread = z.mean(0), z.std(0)
+    spread[spread == 0] = 1
+    model = LogisticRegression(C=1 / fit.decay, class_weight="balanced", max_iter=3000)
+    model.fit((z - mean) / spread, y)
+    answers = model.predict((of_test - mean) / spread)
+    return {
+        "key": fit.key,
+        "row": fit.row.name,
+        "decay": fit.decay,
+        "seed": fit.seed,
+        "inner": fit.inner,
+        "balanced": round(float(balanced_accuracy_score(truth, answers)), 5),
+        "ga": round(float((answers == truth).mean()), 5),
+        "steps": int(model.n_iter_.max()),
+        "device": run_store.kind_of_machine(),
+        "cpu_seconds": round(time.process_time() - start, 1),
+    }
+
+
+def tuning(row: Row, root: Path | None) -> list[Fit]:
+    return [Fit(row, decay, seed, root, True) for seed in TUNING for decay in DECAYS]
+
+
+def fits(row: Row, tuned: Mapping[str, Run], root: Path | None) -> list[Fit]:
+    """Return the table's fits, at the decay that is best on the tuning seeds; of equal ones the largest."""
+    asked = tuning(row, root)
+    scores = {d: fmean(float(str(tuned[f.key]["balanced"])) for f in asked if f.decay == d) for d in DECAYS}
+    best = max(reversed(DECAYS), key=scores.__getitem__)
+    return [Fit(row, best, seed, root, False) for seed in SEEDS]
+
+
+def table(stored: Mapping[str, Run]) -> str:
+    lines = []
+    for row in ROWS:
+        if any(fit.key not in stored for fit in tuning(row, None)):
+            continue
+        wanted = fits(row, stored, None)
+        runs = [stored[fit.key] for fit in wanted if fit.key in stored]
+        if len(runs) > 1:
+            values = ([100 * float(str(run[name])) for run in runs] for name in ("balanced", "ga"))
+            shown = [f"{fmean(v):.1f} ± {stdev(v):.1f}" for v in values]
+            edge = "*" if wanted[0].decay in (DECAYS[0], DECAYS[-1]) else ""
+            lines.append([row.name, str(row.width), *shown, f"{wanted[0].decay:g}{edge}", str(len(runs))])
+    head = ["images", "features", "balanced accuracy, %", "accuracy, %", "weight decay", "seeds"]
+    made = "[made by `python -m benchmarks.frozen.limits`] *: an end of the grid"
+    return "\n".join(
+        ["# A pooled logistic regression on the same features", "", made, "", *report.table(head, lines), ""]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.frozen.limits",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("rows", nargs="*", metavar="ROW", help="begin with these words; all rows without any")
+    parser.add_argument("--data-root", type=Path)
+    parser.add_argument("--features", type=Path, nargs="+", help="what benchmarks.frozen.extract wrote, for ISIC")
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the store and the table")
+    given = parser.parse_args()
+    if given.features:
+        isic.use(given.features)
+    store = given.out / STORE
+    if given.out != FOLDER:
+        for row in ROWS:
+            if not given.rows or any(row.name.startswith(begin) for begin in given.rows):
+                found = run_store.complete(tuning(row, given.data_root), store, measure, -1)
+                run_store.complete(fits(row, found, given.data_root), store, measure, -1)
+    text = table(run_store.read(store))
+    (given.out / TABLE).write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
