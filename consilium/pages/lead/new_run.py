@@ -18,7 +18,6 @@ from coordinator.lead.client import LeadClient
 from fl_core.errors import ConfigError
 from fl_core.kinds import kind_of
 from fl_core.methods import METHODS
-from fl_core.models import MODELS
 from fl_core.suggest import suggest
 from fl_core.types.survey import QUESTIONS
 from protos.consilium.v1 import federation_pb2 as pb
@@ -75,7 +74,6 @@ def form_facts(snapshot: ServiceSnapshot, typed: Parameters) -> Mapping[str, obj
         "online": sorted(silo.name for silo in snapshot.silos if silo.state == "online"),
         "runs": [run.run_id for run in measured[:100]],
         "methods": [name for name in METHODS if name != "analytic"],
-        "models": list(MODELS),
         "questions": list(QUESTIONS),
         "asked": [name for name in QUESTIONS if typed.get(f"ask-{name}")] if typed.get("kind") == "survey" else ASKED,
         "typed": {name: typed.get(name, "") for name in _TYPED},
@@ -109,7 +107,7 @@ def words_of(form: Parameters, served: Mapping[str, ServedData]) -> list[str]:
     if kind != "evaluation":
         words += _data_words(form, served)
     if kind in ("analytic", "training") and form.get("model"):
-        words += [f"model={_chosen(form, 'model', MODELS)}"]
+        words += [f"model={_model(form['model'])}"]
     if kind != "evaluation" and form.get("epsilon"):
         words += ["privacy=dp_record", f"privacy.epsilon={_number(form, 'epsilon', 0, 1e6):g}"]
     return [*words, *_more(form.get("more", ""))]
@@ -156,6 +154,15 @@ def _chosen(form: Parameters, name: str, of: Collection[str]) -> str:
     if value not in of:
         raise ConfigError("E-CFG-01", f"there is no {name} {value[:40]!r} here: {suggest(value[:40], list(of))}")
     return value
+
+
+def _model(text: str) -> str:
+    """Check that this is one word; whether it names a model, the command's own check says."""
+    if not re.fullmatch(r"[\w-]{1,80}", text.strip()):
+        raise ConfigError(
+            "E-CFG-01", f"expected the name of a model, found {text[:40]!r}: coordinator models lists them"
+        )
+    return text.strip()
 
 
 def _number(form: Parameters, name: str, low: float, high: float) -> float:

@@ -90,7 +90,7 @@ def test_classes_that_hospitals_declare_are_the_classes_of_the_run() -> None:
             ({"kind": "analytic", "data": "digits", "epsilon": text}, "epsilon: expected a number")
             for text in ("0", "nan", "inf", "-1", "a")
         ),
-        ({"kind": "analytic", "data": "digits", "model": "../x"}, "there is no model"),
+        ({"kind": "analytic", "data": "digits", "model": "../x"}, "expected the name of a model"),
         ({"kind": "analytic", "data": "digits", "more": "--detach"}, "settings like train.lr=0.01"),
         ({"kind": "analytic", "data": "digits", "more": "train.lr"}, "settings like train.lr=0.01"),
         ({"kind": "analytic", "data": "digits", "more": "-home=/etc"}, "settings like train.lr=0.01"),
