@@ -227,7 +227,7 @@ def test_a_small_grid_resumes_where_it_was(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.slow
 def test_the_smoke_scale_runs_in_processes_of_its_own(tmp_path: Path) -> None:
     subprocess.run(
-        [sys.executable, "-m", "consilium.research.simulate.ablation", "scale=smoke", f"out={tmp_path}"], check=False
+        [sys.executable, "-m", "coordinator.cli.main", "ablation", "scale=smoke", f"out={tmp_path}"], check=False
     )
     assert len(list(csv.DictReader((tmp_path / "runs.csv").open()))) == 12
     assert json.loads((tmp_path / "report.json").read_text())["runs"] == 12
