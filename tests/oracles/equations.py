@@ -303,7 +303,7 @@ def slow_delong(first: Vector, second: Vector, labels: Sequence[int]) -> tuple[f
 def slow_gcv(z: np.ndarray, target: np.ndarray, weights: np.ndarray, ridge: float) -> float:
     """Return the generalised cross-validation error of standardised ridge from records, by their hat matrix (n, n).
 
-    z: (n, d)   target: (n, C)   weights: (n,), of the squared errors.
+    z: (n, d)   target: (n, C)   weights: (n,), of the squared errors: the mean leverage is a mean over them.
     """
     n, root = len(z), np.sqrt(weights)[:, None]
     mean = weights @ z / weights.sum()
@@ -312,4 +312,6 @@ def slow_gcv(z: np.ndarray, target: np.ndarray, weights: np.ndarray, ridge: floa
     penalty = np.diag([ridge * weights.sum()] * z.shape[1] + [0.0])
     hat = rows @ np.linalg.inv(rows.T @ rows + penalty) @ rows.T
     residuals = target * root - hat @ (target * root)
-    return float((residuals**2).sum() / n / (1 - np.trace(hat) / n) ** 2)
+    effective = weights.sum() ** 2 / (weights**2).sum()
+    left = 1 - np.trace(hat) / effective
+    return float((residuals**2).sum() / n / left**2) if left > 0 else float("inf")

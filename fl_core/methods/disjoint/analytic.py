@@ -15,7 +15,7 @@ behind it, y its class and w_y a weight that all silos share,
 
 U = s I where lambda is given. Where it is not, U holds the variances of the features, which are in A: the head is then
 that of standardised features, and lambda the one with the least generalised cross-validation error of ridge
-(`closed_forms.choose_ridge`), which follows from A, B and n. lda takes the same lambda: it is ridge regression on class
+(`closed_forms.choose_ridge`), from A, B, n and w. lda takes the same lambda: it is ridge regression on class
 scores (Hastie, Buja and Tibshirani, "Penalized Discriminant Analysis", Annals of Statistics 1995).
 
 Exchanges, each with the same layout: counts of classes, where these give the weights w_c = N / (C n_c); the moments.
@@ -92,6 +92,7 @@ from fl_core.methods.shared.closed_forms import (
     CONSTANT,
     balanced,
     choose_ridge,
+    effective_records,
     estimated_moments,
     nearest_mean,
     packed,
@@ -532,8 +533,8 @@ class Analytic(FedAvg):
         if self._solver == "ncm":
             return self.ridge, nearest_mean(B, weights)
         if self._solver == "ridge":
-            return self._ridge(A, B, weights, sums["n"].sum())
-        ridge = self.ridge or choose_ridge(A, B, weights, float(sums["n"].sum()))
+            return self._ridge(A, B, weights, effective_records(weights, root))
+        ridge = self.ridge or choose_ridge(A, B, weights, float(effective_records(weights, root)))
         return ridge, solve_lda(A, B, weights, ridge, standardised=not self.ridge)
 
     def _ridge(self, A: Tensor, B: Tensor, weighted: Tensor, n: Tensor) -> tuple[float, Tensor]:

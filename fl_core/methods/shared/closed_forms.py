@@ -82,6 +82,17 @@ def solve_penalised(A: Tensor, B: Tensor, penalty: Tensor, of_constant: float = 
     return _solve(A + torch.diag(diagonal), B.T).T
 
 
+def effective_records(weighted: Tensor, root: Tensor) -> Tensor:
+    """Return how many records of equal weight leave as much to an error as weighted ones: n where all weights are 1.
+
+    A record's leverage is about f w_i / sum w, so its mean over weights is f sum w^2 / (sum w)^2 (Kish, "Survey
+    Sampling", 1965). A few records of a rare class that weigh much leave less than their number says.
+
+    weighted: w_c n_c (C,)   root: of the weights w_c (C,)
+    """
+    return weighted.sum().square() / (weighted * root.square()).sum().clamp(min=_LEAST)
+
+
 def choose_ridge(A: Tensor, B: Tensor, weighted: Tensor, records: float) -> float:
     """Return lambda of standardised ridge by generalised cross-validation, from the sums alone.
 
@@ -92,8 +103,8 @@ def choose_ridge(A: Tensor, B: Tensor, weighted: Tensor, records: float) -> floa
         GCV(lambda) = (RSS / n) / (1 - f / n)^2         f = 1 + sum_j e_j / (e_j + lambda)       trace of the hat matrix
         RSS = S - sum_j |q_j|^2 / e_j + sum_j |q_j|^2 / e_j (lambda / (e_j + lambda))^2          over all targets
 
-    The 1 is the constant, which has no penalty. Weights are inside of RSS and f, and n counts records. Of equal ones
-    the largest lambda is taken.
+    The 1 is the constant, which has no penalty. Weights are inside of RSS and f, and n counts records, of unequal
+    weights the `effective_records`. Of equal scores the largest lambda is taken.
 
     weighted: sums of squares of each target, w_c n_c of one-hot ones (C,)   records: n
     """

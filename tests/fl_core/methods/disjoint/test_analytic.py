@@ -213,6 +213,15 @@ def test_balanced_lambda_is_that_of_the_weighted_hat_matrix() -> None:
     assert float(server["chosen"]["ridge"]) == closed_forms.LAMBDAS[int(np.argmin(scores))]
 
 
+def test_records_of_one_weight_count_whole_and_a_rare_class_that_weighs_much_counts_little() -> None:
+    n, even = torch.tensor([7.0, 90.0, 3.0], dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    assert float(closed_forms.effective_records(n, even)) == 100.0
+    root = closed_forms.balanced(n)
+    expected = 9 / float((1 / n).sum())  # C^2 / sum_c 1 / n_c
+    assert float(closed_forms.effective_records(n * root.square(), root)) == pytest.approx(expected, rel=1e-12)
+    assert expected < 20
+
+
 def constant_column(rows: Rows) -> torch.Tensor:
     """Sums A of 24 features, the first of which has one value."""
     z = np.concatenate((seen(rows), np.ones((len(rows.x), 1))), axis=1)
