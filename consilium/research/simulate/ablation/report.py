@@ -178,6 +178,7 @@ def _cell(average: SeedMean | None) -> str:
     return f"{100 * average.mean:.2f}{error}"
 
 
+_COLOURS = 10
 _APART = 0.04
 """How far variants stand beside each other; a factor 2 of epsilon is 1."""
 
@@ -203,7 +204,8 @@ def draw(accuracy: Accuracy, grid: Grid, file: Path, title: str) -> None:
             beside = _APART * (number - (len(grid.variants) - 1) / 2)
             x, mean = [p + beside for p, _ in points], [100 * f.mean for _, f in points]
             half = [0.0 if math.isnan(f.half) else 100 * f.half for _, f in points]
-            panel.plot(x, mean, marker="o", markersize=4, linewidth=1.4, color=f"C{number}", label=variant)
+            line = "-" if number < _COLOURS else "--"
+            panel.plot(x, mean, line, marker="o", markersize=4, linewidth=1.4, color=f"C{number}", label=variant)
             low = [m - h for m, h in zip(mean, half, strict=True)]
             high = [m + h for m, h in zip(mean, half, strict=True)]
             panel.fill_between(x, low, high, color=f"C{number}", alpha=0.12, linewidth=0)
