@@ -26,7 +26,7 @@ from service_core.pki.identity import Identity, identity_of
 if TYPE_CHECKING:
     import pandas as pd
 
-    from coordinator.lead.submission import RunRequest
+    from coordinator.lead.submission import RunSubmission
 
 
 def connect(home: str | Path | None = None, lead: str | None = None) -> Lead:
@@ -107,12 +107,12 @@ class Lead:
         value out of range; and what the service says of a run that cannot be.
         """
         from coordinator.config.keywords import Keywords
-        from coordinator.lead.submission import RunRequest, spec_of
+        from coordinator.lead.submission import RunSubmission, spec_of
 
         client = self._client
         keywords = Keywords({"method": method, **keys})
         parent = None if start_from is None else client.show(_id_of(start_from))
-        return self._submitted(RunRequest.of(spec_of(keywords.words, parent, keywords.values), parent))
+        return self._submitted(RunSubmission.of(spec_of(keywords.words, parent, keywords.values), parent))
 
     def evaluate(
         self,
@@ -167,7 +167,7 @@ class Lead:
             detail = client.show(_id_of(of))
         return SurveyResult(Run(self._connection, detail.info), fetched(client, detail))
 
-    def _submitted(self, request: RunRequest) -> Run:
+    def _submitted(self, request: RunSubmission) -> Run:
         info = request.submit(self._client)
         print_submitted(self._client, info, request.parent_manifest)
         return Run(self._connection, info)

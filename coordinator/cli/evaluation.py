@@ -20,7 +20,7 @@ from service_core.console import CommandResult
 
 if TYPE_CHECKING:
     from coordinator.config.run_spec import RunSpec
-    from coordinator.lead.submission import RunRequest
+    from coordinator.lead.submission import RunSubmission
     from protos.consilium.v1 import federation_pb2 as pb
 
 _FILES = (".safetensors", ".pt", ".pth", ".bin")
@@ -86,13 +86,13 @@ def evaluation_request(
     silos: tuple[str, ...] | None = None,
     by_hospital: bool = False,
     beside: str | None = None,
-) -> RunRequest:
+) -> RunSubmission:
     """Put an evaluation together. model, words, by_hospital, beside: as the command's; silos: None for all.
 
     Raises ConfigError as `of_run` and `of_file`; E-CFG-02 on a file in place of another run.
     """
     from coordinator.config.run_spec import SecaggSpec
-    from coordinator.lead.submission import RunRequest
+    from coordinator.lead.submission import RunSubmission
 
     if beside is not None and _is_file(beside):
         raise ConfigError(
@@ -105,7 +105,7 @@ def evaluation_request(
     spec = replace(spec, silos=silos, by_hospital=by_hospital, own=other)
     if by_hospital and not _sets_group("secagg", words):  # otherwise the request is refused, with both
         spec = replace(spec, secagg=SecaggSpec())
-    return RunRequest.of(spec, parent)
+    return RunSubmission.of(spec, parent)
 
 
 def named_hospitals(on: str) -> tuple[str, ...] | None:

@@ -63,13 +63,13 @@ def run(
     home: Place,
 ) -> CommandResult:
     """Compose a run, submit it to the running service and follow it. Ctrl-C leaves it running."""
-    from coordinator.lead.submission import RunRequest, spec_of
+    from coordinator.lead.submission import RunSubmission, spec_of
 
     parent: pb.RunDetail | None = None
     if start_from is not None:
         with closing(LeadClient.open(home)) as client:
             parent = client.show(start_from)
-    request = RunRequest.of(spec_of(overrides or [], parent), parent)
+    request = RunSubmission.of(spec_of(overrides or [], parent), parent)
     with closing(LeadClient.open(home)) as client:
         return follow_submitted(client, request.submit(client), request.parent_manifest, detach, as_json)
 

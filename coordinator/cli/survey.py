@@ -19,7 +19,7 @@ from service_core.command_line import Json, command
 from service_core.console import ERR, CommandResult
 
 if TYPE_CHECKING:
-    from coordinator.lead.submission import RunRequest
+    from coordinator.lead.submission import RunSubmission
 
 _IMAGES = {"folder", "manifest", "isic2019"}
 
@@ -93,11 +93,11 @@ def _asked(client: LeadClient, words: list[str], by_hospital: bool, as_json: boo
     return info.run_id
 
 
-def survey_request(words: Sequence[str], by_hospital: bool = False) -> RunRequest:
-    """Put a survey together. words: questions and keys of a run; raises as `survey_words` and `RunRequest.of`."""
-    from coordinator.lead.submission import RunRequest, spec_of
+def survey_request(words: Sequence[str], by_hospital: bool = False) -> RunSubmission:
+    """Put a survey together. words: questions and keys of a run; raises as `survey_words` and `RunSubmission.of`."""
+    from coordinator.lead.submission import RunSubmission, spec_of
 
-    return RunRequest.of(spec_of(survey_words(words, by_hospital)))
+    return RunSubmission.of(spec_of(survey_words(words, by_hospital)))
 
 
 def survey_words(words: Sequence[str], by_hospital: bool = False) -> list[str]:

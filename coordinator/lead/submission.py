@@ -25,7 +25,7 @@ def spec_of(
 
 
 @dataclass(frozen=True, slots=True)
-class RunRequest:
+class RunSubmission:
     """A run to submit, with the weights that it starts from, or the run whose last model it starts from."""
 
     spec: RunSpec
@@ -33,7 +33,7 @@ class RunRequest:
     parent: pb.RunDetail | None = None
 
     @classmethod
-    def of(cls, spec: RunSpec, parent: pb.RunDetail | None = None) -> RunRequest:
+    def of(cls, spec: RunSpec, parent: pb.RunDetail | None = None) -> RunSubmission:
         """Read the files that a configuration names, before any service is asked.
 
         Raises ConfigError: E-CFG-23 on a path of images, since each hospital names its own; as `weights.take`.

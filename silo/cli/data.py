@@ -89,11 +89,13 @@ def fetch(reference: Reference, *, home: SiloHome) -> CommandResult:
 
     startup.end_on_interrupt()
     if (mirror := Mirror.of(home.make(), reference, patient=False)) is None:
-        raise ConfigError("E-CFG-01", f"expected dicomweb:URL?..., found {reference[:80]!r}, which is here already")
+        raise ConfigError(
+            "E-CFG-01", f"expected dicomweb:URL?..., found {reference[:80]!r}: data that lie here need no fetching"
+        )
     with home.locked():
-        found = mirror.refresh(CancelToken(), lambda *_: None)
-    facts = {**found._asdict(), "left_out": dict(found.left_out), "file": str(found.file)}
-    shown = [(mirror.reference.public, part) for part in found.sentence().split("; ")]
+        listed = mirror.refresh(CancelToken(), lambda *_: None)
+    facts = {**listed._asdict(), "left_out": dict(listed.left_out), "file": str(listed.file)}
+    shown = [(mirror.reference.public, part) for part in listed.sentence().split("; ")]
     return CommandResult(facts, [KeyValues(shown)])
 
 

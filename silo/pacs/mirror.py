@@ -177,11 +177,11 @@ class Mirror:
                 self._forget(db, under_way)
                 look.fetch(pacs)
             look.inspect()
-            found = look.write_list()
+            listed = look.write_list()
             self._forget(db, under_way)
         self._looked = time.monotonic()
-        self.emit(event("pacs", f"{self.reference.public}: {found.sentence()}", facts={"images": found.images}))
-        return found
+        self.emit(event("pacs", f"{self.reference.public}: {listed.sentence()}", facts={"images": listed.images}))
+        return listed
 
     # ---- files -----------------------------------------------------------------------------------------------------
 
@@ -407,12 +407,12 @@ class _Look:
             for row in self._db.execute("SELECT * FROM left_out ORDER BY kind, name"):
                 _line(file, row)
         unmet = len(set(self._labels.rows) - self._labels.met)
-        found = Listed(self._studies, images, self._fetched, kinds, self._unlabelled, unmet, self._nameless, left)
-        found = found._replace(asked=self._labels.by)
+        counts = self._studies, images, self._fetched, kinds, self._unlabelled, unmet, self._nameless
+        listed = Listed(*counts, left, self._labels.by)
         if not images:
             part.unlink()
             raise DataError(
-                "E-DATA-02", f"expected images in {self._mirror.reference.public}, found none: {found.sentence()}"
+                "E-DATA-02", f"expected images in {self._mirror.reference.public}, found none: {listed.sentence()}"
             )
         name = f"images-{hasher.hexdigest()[:16]}.csv"
         part.replace(folder / name)
@@ -420,7 +420,7 @@ class _Look:
             self._db.execute("INSERT OR REPLACE INTO lists VALUES (?, ?)", (name, self._look))
             chosen = "SELECT ?, name FROM images WHERE listed = ? AND digest <> '' AND reason = ''"
             self._db.execute(f"INSERT OR IGNORE INTO members {chosen}", (name, self._look))
-        return found
+        return listed
 
 
 def _private(path: Path) -> IO[bytes]:

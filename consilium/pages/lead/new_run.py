@@ -117,7 +117,7 @@ def start(client: LeadClient, form: Parameters, snapshot: ServiceSnapshot) -> pb
     """Submit the run that a form stands for, once for each form that was shown; raises as the commands do."""
     from coordinator.cli.evaluation import evaluation_request, named_hospitals
     from coordinator.cli.survey import survey_request
-    from coordinator.lead.submission import RunRequest, spec_of
+    from coordinator.lead.submission import RunSubmission, spec_of
 
     if not _REQUEST.fullmatch(form.get("request", "")):
         raise ConfigError("E-CFG-02", "expected a form of this page, found another: load the page again")
@@ -129,7 +129,7 @@ def start(client: LeadClient, form: Parameters, snapshot: ServiceSnapshot) -> pb
     elif kind == "survey":
         request = survey_request(words)
     else:
-        request = RunRequest.of(spec_of(words))
+        request = RunSubmission.of(spec_of(words))
     return request.submit(client, form["request"])
 
 
