@@ -94,6 +94,24 @@ def read_dictionary(folder: Path) -> LabelDictionary:
     return LabelDictionary(entries=entries, faults=tuple(text for _, text in sorted(faults)))
 
 
+def to_fill_in(counts: Mapping[str, int], classes: Sequence[str]) -> str:
+    """Write a table with an empty line for each name that is no class of a run, the most frequent first.
+
+    counts: records of each of a hospital's own names. Until every line is filled in, checks name those that are not.
+    """
+    names = sorted((name for name in counts if name not in classes), key=lambda name: (-counts[name], name))
+    hints = {name: f"; {hint}" if (hint := did_you_mean(name, classes)) else "" for name in names}
+    return "\n".join(
+        [
+            f"# Left: names here. Right: a class of the run ({', '.join(classes)}),",
+            '# several of them (["a", "b"]: one of these, nobody knows which), or [] to leave such records out.',
+            f"[{TABLE}]",
+            *(f'{json.dumps(name, ensure_ascii=False)} = ""  # {counts[name]} records{hints[name]}' for name in names),
+            "",
+        ]
+    )
+
+
 def _fault(name: str, value: object) -> str:
     if isinstance(value, Mapping):
         inner = next(iter(value), "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -41,6 +41,13 @@ def check(
     deep: Annotated[
         bool, typer.Option("--deep/--no-deep", help="Decode every image completely, and compare all of them.")
     ] = True,
+    write_labels: Annotated[
+        bool,
+        typer.Option(
+            "--write-labels",
+            help="Write a labels.toml beside the data, with a line to fill in for each name that is none of --classes.",
+        ),
+    ] = False,
     as_json: Json = False,
     *,
     home: AnyHome,
@@ -53,6 +60,9 @@ def check(
     from fl_core import datasets
 
     reference = read_as(reference, home)
+    if write_labels:
+        show_reply(_labels_written(reference, label_space(classes)), as_json)
+        return
     report = datasets.check(
         reference,
         datasets.DataRequest(label_space(classes), window=grey_window(window)),
@@ -61,6 +71,38 @@ def check(
     )
     show_reply(_reply(report), as_json)
     report.require_sound()
+
+
+def _labels_written(reference: str, classes: Sequence[str] | None) -> CommandResult:
+    """Write the table of labels to fill in; raises ConfigError (E-CFG-02), E-CFG-08 where there is one."""
+    from fl_core import datasets
+    from fl_core.datasets import label_dictionary
+
+    place = datasets.parse(reference)
+    if place.path is None or classes is None:
+        raise ConfigError(
+            "E-CFG-02",
+            "expected a folder, a list or a table of this hospital's and --classes, the classes of the run, beside "
+            "--write-labels: name both",
+        )
+    file = (place.path if place.source == "folder" else place.path.parent) / label_dictionary.FILE
+    report = datasets.check(reference)
+    totals = [sum(column) for column in zip(*report.counts.values(), strict=True)]
+    counts = dict(zip(report.classes, totals, strict=True))
+    names = sorted(set(counts) - set(classes))
+    if names:
+        try:
+            with file.open("x", encoding="utf-8") as stream:
+                stream.write(label_dictionary.to_fill_in(counts, classes))
+        except FileExistsError as error:
+            raise ConfigError(
+                "E-CFG-08",
+                f"expected no {file}, found one, which is not replaced: add a line for {', '.join(names[:5])}",
+            ) from error
+    records = sum(counts[name] for name in names)
+    said = f"wrote {file}: {len(names)} names of {records} records to fill in, then check again"
+    facts = {"file": str(file) if names else None, "names": {name: counts[name] for name in names}}
+    return CommandResult(facts, [said if names else "every name is a class of the run: nothing to fill in"])
 
 
 @data.command()

@@ -21,6 +21,30 @@ def test_a_check_says_whether_patients_are_named_and_how_to_name_them(tmp_path, 
     assert ("column group of a list" in result.output) is not named
 
 
+def test_a_table_of_labels_is_written_to_be_filled_in_and_never_over_another(tmp_path: Path) -> None:
+    reference = write_images(tmp_path / "images", range(10), named=False)
+    own = json.loads(called("data", "check", reference, "--json"))["classes"]
+    words = ["data", "check", reference, "--classes", f"{own[0]},another", "--write-labels"]
+    assert "to fill in" in called(*words)
+    file = next(tmp_path.rglob("labels.toml"))
+    lines = file.read_text().splitlines()
+    assert lines[2] == "[labels]"
+    assert [line.partition(" = ")[0] for line in lines[3:]] == [f'"{name}"' for name in own[1:]]
+    assert all(" records" in line for line in lines[3:])
+    unfilled = called("data", "check", reference, "--classes", f"{own[0]},another", status=1)
+    assert "no name of a class" in unfilled
+    assert "which is not replaced" in called(*words, status=1)
+    file.write_text("\n".join([*lines[:3], *(line.replace('""', '"another"') for line in lines[3:])]))
+    assert "renamed by it" in called("data", "check", reference, "--classes", f"{own[0]},another")
+    assert "name both" in called("data", "check", reference, "--write-labels", status=1)
+
+
+def called(*words: str, status: int = 0) -> str:
+    result = CliRunner().invoke(program().build(["data"]), words, env={"COLUMNS": "400"})
+    assert result.exit_code == status, (result.output, result.exception)
+    return f"{result.output}{result.exception or ''}"
+
+
 @pytest.mark.integration
 def test_images_of_a_pacs_are_fetched_checked_registered_and_counted(tmp_path: Path) -> None:
     def call(*words: str, status: int = 0) -> str:
