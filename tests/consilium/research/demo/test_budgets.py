@@ -19,6 +19,7 @@ from privacy.accounting.release_plan import TRAIN
 from privacy.compiled_run import CompiledRun
 from privacy.ledger import registration
 from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
+from privacy.ledger.registration import unit_of
 from privacy.policy import Policy
 from protos.consilium.v1 import federation_pb2 as pb
 from silo.storage.home import Home
@@ -73,7 +74,11 @@ def test_the_policy_allows_the_private_run_and_nothing_that_asks_for_more(
     file = tmp_path / budgets.POLICY_FILE
     file.write_text(budgets.POLICY)
     policy = Policy.read(file)
-    policy.check(CompiledRun.of(manifest))
+    run = CompiledRun.of(manifest)
+    policy.check(run)
+    for k, member in enumerate(manifest.members):  # what each hospital's part of the shared noise is alone
+        data = datasets.load(f"digits/{member.name}").train
+        run.profile.check_part(k, policy.privacy, unit_of(data), float(len(data)))
     more = build_simulation(compose_spec([*RUNS[PRIVATE], "rounds=2", "privacy.epsilon=8.5"]))[0]
     with pytest.raises(RefusedError):
         policy.check(CompiledRun.of(more))
