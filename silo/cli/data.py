@@ -13,6 +13,7 @@ from fl_core.types.records import Schema
 from service_core import startup
 from service_core.command_line import Json, command
 from service_core.console import CommandResult, KeyValues, TextTable, show_reply
+from service_core.storage.private_files import write_public
 from silo.cli.options import AnyHome, Classes, DataRootOption, SiloHome, grey_window, label_space
 from silo.storage.home import Home
 
@@ -91,14 +92,12 @@ def _labels_written(reference: str, classes: Sequence[str] | None) -> CommandRes
     counts = dict(zip(report.classes, totals, strict=True))
     names = sorted(set(counts) - set(classes))
     if names:
-        try:
-            with file.open("x", encoding="utf-8") as stream:
-                stream.write(label_dictionary.to_fill_in(counts, classes))
-        except FileExistsError as error:
+        if file.exists():
             raise ConfigError(
                 "E-CFG-08",
                 f"expected no {file}, found one, which is not replaced: add a line for {', '.join(names[:5])}",
-            ) from error
+            )
+        write_public(file, label_dictionary.to_fill_in(counts, classes).encode())
     records = sum(counts[name] for name in names)
     said = f"wrote {file}: {len(names)} names of {records} records to fill in, then check again"
     facts = {"file": str(file) if names else None, "names": {name: counts[name] for name in names}}
