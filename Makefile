@@ -38,7 +38,7 @@ demo: setup  ## One federation on this machine: coordinator, six hospitals, mutu
 test: setup  ## Fast tests, three minutes on 2 cores
 	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not integration and not slow"
 
-test-integration: setup  ## Integration tests: whole services, processes and runs; eleven minutes on 2 cores
+test-integration: setup  ## Integration tests: whole services, processes and runs; fifteen minutes on 2 cores
 	@$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "integration and not slow"
 
 test-all: setup  ## All tests, with the slow ones
