@@ -77,6 +77,11 @@ ERR = plain_console(stderr=True)
 _KEPT_WHOLE = 40
 
 
+def in_notebook() -> bool:
+    """Tell whether this process is the kernel of a notebook."""
+    return "ipykernel" in sys.modules
+
+
 def wrap_parts(parts: Iterable[str], width: int, indent: str = "  ") -> list[str]:
     """Fill lines of `width` columns with parts, two spaces apart; further lines are indented.
 

@@ -2,8 +2,7 @@
 
 lead        `consilium.connect`, and the lead who is connected: hospitals, runs, surveys, evaluations
 connection  the connection that they share
-run         a run: following it, its numbers, its model, its card
-notebook    a run's progress in a notebook
+run         a run: following it, also in a notebook, its numbers, its model, its card
 listing     lists that a terminal and a notebook show as tables
 """
 

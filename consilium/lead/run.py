@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console, RenderableType
+
 from consilium.lead import listing
 from consilium.lead.connection import LeadConnection
-from consilium.lead.notebook import NotebookWatcher, in_notebook
+from consilium.lead.listing import rendered
 from coordinator.lead import accuracy, tables
 from coordinator.lead.as_json import detail_json
 from coordinator.lead.watcher import Watcher, show_events
@@ -18,12 +22,15 @@ from fl_core.kinds import kind_of
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.audit_log.local_commands import recording
-from service_core.console import pluralize
+from service_core.console import OUT, in_notebook, pluralize
 
 if TYPE_CHECKING:
     from consilium.model.classifier import Model
     from consilium.report.card import Card
     from consilium.report.export import ExportedFiles
+
+_EVERY_S = 0.25
+_WIDTH = 120
 
 
 class Run:
@@ -197,3 +204,43 @@ class RunCard:
 
     def _repr_markdown_(self) -> str:
         return self.markdown
+
+
+class NotebookWatcher(Watcher):
+    """Shows a run in one output of the cell; warnings and refusals stay as lines of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live = _CellOutput(self._display)
+
+
+class _CellOutput:
+    """An output that is repainted, at most four times a second; what it shows last stays."""
+
+    console: Console = OUT
+
+    def __init__(self, view: Callable[[], RenderableType]) -> None:
+        self._view = view
+        self._handle: Any = None
+        self._painted = 0.0
+
+    def start(self) -> None:
+        from IPython.display import HTML, display
+
+        self._handle = display(HTML(self._html()), display_id=True)  # type: ignore[no-untyped-call]
+
+    def refresh(self) -> None:
+        if time.monotonic() - self._painted >= _EVERY_S:
+            self._paint()
+
+    def stop(self) -> None:
+        self._paint()
+
+    def _paint(self) -> None:
+        from IPython.display import HTML
+
+        self._painted = time.monotonic()
+        self._handle.update(HTML(self._html()))  # type: ignore[no-untyped-call]
+
+    def _html(self) -> str:
+        return f"<pre>{escape(rendered([self._view()], _WIDTH))}</pre>"

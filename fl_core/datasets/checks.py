@@ -60,7 +60,8 @@ class CheckReport:
     """The contents and faults of a source; a run may use it if `problems` is empty.
 
     Attributes:
-        counts: examples per split and class, in the order of `classes`
+        counts: examples per split and class, in the order of `classes`; of several labels, those found
+        records: the listed ones
         sizes: (width, height) -> images, only of a deep check
         groups: number of privacy units (lesions, patients), None if the source names none
         notes: remarks that are no faults
@@ -76,6 +77,7 @@ class CheckReport:
     groups: int | None = None
     fingerprint: str = ""
     unread: Mapping[str, int] = field(default_factory=dict)
+    records: int = 0
 
     def require_sound(self) -> None:
         """Raise one DataError with all problems, under the code of the first."""
@@ -86,7 +88,7 @@ class CheckReport:
     def require_usable(self) -> None:
         """Raise as `require_sound`, unless the only problems are a few records that runs leave out."""
         broken = sum(problem.count for problem in self.problems if problem.records)
-        if any(not p.records for p in self.problems) or broken > allowed_broken(sum(map(sum, self.counts.values()))):
+        if any(not p.records for p in self.problems) or broken > allowed_broken(self.records):
             self.require_sound()
 
 
@@ -138,6 +140,7 @@ class SourceIndex:
             groups=len(groups) or None,
             fingerprint=fingerprint_of(self._records()),
             unread=self.unread,
+            records=len(self.items),
         )
 
     def _counts(self) -> dict[Split, tuple[int, ...]]:

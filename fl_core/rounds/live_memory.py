@@ -1,4 +1,7 @@
-"""The memory of tensors while they live, which torch tells of each operation."""
+"""The memory of tensors while they live, which torch tells of each operation.
+
+A module of its own, since it is made of torch: `memory_need` also runs where there is none, and counts otherwise.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ query = '''SELECT accession AS "AccessionNumber", finding, patient AS "PatientID
 
 from __future__ import annotations
 
+import re
+import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -28,7 +30,7 @@ from service_core.storage.private_files import read_private
 
 SUFFIX = ".toml"
 MAX_ROWS, SECONDS = 5_000_000, 600
-_CHARS = 1 << 16
+_CHARS, _STEPS = 1 << 16, 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ def ask(file: Path, column: str) -> LabelTable:
     Raises UnavailableError (E-DATA-21) where it does not answer; ConfigError (E-DATA-22) where it refuses; DataError
     (E-DATA-07) on a query that is none, and as `LabelTable.of`.
 
-    Guarantees: nothing is written, whatever the query says; no error repeats the password.
+    Guarantees: nothing is written, whatever the query says; it ends after `SECONDS`; no error repeats the password.
     """
     query = read_query(file)
     url = _address(query, file)
@@ -134,7 +136,7 @@ def _connected(url: URL) -> Iterator[Connection]:
     options = {"timeout": 30.0} if url.get_backend_name() == "sqlite" else {"options": reading, "connect_timeout": 30}
     engine = create_engine(url, connect_args=options, poolclass=NullPool, hide_parameters=True)
     if url.get_backend_name() == "sqlite":
-        event.listen(engine, "connect", _read_only)
+        event.listen(engine, "connect", _bounded)
     try:
         with engine.connect() as db:
             yield db
@@ -142,7 +144,9 @@ def _connected(url: URL) -> Iterator[Connection]:
         engine.dispose()
 
 
-def _read_only(connection: Any, _: object) -> None:  # noqa: ANN401 - of sqlite3
+def _bounded(connection: Any, _: object) -> None:  # noqa: ANN401 - of sqlite3
+    until = time.monotonic() + SECONDS
+    connection.set_progress_handler(lambda: time.monotonic() > until, _STEPS)
     with closing(connection.cursor()) as cursor:
         cursor.execute("PRAGMA query_only = ON")
 
@@ -154,19 +158,27 @@ def _said(url: URL, file: Path) -> Iterator[None]:
     try:
         yield
     except OperationalError as error:
-        if not error.connection_invalidated and error.orig is not None and _refused(str(error.orig)):
-            raise ConfigError("E-DATA-22", f"expected to read the database at {host}, found: {_line(error)}") from None
-        raise UnavailableError(
-            "E-DATA-21", f"expected an answer of the database at {host}, found: {_line(error)}; it is asked again"
-        ) from None
+        if _is_away(_line(error)):
+            raise UnavailableError(
+                "E-DATA-21", f"expected an answer of the database at {host}, found: {_line(error)}; it is asked again"
+            ) from None
+        raise ConfigError("E-DATA-22", f"expected to read the database at {host}, found: {_line(error)}") from None
     except DBAPIError as error:
         raise DataError("E-DATA-07", f"expected a query that only reads in {file}, found: {_line(error)}") from None
     except SQLAlchemyError as error:
         raise DataError("E-DATA-07", f"expected a query in {file}, found: {type(error).__name__}: correct it") from None
 
 
-def _refused(text: str) -> bool:
-    return any(word in text.lower() for word in ("authentication", "password", "no such table", "readonly", "syntax"))
+_AWAY = re.compile(
+    "connection (refused|reset|timeout|timed out)|timeout expired|could not|failed to resolve|unreachable|no route|"
+    "starting up|shutting down|too many|terminat|closed the connection|database is locked",
+    re.IGNORECASE,
+)
+"""What drivers say of a database that answers later. Whatever else one says, waiting does not mend."""
+
+
+def _is_away(text: str) -> bool:
+    return _AWAY.search(text) is not None and "statement timeout" not in text
 
 
 def _line(error: DBAPIError) -> str:

@@ -169,7 +169,7 @@ class Mirror:
         progress(0, 0)
         private_folder(self.folder)
         file, column = self.reference.table
-        labels = self._patiently(partial(read_labels, file, column), stop)
+        labels = self._patiently(partial(read_labels, file, column), stop, "the database of labels")
         with closing(self._open()) as db:
             look = _Look(self, db, labels, stop, progress)
             with closing(self._client(stop)) as pacs:
@@ -226,8 +226,8 @@ class Mirror:
     def _client(self, stop: CancelToken) -> PacsClient:
         return PacsClient(self.reference, stop, lambda ask: self._patiently(ask, stop))
 
-    def _patiently(self, ask: Callable[[], T], stop: CancelToken) -> T:
-        """Ask until the PACS answers, and say for what is waited."""
+    def _patiently(self, ask: Callable[[], T], stop: CancelToken, whom: str = "the PACS") -> T:
+        """Ask until there is an answer, and say for what is waited."""
         pause, waits = AGAIN_S, ""
         try:
             while True:
@@ -237,14 +237,14 @@ class Mirror:
                     if error.code != "E-DATA-21" or not self.patient:
                         raise
                     if not waits:
-                        waits = f"waits for the PACS: {error.message}"
+                        waits = f"waits for {whom}: {error.message}"
                         self.emit(event("queue", f"a run {waits}", facts={"waits": waits, "code": error.code}))
                 stop.wait(pause)
                 stop.raise_if_cancelled()
                 pause = min(2 * pause, AGAIN_CAP_S)
         finally:
             if waits:
-                self.emit(event("queue", "the PACS is no longer waited for", facts={"waits": ""}))
+                self.emit(event("queue", f"{whom} is no longer waited for", facts={"waits": ""}))
 
     def _forget(self, db: sqlite3.Connection, under_way: Callable[[str], bool]) -> None:
         """Remove lists of runs that are over, and images that no list has."""

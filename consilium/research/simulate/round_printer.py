@@ -12,7 +12,7 @@ from fl_core.types.records import RoundRecord
 from fl_core.types.values import State
 from privacy import profiles
 from privacy.accounting.measures import EvaluationResult
-from service_core.console import ERR, wrap_parts
+from service_core.console import ERR, in_notebook, wrap_parts
 
 
 class RoundPrinter(Observer):
@@ -42,4 +42,4 @@ class RoundPrinter(Observer):
 
 def is_watched() -> bool:
     """Tell whether somebody reads stderr as it comes: in a terminal or a notebook."""
-    return sys.stderr.isatty() or "ipykernel" in sys.modules
+    return sys.stderr.isatty() or in_notebook()

@@ -16,14 +16,9 @@ from consilium import ConfigError, DataError, FederationError, Model
 from consilium.cli.main import program
 from consilium.model import calibration
 from fl_core.errors import StateError
-from tests.support.exported import Exported, exported
+from tests.support.exported import Exported
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    return exported(tmp_path_factory.mktemp("exported"))
 
 
 @pytest.fixture(scope="module")

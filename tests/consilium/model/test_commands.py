@@ -22,16 +22,11 @@ from consilium.cli.main import program
 from consilium.model.output import csv_text
 from consilium.model.predictor import Prediction
 from tests.support.data import write_dicom
-from tests.support.exported import TAUGHT, Exported, exported, exported_without
+from tests.support.exported import TAUGHT, Exported, exported_without
 
 pytestmark = pytest.mark.integration
 
 SERVICES = ("grpc", "hydra", "opacus", "sqlalchemy", "coordinator", "silo")
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    return exported(tmp_path_factory.mktemp("exported"))
 
 
 @pytest.fixture

@@ -19,16 +19,11 @@ from fl_core.datasets.image_loader import ImageLoader
 from fl_core.errors import ConfigError, DataError, FederationError, SchemaError
 from fl_core.training.local_data import eval_batch
 from fl_core.types.columns import Column
-from tests.support.exported import TAUGHT, Exported, exported
+from tests.support.exported import TAUGHT, Exported
 
 pytestmark = pytest.mark.integration
 
 LOADER = ImageLoader(cache_bytes=0)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    return exported(tmp_path_factory.mktemp("exported"))
 
 
 @pytest.fixture(scope="module")

@@ -20,15 +20,10 @@ from consilium.model.predictor import Prediction, Predictor
 from fl_core.datasets.image_loader import ImageLoader
 from fl_core.errors import ConfigError
 from tests.support.data import write_dicom
-from tests.support.exported import TAUGHT, Exported, exported
+from tests.support.exported import TAUGHT, Exported
 
 SET = "In the set at the calibration's coverage"
 STUDIES = generate_uid(), generate_uid()
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    return exported(tmp_path_factory.mktemp("exported"))
 
 
 @pytest.fixture(scope="module")

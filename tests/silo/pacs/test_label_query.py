@@ -120,6 +120,35 @@ def test_rows_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         read_labels(asked(tmp_path, f"sqlite:///{database(tmp_path)}", endless), "finding")
 
 
+def test_a_query_that_never_answers_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(label_query, "SECONDS", 0.05)
+    silent = (
+        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
+        'SELECT i AS "AccessionNumber", i AS finding FROM n WHERE i < 0'
+    )
+    with pytest.raises(ConfigError, match=r"E-DATA-22.*interrupted"):
+        read_labels(asked(tmp_path, f"sqlite:///{database(tmp_path)}", silent), "finding")
+
+
+@pytest.mark.parametrize(
+    ("said", "away"),
+    [
+        ('connection to server at "127.0.0.1", port 5432 failed: Connection refused', True),
+        ("failed to resolve host 'db': [Errno -2] Name or service not known", True),
+        ("connection timeout expired", True),
+        ("FATAL: the database system is starting up", True),
+        ("terminating connection due to administrator command", True),
+        ("database is locked", True),
+        ('FATAL: password authentication failed for user "ward"', False),
+        ('FATAL: database "riss" does not exist', False),
+        ("canceling statement due to statement timeout", False),
+        ("no such table: reports", False),
+    ],
+)
+def test_only_a_database_that_may_answer_later_is_waited_for(said: str, away: bool) -> None:
+    assert label_query._is_away(said) is away
+
+
 # ---- PostgreSQL ------------------------------------------------------------------------------------------------------
 
 
@@ -186,5 +215,7 @@ def test_postgresql_is_asked_and_only_read(postgres: tuple[str, Path], tmp_path:
     with pytest.raises(ConfigError, match="E-DATA-22") as refused:
         read_labels(asked(tmp_path, url, QUERY, "password = 'wrong'"), "finding")
     assert "hunter3" not in str(refused.value)
+    with pytest.raises(ConfigError, match=r"E-DATA-22.*does not exist"):
+        read_labels(asked(tmp_path, url.replace("/postgres", "/nothing"), QUERY, more), "finding")
     with pytest.raises(UnavailableError, match="E-DATA-21"):
         read_labels(asked(tmp_path, f"postgresql://ward@127.0.0.1:{free_port()}/postgres", QUERY, more), "finding")

@@ -29,6 +29,7 @@ from fl_core import datasets
 from fl_core.datasets.decoding.limits import UnreadableError
 from fl_core.datasets.decoding.pixels import open_image
 from fl_core.errors import ConfigError, DataError, FederationError, StateError, UnavailableError
+from fl_core.label_table import LabelTable
 from silo.cancellation import CancelledError, CancelToken
 from silo.events import SiloEvent
 from silo.pacs import dicomweb, mirror
@@ -353,6 +354,23 @@ def test_while_the_pacs_is_away_a_run_waits_and_says_for_what(bench: Bench) -> N
     done.join(60)
     assert len(rows_of(served, "run-1")) == 3
     assert [e.facts["waits"] for e in bench.told if e.event == "queue"][-1] == ""
+
+
+def test_while_the_database_of_labels_is_away_a_run_waits_too(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.study(0)
+    read, tries = mirror.read_labels, iter(range(9))
+
+    def away(file: Path, column: str) -> LabelTable:
+        if next(tries) < 2:
+            raise UnavailableError("E-DATA-21", "expected an answer of the database at db, found: none")
+        return read(file, column)
+
+    monkeypatch.setattr(mirror, "read_labels", away)
+    assert look(bench.mirror(patient=True)).images == 1
+    waits = [str(e.facts["waits"]) for e in bench.told if e.event == "queue"]
+    assert len(waits) == 2
+    assert waits[0].startswith("waits for the database of labels: expected an answer of the database at db")
+    assert waits[1] == ""
 
 
 def test_a_pacs_that_dies_in_the_middle_of_the_list_and_of_an_object_loses_nothing(bench: Bench) -> None:

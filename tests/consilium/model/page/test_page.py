@@ -14,15 +14,10 @@ from consilium.model.predictor import Prediction, Predictor, calibrated
 from consilium.web.serve import PageServer
 from fl_core.datasets.image_loader import ImageLoader
 from tests.support import until
-from tests.support.exported import Exported, exported, exported_without
+from tests.support.exported import Exported, exported_without
 from tests.support.pages import Browser, Visit, chromium, request, send
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    return exported(tmp_path_factory.mktemp("exported"))
 
 
 @pytest.fixture(scope="module")

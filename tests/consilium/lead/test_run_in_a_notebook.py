@@ -7,9 +7,10 @@ import sys
 import IPython.display
 import pytest
 
-from consilium.lead import notebook
+from consilium.lead.run import NotebookWatcher
 from coordinator.lead.watcher import show_events
 from protos.consilium.v1 import federation_pb2 as pb
+from service_core.console import in_notebook
 
 BAD = "<script>alert(1)</script>\x1b[31m"
 
@@ -44,7 +45,7 @@ def events(state: str) -> list[pb.Event]:
 
 
 def test_many_events_are_one_output_whose_last_state_stays(cell: Handle, capsys: pytest.CaptureFixture[str]) -> None:
-    show_events(events("finished"), view=notebook.NotebookWatcher)
+    show_events(events("finished"), view=NotebookWatcher)
     assert len(cell.shown) < 100
     assert "finished  round 3/3" in cell.shown[-1]
     lines = capsys.readouterr().out.splitlines()
@@ -53,7 +54,7 @@ def test_many_events_are_one_output_whose_last_state_stays(cell: Handle, capsys:
 
 
 def test_what_others_say_is_no_markup_of_the_page(cell: Handle) -> None:
-    show_events(events(BAD), view=notebook.NotebookWatcher)
+    show_events(events(BAD), view=NotebookWatcher)
     for text in cell.shown:
         assert "<script" not in text
         assert "\x1b" not in text
@@ -66,12 +67,12 @@ def test_an_interrupt_leaves_the_last_state(cell: Handle) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        show_events(interrupted(), view=notebook.NotebookWatcher)
+        show_events(interrupted(), view=NotebookWatcher)
     assert "r1" in cell.shown[-1]
 
 
 def test_a_notebook_is_known_by_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ipykernel", pytest)
-    assert notebook.in_notebook()
+    assert in_notebook()
     monkeypatch.delitem(sys.modules, "ipykernel")
-    assert not notebook.in_notebook()
+    assert not in_notebook()
