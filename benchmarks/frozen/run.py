@@ -4,8 +4,9 @@
     python -m benchmarks.frozen --features LITE0.npz --out runs/frozen   computes what is missing there
     python -m benchmarks.frozen --stored                                 writes the tables of stored runs
 
-Runs are kept in isic2019.jsonl and costs.jsonl, the tables are in isic2019.md. They are computed outside this package,
-since a run names the digest of all files of the package that its data set comes from, and copied here when whole.
+Runs are kept in isic2019.jsonl and costs.jsonl, the tables are in isic2019.md; with `--setting isic2019_gcv` in files
+of that name. They are computed outside this package, since a run names the digest of all files of the package that
+its data set comes from, and copied here when whole.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from fl_core.types.enums import TaskKind
 
 FOLDER = Path(__file__).parent
 NAME = "isic2019"
+SETTINGS = (NAME, "isic2019_gcv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--features", type=Path, nargs="+", help="what benchmarks.frozen.extract wrote")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of stores and tables")
     parser.add_argument("--stored", action="store_true", help="compute nothing: fail where a run is missing")
+    parser.add_argument("--setting", choices=SETTINGS, default=NAME)
     parser.add_argument("--jobs", type=int, default=0, help="runs at a time, one core each; 0: one per core")
     given = parser.parse_args(argv)
     if given.features is None and not given.stored:
@@ -95,31 +98,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.features is not None:
         isic.use(given.features)
     try:
-        print(compare(given.jobs, stored=given.stored, folder=given.out))
+        print(compare(given.jobs, stored=given.stored, folder=given.out, name=given.setting))
     except FederationError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from error
 
 
-def compare(jobs: int, *, stored: bool, folder: Path = FOLDER) -> str:
+def compare(jobs: int, *, stored: bool, folder: Path = FOLDER, name: str = NAME) -> str:
     """Compute what a folder lacks, write the tables there and return them.
 
     Raises DataError (E-DATA-02) where nothing may be computed and a run is missing.
     """
-    asked, store = settings.load(NAME, FOLDER), folder / f"{NAME}.jsonl"
+    asked, store = settings.load(name, FOLDER), folder / f"{name}.jsonl"
     computed = partial(run_store.complete, file=store, work=study.measure, jobs=jobs)
     found = study.compared(asked, stored_runs(store) if stored else computed, None)
-    wanted = costs(asked, found)
-    if stored:
-        measured = run_store.read(folder / "costs.jsonl")
-    else:
-        measured = run_store.complete(list(wanted.values()), folder / "costs.jsonl", measure_cost, jobs)
-    text = report.markdown(asked, found, command="benchmarks.frozen") + _cost_table(wanted, measured)
-    (folder / f"{NAME}.md").write_text(text)
+    text = report.markdown(asked, found, command="benchmarks.frozen")
+    if name == NAME:
+        text += _costs(costs(asked, found), folder / "costs.jsonl", jobs, stored=stored)
+    (folder / f"{name}.md").write_text(text)
     return text
 
 
-def _cost_table(wanted: dict[str, Cost], measured: dict[str, Run]) -> str:
+def _costs(wanted: dict[str, Cost], store: Path, jobs: int, *, stored: bool) -> str:
+    complete = run_store.complete
+    measured = run_store.read(store) if stored else complete(list(wanted.values()), store, measure_cost, jobs)
     rows = []
     for method, cost in wanted.items():
         one = measured[cost.key]
