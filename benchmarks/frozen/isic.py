@@ -49,20 +49,26 @@ def read() -> dict[str, NDArray[np.float32]]:
 class Features(ArrayData):
     """All images' features by the first body, as training and as test examples: `Centers` says which are which."""
 
-    bodies = 1
+    columns = slice(WIDTH)
     shape: tuple[int, ...] = (WIDTH,)
     classes = CLASSES
 
     def read(self, root: Path | None) -> tuple[Split, Split]:  # noqa: ARG002
         found = read()
-        whole = np.ascontiguousarray(found["z"][:, : self.bodies * WIDTH]), found["y"]
+        whole = np.ascontiguousarray(found["z"][:, self.columns]), found["y"]
         return whole, whole
+
+
+class Second(Features):
+    """Features by the second body alone."""
+
+    columns = slice(WIDTH, 2 * WIDTH)
 
 
 class Both(Features):
     """Features by two bodies, side by side."""
 
-    bodies = 2
+    columns = slice(2 * WIDTH)
     shape = (2 * WIDTH,)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from benchmarks import run_store
 from benchmarks.comparison import settings, study
-from benchmarks.frozen import isic, limits, whole
+from benchmarks.frozen import bodies, isic, limits, whole
 from benchmarks.frozen import run as frozen
 from fl_core import datasets
 from fl_core.errors import DataError
@@ -59,7 +60,9 @@ def test_two_bodies_stand_side_by_side_for_the_same_images_alone(
     features: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
     ((one, y), _), ((both, _), _) = isic.Features().read(None), isic.Both().read(None)
+    ((second, _), _) = isic.Second().read(None)
     assert np.array_equal(one, features["z"])
+    assert np.array_equal(second, -features["z"])
     assert np.array_equal(both, np.concatenate((features["z"], -features["z"]), axis=1))
     assert np.array_equal(y, features["y"])
     np.savez(tmp_path / "other.npz", **{**features, "lesion": features["lesion"][::-1]})
@@ -103,6 +106,37 @@ def test_a_run_in_closed_form_learns_and_its_cost_counts_its_exchanges_alone() -
     assert numbers < cost["bytes_up"] / (2 * 8) < numbers + 3000  # the rest is what the evaluation counts
 
 
+def test_lambda_of_two_bodies_is_chosen_without_a_look_at_test_images(
+    features: dict[str, np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "SEEDS", range(2))
+    choices = [bodies.Choice("both", seed) for seed in bodies.SEEDS]
+    scores = {choice.key: bodies.scored(choice) for choice in choices}
+    tested = isic.validation(features["lesion"], 0)
+    for file, sign in (("one.npz", 1), ("other.npz", -1)):
+        z = sign * features["z"]
+        z[tested] = 7.0
+        np.savez(tmp_path / file, **{**features, "z": z})
+    isic.read.cache_clear()
+    assert bodies.scored(choices[0])["scores"] == scores[choices[0].key]["scores"]
+    equal = {"scores": {f"lda {ridge:g}": 0.5 if ridge in (0.3, 3.0) else 0.25 for ridge in bodies.GRID}}
+    assert bodies.chosen(equal, "lda") == 3.0
+
+
+@pytest.mark.usefixtures("features")
+def test_the_table_of_two_bodies_counts_the_runs_with_the_lambda_of_each_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "SEEDS", range(2))
+    choices = [bodies.Choice("Lite2, 224 pixels", seed) for seed in bodies.SEEDS]
+    stored = {choice.key: bodies.scored(choice) for choice in choices}
+    for choice, ridge in zip(choices, (0.01, 30.0), strict=True):
+        scores = dict.fromkeys(stored[choice.key]["scores"], 0.0) | {f"ridge {ridge:g}": 1.0}
+        stored[choice.key] = {**stored[choice.key], "scores": scores}
+        run = study.measure(bodies.trial(choice.body, "ridge", choice.seed, ridge))
+        assert run["balanced"][-1] > 0.9
+        stored[run["key"]] = run
+    assert [line for line in bodies.table(stored).splitlines() if "0.01 (1), 30 (1) | 2 |" in line]
+
+
 def test_a_pooled_probe_is_tuned_on_a_fifth_of_the_training_lesions_of_other_seeds(
     features: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,9 +157,9 @@ def test_a_pooled_probe_is_tuned_on_a_fifth_of_the_training_lesions_of_other_see
     assert not set(train[2]) & set(test[2])
 
 
-def test_the_table_of_limits_is_what_the_store_makes() -> None:
-    stored = run_store.read(limits.FOLDER / limits.STORE)
-    assert (limits.FOLDER / limits.TABLE).read_text() == limits.table(stored)
+@pytest.mark.parametrize("made", [limits], ids=["limits"])
+def test_a_stored_table_is_what_the_store_makes(made: ModuleType) -> None:
+    assert (made.FOLDER / made.TABLE).read_text() == made.table(run_store.read(made.FOLDER / made.STORE))
 
 
 def test_the_table_is_what_the_store_makes(tmp_path: Path) -> None:
