@@ -13,7 +13,7 @@ from consilium.lead.connection import LeadConnection
 from consilium.lead.listing import Listing
 from consilium.lead.run import Run
 from coordinator.cli.options import home_of
-from coordinator.cli.runs import print_submitted
+from coordinator.cli.runs import print_submitted, withdrawn
 from coordinator.lead import tables
 from coordinator.lead.as_json import run_json, silo_json
 from coordinator.lead.client import LeadClient
@@ -79,14 +79,13 @@ class Lead:
     def hospitals(self) -> Listing[HospitalStatus]:
         """Return the enrolled hospitals, as `coordinator silos` lists them."""
         silos = self._client.silos().silos
-        return Listing(map(HospitalStatus.of, silos), tables.silos_table(silos), [silo_json(silo) for silo in silos])
+        return Listing(map(HospitalStatus.of, silos), [tables.silos_table(silos)], list(map(silo_json, silos)))
 
     def runs(self) -> Listing[Run]:
         """Return all runs, newest first, as `coordinator runs` lists them."""
         infos = self._client.runs()
-        return Listing(
-            (Run(self._connection, info) for info in infos), tables.runs_table(infos), [run_json(i) for i in infos]
-        )
+        runs = (Run(self._connection, info) for info in infos)
+        return Listing(runs, [tables.runs_table(infos)], list(map(run_json, infos)))
 
     def get(self, run: str = "latest") -> Run:
         """Return a run by its id or name; "latest" is the newest. Raises ConfigError (E-RUN-10) if there is none."""
@@ -166,6 +165,17 @@ class Lead:
         else:
             detail = client.show(_id_of(of))
         return SurveyResult(Run(self._connection, detail.info), fetched(client, detail))
+
+    def withdraw(self, silo: str, preview: bool = False) -> Listing[Mapping[str, object]]:
+        """Remove a hospital's data from the models, as `coordinator withdraw`; return what became of each model.
+
+            lead.withdraw("south", preview=True)   # describes the effect and changes nothing
+
+        Call it again to see progress. Each item has the fields of `--json`. Raises ConfigError (E-RUN-05) on a hospital
+        without an update in any model.
+        """
+        replies, lines = withdrawn(self._client, silo, preview)
+        return Listing(replies, lines, replies)
 
     def _submitted(self, request: RunSubmission) -> Run:
         info = request.submit(self._client)

@@ -22,24 +22,24 @@ _WIDTH = 160
 
 
 class Listing(list[T]):
-    """A list that is shown as a table: `print(lead.runs())`.
+    """A list that is shown as a table, or as sentences: `print(lead.runs())`.
 
     `to_frame()` returns a pandas data frame whose columns have the names that `--json` uses.
     """
 
-    def __init__(self, items: Iterable[T], table: Table, rows: Sequence[Mapping[str, object]]) -> None:
+    def __init__(self, items: Iterable[T], parts: Sequence[str | Table], rows: Sequence[Mapping[str, object]]) -> None:
         super().__init__(items)
-        self._table, self._rows = table, rows
+        self._parts, self._rows = parts, rows
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per item; raises ConfigError (E-CFG-08) without pandas."""
         return frame(self._rows)
 
     def __repr__(self) -> str:
-        return text([self._table])
+        return text(self._parts)
 
     def _repr_html_(self) -> str:
-        return html([self._table])
+        return html(self._parts)
 
 
 def frame(rows: Sequence[Mapping[str, object]]) -> Any:  # noqa: ANN401 - pandas has no types of its own

@@ -124,6 +124,16 @@ class Run:
         self._info = self._connection.client.resume(self.id, quorum)
         return self
 
+    def exclude(self, silo: str, readmit: bool = False) -> Run:
+        """Exclude a hospital: it is no longer awaited, nor asked in further rounds. readmit: ask it again."""
+        self._info = self._connection.client.exclude(self.id, silo, readmit)
+        return self
+
+    def extend(self, hours: float) -> Run:
+        """Wait longer in the open round, for all hospitals that have not delivered."""
+        self._info = self._connection.client.extend(self.id, hours)
+        return self
+
     def model(self) -> Model:
         """Fetch the newest model, ready to classify: what `consilium.load` makes of the exported file.
 

@@ -258,9 +258,14 @@ def withdraw(
     hospital. For this the hospital sends its sums once more, from the same records. Run the command again to see
     progress.
     """
+    return CommandResult(*withdrawn(client, silo, preview))
+
+
+def withdrawn(client: LeadClient, silo: str, preview: bool) -> tuple[list[dict[str, object]], list[str]]:
+    """Withdraw a hospital, or only preview it; return what became of each model, as JSON and for people."""
     retrained = [(one, anew(one)) for one in client.withdraw(silo, preview)]
     replies = [{**withdrawal_json(one), "retrain": command or None} for one, command in retrained]
-    return CommandResult(replies, [line for one, command in retrained for line in withdrawal_lines(one, command)])
+    return replies, [line for one, command in retrained for line in withdrawal_lines(one, command)]
 
 
 def anew(withdrawal: pb.Withdrawal) -> str:

@@ -26,6 +26,7 @@ from coordinator.pki.leads import Leads
 from fl_core.errors import RefusedError, StateError, UnavailableError
 from protos.consilium.v1 import federation_pb2 as pb
 from service_core.pki.identity import certificate_fingerprint
+from tests.support import until
 from tests.support.audit_log import entries
 from tests.support.coordinator import World
 from tests.support.federation import hospitals
@@ -158,6 +159,44 @@ def test_a_run_is_aborted_and_says_so(lead: Lead) -> None:
     assert made.watch(quiet=True) is made
 
 
+def test_a_lead_steers_a_run_and_withdraws_a_hospital_as_by_the_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with hospitals(tmp_path) as people, consilium.connect(people.world.home) as lead:
+        people.join(*THREE, data="digits/p3c4")
+        home = people.world.home
+        run = lead.run("fedavg", data="digits", model="digits_linear", rounds=500, threads=1, secagg="off", quorum=2)
+        until(lambda: run.summary["closed"], "a round with an update of each")
+        people.leave("south")
+        until(lambda: "south" in str(run.summary["waiting"]) and "north" not in str(run.summary["waiting"]), "south")
+        assert run.extend(1.5) is run
+        commands.extend(run.id, 1.5, home=home, as_json=True)
+        assert run.exclude("south") is run
+        assert run.summary["excluded"] == said(capsys)["excluded"] + ["south"] == ["south"]
+        commands.exclude(run.id, "south", readmit=True, home=home, as_json=True)
+        assert run.summary["excluded"] == said(capsys)["excluded"] == []
+        run.exclude("south")
+        for wrong, code in ((lambda: run.exclude("nobody"), "E-RUN-05"), (lambda: run.extend(-1), "E-CFG-02")):
+            with pytest.raises(FederationError) as caught:
+                wrong()
+            assert caught.value.code == code
+        run.abort()
+        for preview in (True, False):
+            listed = lead.withdraw("north", preview=preview)
+            commands.withdraw("north", preview=preview, home=home, as_json=True)
+            (python,), (command,) = listed, json.loads(capsys.readouterr().out)
+            assert {name for name in command if command[name] != python[name]} <= {"at", "statement", "signature"}
+            assert listed.to_frame().run.tolist() == [run.id]
+            assert f"{run.id} (aborted): updates of north" in repr(listed)
+            assert "to train it anew: coordinator run" in listed._repr_html_()
+        with pytest.raises(ConfigError, match="E-RUN-05"):
+            lead.withdraw("nobody")
+        for call in ("Lead/Extend", "Lead/Exclude", "Lead/Withdraw"):
+            lines = {(one.who, one.outcome) for one in entries(home) if one.what == call}
+            assert ("lead://test/lead", "allowed") in lines
+            assert {who for who, _ in lines} == {"lead://test/lead"}
+
+
 def test_the_model_the_exported_file_and_the_command_answer_alike(
     lead: Lead, run: Run, world: World, tmp_path: Path
 ) -> None:
@@ -288,6 +327,6 @@ def test_markup_in_what_others_say_is_escaped_in_notebooks() -> None:
     assert "<script" not in made._repr_html_()
     assert "\x1b" not in made._repr_html_() + repr(made)
     silo = pb.SiloInfo(name=bad, state=bad, software=bad)
-    shown = listing.Listing([silo], tables.silos_table([silo]), [])
+    shown = listing.Listing([silo], [tables.silos_table([silo])], [])
     assert "<script" not in shown._repr_html_()
     assert "&lt;script&gt;" in shown._repr_html_()
