@@ -39,5 +39,5 @@ def known() -> Iterator[None]:
     By its place it would be identified by all files of this package, to which a study writes its results.
     """
     digest = loading.class_digest(OneHotFedMR)
-    with loading.given("method", OneHotFedMR, f"memory:{OneHotFedMR.__name__}", digest):
+    with loading.registered("method", OneHotFedMR, f"memory:{OneHotFedMR.__name__}", digest):
         yield

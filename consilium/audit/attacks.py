@@ -38,20 +38,20 @@ CASES = ((1, 0.0), (5, 0.0), (20, 0.0), (60, 0.0), (1, 2.0), (1, 8.0), (20, 8.0)
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """Scores of (silo, class) pairs (silos, classes), from single updates and from their sum. held: who has what."""
+    """Scores of (silo, class) pairs (silos, classes), from single updates and from their sum. truth: who has what."""
 
     updates: Floats
     summed: Floats
-    held: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+    truth: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
     @property
     def update_auc(self) -> float:
-        return auc(self.updates[self.held], self.updates[~self.held])
+        return auc(self.updates[self.truth], self.updates[~self.truth])
 
     @property
     def sum_auc(self) -> float:
         """Return the AUC where only the sum is seen: it has one score per class, the same for every silo."""
-        return auc(self.summed[self.held], self.summed[~self.held])
+        return auc(self.summed[self.truth], self.summed[~self.truth])
 
 
 def class_presence(

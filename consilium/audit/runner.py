@@ -146,7 +146,7 @@ def presence(target: AuditTarget, setting: AuditSettings, out: Path) -> Outcome:
     update_aucs = {name: [f.update_auc for f in runs] for name, runs in results.items()}
     sum_aucs = {name: [f.sum_auc for f in runs] for name, runs in results.items()}
     plots.presence(update_aucs, sum_aucs, out / "class_presence.png")
-    numbers = {"one_update": update_aucs, "sum_only": sum_aucs, "hospitals": len(results[PLAIN][0].held)}
+    numbers = {"one_update": update_aucs, "sum_only": sum_aucs, "hospitals": len(results[PLAIN][0].truth)}
     near = all(abs(a - 0.5) <= 0.1 for values in sum_aucs.values() for a in values)
     verdicts = [
         AuditVerdict(

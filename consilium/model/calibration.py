@@ -229,7 +229,7 @@ def _drawn(labels: Tensor, data: str) -> Tensor:
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 
-def beside(model: Path) -> Path:
+def calibration_path(model: Path) -> Path:
     return model.with_name(model.name.removesuffix(".safetensors") + SUFFIX)
 
 

@@ -93,7 +93,7 @@ class Model:
         if self.predictor.model.facts.multi_label:
             rows = [[int(name in one.labels) for name in self.predictor.model.facts.classes] for one in answers]
             return np.array(rows, dtype=np.int64).reshape(len(answers), len(self.classes_))
-        return np.array([one.said for one in answers], dtype=str)
+        return np.array([one.answer_text for one in answers], dtype=str)
 
     def predict_proba(self, images: object) -> NDArray[np.float64]:
         """Return the probability of each class (n, classes); raises as `predict`."""

@@ -185,7 +185,7 @@ def calibrate(
             f"found {false_flags:g}: leave it out",
         )
     made = calibrated(loaded, examples, coverage, FALSE_FLAGS if false_flags is None else false_flags)
-    file = out or calibration.beside(model)
+    file = out or calibration.calibration_path(model)
     replace_file(file, calibration.to_bytes(made), 0o600)
     facts = made.facts
     said = [("temperature", f"{facts.temperature:.4g}"), ("sets", output.promise(facts, "these"))]

@@ -55,7 +55,7 @@ def document(predictor: Predictor, predictions: Sequence[Prediction], counted: T
 def _entry(found: Prediction) -> Mapping[str, object]:
     return {
         "example": found.name,
-        "answer": found.said or None,
+        "answer": found.answer_text or None,
         "class": None if found.right else found.answer or None,
         "labels": list(found.labels) if found.right else None,
         "probabilities": list(found.probabilities) or None,
@@ -76,7 +76,7 @@ def csv_text(predictions: Sequence[Prediction], classes: Sequence[str]) -> str:
     for p in predictions:
         unknown = p.unknown if p.unknown is None else str(p.unknown).lower()
         chosen = _labels_said(p.sets) if p.sets else None if p.set is None else "; ".join(p.set)
-        cells = (p.name, p.said, p.answer, chosen, unknown, p.label, p.problem)
+        cells = (p.name, p.answer_text, p.answer, chosen, unknown, p.label, p.problem)
         shares = [f"{share:.9g}" for share in p.probabilities] or [""] * len(classes)
         writer.writerow([*(_cell(v or "") for v in cells), *shares])
     return text.getvalue()
@@ -122,7 +122,7 @@ def _row(found: Prediction, untaught: Collection[str]) -> tuple[str, ...]:
     if wrong := found.answers_among(untaught):
         note = "; ".join([*filter(None, [note]), f"nobody taught it {', '.join(wrong)}"])
     shares = [f"{100 * p:.1f} %" for p in (found.probabilities if found.right else [max(found.probabilities)])]
-    return found.name, found.said, ", ".join(shares), chosen, note
+    return found.name, found.answer_text, ", ".join(shares), chosen, note
 
 
 def tally_table(found: Tally, calibrated: bool) -> TextTable:

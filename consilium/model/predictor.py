@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from consilium.model import conformal
-from consilium.model.calibration import Calibration, CalibrationRequest, beside, calibrate, calibrate_labels, read
+from consilium.model.calibration import (
+    Calibration,
+    CalibrationRequest,
+    calibrate,
+    calibrate_labels,
+    calibration_path,
+    read,
+)
 from consilium.model.inputs import Inputs
 from consilium.model.model_file import LoadedModel
 from fl_core.errors import ConfigError, DataError
@@ -64,7 +71,7 @@ class Prediction:
         return [name for name in self.labels or (self.answer,) if name in names]
 
     @property
-    def said(self) -> str:
+    def answer_text(self) -> str:
         """Return the answer for people."""
         if self.probabilities and not self.answer:
             return NO_LABEL
@@ -88,7 +95,7 @@ class Predictor:
             if file is not None:
                 raise ConfigError("E-CFG-08", "expected --raw or --calibration, found both: leave one out")
             return cls(replace(loaded, facts=replace(loaded.facts, temperature=None)))
-        place, facts = file or beside(model), loaded.facts
+        place, facts = file or calibration_path(model), loaded.facts
         if file is None and not place.exists():
             return cls(loaded)
         return cls(loaded, read(place, loaded.sha256, facts.classes, facts.multi_label))
@@ -133,7 +140,7 @@ class Predictor:
                 chosen = None if sets is None else sets[k]
                 yield self._of_labels(inputs.names[index], p[k], logits[k] > 0, truth, chosen)
                 continue
-            yield self._said(
+            yield self._of_classes(
                 inputs.names[index],
                 p[k],
                 None if sets is None else sets[k],
@@ -155,7 +162,7 @@ class Predictor:
             right=tuple(None if finding == UNKNOWN else answer == (finding == FOUND) for _, answer, finding in pairs),
         )
 
-    def _said(self, name: str, p: Tensor, chosen: Tensor | None, score: float | None, label: int) -> Prediction:
+    def _of_classes(self, name: str, p: Tensor, chosen: Tensor | None, score: float | None, label: int) -> Prediction:
         classes, best = self.model.facts.classes, int(p.argmax())
         unknown: bool | None = None
         facts = None if self.calibration is None else self.calibration.facts

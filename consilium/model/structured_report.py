@@ -159,7 +159,7 @@ def _content(predictor: Predictor, prediction: Prediction, image: Dataset) -> An
             name=f"Consilium, {facts.run or 'a simulation'}"[:_MEANING],
             version=f"SHA-256 {sha256}",
             family=codes.cid7162.ArtificialIntelligence,
-            parameters=_said(predictor),
+            parameters=_reading_notes(predictor),
         ),
         measurements=[
             sr.Measurement(code[c], float(f"{p:.6g}"), codes.UCUM.NoUnits, derivation=codes.DCM.Probability)
@@ -185,13 +185,13 @@ def _private(value: str, meaning: str, scheme_version: str | None = None) -> Any
     return CodedConcept(value, SCHEME, meaning[:_MEANING], scheme_version)
 
 
-def _said(predictor: Predictor) -> list[str]:
+def _reading_notes(predictor: Predictor) -> list[str]:
     """Say how to read the numbers."""
-    said, calibration = [f"temperature {predictor.temperature:.6g}"], predictor.calibration
+    notes, calibration = [f"temperature {predictor.temperature:.6g}"], predictor.calibration
     if calibration is None or calibration.facts.false_flags is None:  # the latter of rows, which no report is of
-        return [*said, "not calibrated at this hospital"]
+        return [*notes, "not calibrated at this hospital"]
     return [
-        *said,
+        *notes,
         f"sets hold the right class of {100 * calibration.facts.coverage:g} % of images like the calibration's",
         f"{NONE_OF_THEM}: said of at most {100 * calibration.facts.false_flags:g} % of images of known classes",
     ]

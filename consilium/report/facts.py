@@ -278,7 +278,7 @@ def _classes(
         auc = clinical.auc[k] if clinical else None
         counts = list(zip(last.correct[k : k + 1], last.examples[k : k + 1], strict=False))
         if manifest.schema.multi_label:  # most are right where they are absent; who has one, clinical metrics alone say
-            counts = [(clinical.labels[k].tp, clinical.labels[k].there)] if clinical and clinical.labels else []
+            counts = [(clinical.labels[k].tp, clinical.labels[k].present)] if clinical and clinical.labels else []
         made.append(
             ClassFacts(
                 name=name,

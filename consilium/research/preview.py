@@ -92,7 +92,9 @@ def preview(
     spec = weights.without_file(compose_spec(overrides or []))
     if sizes is not None and online:
         raise ConfigError("E-CFG-01", "expected --sizes or --online, found both: leave one out")
-    manifest = _online(spec, home) if online else _given(spec, sizes) if sizes else _simulated(spec, data_root)
+    manifest = (
+        _online(spec, home) if online else _manifest_of_sizes(spec, sizes) if sizes else _simulated(spec, data_root)
+    )
     projection, form = preview(CompiledRun.of(manifest)), private_form(manifest.to_json())
     facts: dict[str, Any] = {**projection, "private_form": dict(manifest.private_form)}
     if expected and projection["silos"]:
@@ -144,7 +146,7 @@ def _row(silo: Mapping[str, Any], numbers: Mapping[str, str]) -> tuple[str, ...]
     return (*map(str, facts), *(f"{silo[key]:.3f}" for key in numbers.values()))
 
 
-def _given(spec: RunSpec, sizes: str) -> RunManifest:
+def _manifest_of_sizes(spec: RunSpec, sizes: str) -> RunManifest:
     from coordinator.config.manifest_builder import manifest_from
 
     try:

@@ -382,5 +382,5 @@ def check_method(method: type[FedAvg], **options: Option) -> None:
 
     Raises AssertionError that names every promise that is broken.
     """
-    with still_working(f"checks {method.__name__}"), loading.given("method", method) as name:
+    with still_working(f"checks {method.__name__}"), loading.registered("method", method) as name:
         run_checks(CHECKS, MethodCase(name, options), method.__name__)

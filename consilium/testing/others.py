@@ -97,7 +97,7 @@ MODEL_CHECKS: tuple[Callable[[ModelCase], None], ...] = (
 
 def check_model(model: type[ModelOptions], shape: tuple[int, ...], classes: int = 4, /, **options: Option) -> None:
     """Check a model of your own on examples of this shape; raises AssertionError that names what is broken."""
-    with loading.given("model", model) as name:
+    with loading.registered("model", model) as name:
         case = ModelCase(name, options, Schema(shape, tuple(map(str, range(classes)))))
         run_checks(MODEL_CHECKS, case, model.__name__)
 
@@ -145,7 +145,7 @@ DATA_CHECKS: tuple[Callable[[DataCase], None], ...] = (
 
 def check_data(data: type[ArrayData], root: Path | None = None) -> None:
     """Check a data set of your own; raises AssertionError that names what is broken."""
-    with loading.given("data", data) as name:
+    with loading.registered("data", data) as name:
         run_checks(DATA_CHECKS, DataCase(name, root), data.__name__)
 
 
@@ -199,6 +199,6 @@ def check_partition(
     """Check a partition of your own on labels in a mixed order; raises AssertionError that names what is broken."""
     draw = np.random.default_rng(0)
     train, test = (draw.permutation(np.repeat(np.arange(n_classes), n)) for n in (per_class, per_class // 4))
-    with loading.given("partition", partition) as name:
+    with loading.registered("partition", partition) as name:
         case = PartitionCase(name, options, (train.astype(np.int64), test.astype(np.int64)), n_classes)
         run_checks(PARTITION_CHECKS, case, partition.__name__)

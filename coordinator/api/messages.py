@@ -86,7 +86,7 @@ def waiting_info(waiting: Waiting) -> pb.Waiting:
         for a in waiting.awaited
     ]
     return pb.Waiting(
-        round=waiting.round, there=waiting.there, needed=waiting.needed, silos=silos, sealed=waiting.sealed
+        round=waiting.round, there=waiting.received, needed=waiting.needed, silos=silos, sealed=waiting.sealed
     )
 
 

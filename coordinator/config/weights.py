@@ -49,7 +49,7 @@ def take(spec: RunSpec) -> tuple[RunSpec, TakenWeights | None]:
     Raises ConfigError (E-CFG-02) on a file that does not fit the model.
     """
     if bodies.names_files(spec):
-        return _taken(*bodies.take(spec))
+        return _with_weights(*bodies.take(spec))
     if not spec.weights_file:
         return spec, None
     options = {k: v for k, v in spec.model.items() if k != "name"}
@@ -58,7 +58,7 @@ def take(spec: RunSpec) -> tuple[RunSpec, TakenWeights | None]:
     path, source = _packaged(spec.weights_file)
     file = pretrained.read_file(path)
     tensors = pretrained.fit(file, model_options(name, options), model, schema.classes, name)
-    return _taken(spec, tensors, file.sha256, spec.weights_source or source, model)
+    return _with_weights(spec, tensors, file.sha256, spec.weights_source or source, model)
 
 
 def _packaged(file: str) -> tuple[Path, str]:
@@ -74,7 +74,9 @@ def _packaged(file: str) -> tuple[Path, str]:
     return Path(named.get_model_file_path()), f"{package} {metadata.version(package)}, ImageNet, Apache-2.0"
 
 
-def _taken(spec: RunSpec, tensors: Tensors, sha256: str, source: str, model: nn.Module) -> tuple[RunSpec, TakenWeights]:
+def _with_weights(
+    spec: RunSpec, tensors: Tensors, sha256: str, source: str, model: nn.Module
+) -> tuple[RunSpec, TakenWeights]:
     with TemporaryDirectory() as folder:
         digest, size = codec.write_weights(tensors, Path(folder) / "weights")
     named = Weights(digest, size, sha256, source, pretrained.fresh_modules(tensors, model))

@@ -78,7 +78,7 @@ def answers_of(manifest: RunManifest, state: State, included: Sequence[str] = ()
     records = records_word(manifest.schema.columns)
     answers = tuple(_answers(method, classes, sums, records))
     return SurveyAnswers(
-        document_digest(method.asked),
+        document_digest(method.parsed_questions),
         round(float(sums[HOSPITALS])),
         None if terms is None else terms.epsilon,
         None if terms is None else terms.delta,
@@ -113,7 +113,7 @@ def _answers(
     method: SurveyProgram, classes: Sequence[str], sums: Mapping[str, Tensor], records: str
 ) -> Iterator[SurveyAnswer]:
     hospitals = round(float(sums[HOSPITALS]))
-    for question, place in places(method.asked, len(classes)):
+    for question, place in places(method.parsed_questions, len(classes)):
         cells = []
         for name, k in zip(question.cells(classes), range(place.start, place.stop), strict=True):
             withheld = round(float(sums[HELD][k]))

@@ -259,7 +259,7 @@ class Dispatcher:
                 names |= set(self._sessions)
         try:
             if names:
-                self.store.members.seen(names)
+                self.store.members.mark_connected(names)
         except FederationError:
             with self._lock:
                 self._seen |= names

@@ -42,7 +42,7 @@ class Setup(NamedTuple):
     sizes: Sequence[Size]
 
 
-class Known(NamedTuple):
+class RunReference(NamedTuple):
     """What the opening of a run needs to know of another one; fields as of `StoredRun`."""
 
     id: str
@@ -52,7 +52,7 @@ class Known(NamedTuple):
     state_object: str | None
 
     @classmethod
-    def of(cls, run: StoredRun) -> Known:
+    def of(cls, run: StoredRun) -> RunReference:
         return cls(run.id, run.manifest, run.state.value, run.closed, run.state_object)
 
     def run(self) -> StoredRun:
@@ -60,7 +60,7 @@ class Known(NamedTuple):
         return replace(run, closed=self.closed, state_object=self.state_object)
 
 
-class Asked(NamedTuple):
+class OpenRequest(NamedTuple):
     """A run that is to be opened.
 
     manifest: as JSON, with no model to start from   sizes: as in `Setup`   parent: the run that it continues
@@ -69,8 +69,8 @@ class Asked(NamedTuple):
 
     manifest: str
     sizes: Sequence[Size]
-    parent: Known | None
-    beside: Known | None
+    parent: RunReference | None
+    beside: RunReference | None
 
 
 class Opened(NamedTuple):
@@ -160,11 +160,11 @@ def seeds_of_json(raw: Sequence[Any]) -> OpenedSeeds:
     return OpenedSeeds(task, bytes.fromhex(context), tuple(inside), opened)
 
 
-def asked_of_json(raw: Sequence[Any]) -> Asked:
-    """Read the fields of an `Asked` that passed as JSON."""
+def open_request_of_json(raw: Sequence[Any]) -> OpenRequest:
+    """Read the fields of an `OpenRequest` that passed as JSON."""
     manifest, sizes, *others = raw
-    parent, beside = (None if other is None else Known(*other) for other in others)
-    return Asked(manifest, sizes, parent, beside)
+    parent, beside = (None if other is None else RunReference(*other) for other in others)
+    return OpenRequest(manifest, sizes, parent, beside)
 
 
 def opened_of_json(raw: Sequence[Any]) -> Opened:

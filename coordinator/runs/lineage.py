@@ -24,7 +24,7 @@ SUMS = "analytic"
 _NAMED = 5
 
 
-class GivenModel(NamedTuple):
+class ContributedModel(NamedTuple):
     """An update that is in a model: its run and training round, and its fingerprint, if any."""
 
     run: str
@@ -44,9 +44,9 @@ class RunLineage:
             run = self.runs.get(parent)
             yield run
 
-    def updates_in(self, run: StoredRun) -> dict[str, list[GivenModel]]:
+    def updates_in(self, run: StoredRun) -> dict[str, list[ContributedModel]]:
         """Return by silo the updates that a run's model depends on; silos whose sums were taken out have none."""
-        updates: dict[str, list[GivenModel]] = {}
+        updates: dict[str, list[ContributedModel]] = {}
         summed = False
         for one in reversed([run, *self.before(run)]):
             if adds(one) and not summed:
@@ -61,7 +61,9 @@ class RunLineage:
             most = exchanges(one) if adds(one) else len(rows)
             for record in rows[:most]:  # the sums are complete: later updates add nothing
                 for name in record.included:
-                    updates.setdefault(name, []).append(GivenModel(one.id, record.round, record.added.get(name, "")))
+                    updates.setdefault(name, []).append(
+                        ContributedModel(one.id, record.round, record.added.get(name, ""))
+                    )
         return updates
 
     def withdrawn(self, run: StoredRun) -> dict[str, list[str]]:

@@ -43,7 +43,7 @@ class Waiting:
     """
 
     round: int
-    there: int
+    received: int
     needed: int
     awaited: tuple[AwaitedSilo, ...]
     sealed: bool = False

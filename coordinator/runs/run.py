@@ -49,7 +49,7 @@ class StoredObject(NamedTuple):
         return cls(*objects.put_file(lambda file: write_state(state, file)))
 
     @classmethod
-    def taken(cls, written: Written, objects: ObjectStore) -> StoredObject:
+    def adopt(cls, written: Written, objects: ObjectStore) -> StoredObject:
         """Take over a file that a worker wrote; it is on the disk on return."""
         objects.commit(Path(written.path), written.digest, written.digest)
         return cls(written.digest, written.size)
@@ -204,7 +204,7 @@ class ActiveRun:
         written = worker.initial() if digest is None else None
         with objects.lock:
             if written is not None:
-                stored = StoredObject.taken(written, objects)
+                stored = StoredObject.adopt(written, objects)
             else:
                 assert digest is not None
                 stored = StoredObject(digest, objects.verified(digest).stat().st_size)
@@ -238,7 +238,7 @@ class ActiveRun:
         """Store a round's broadcast as an object, which is the state stored before where nothing was written."""
         objects = self.services.objects
         with self._open_round():
-            self._broadcast = self._state if written is None else StoredObject.taken(written, objects)
+            self._broadcast = self._state if written is None else StoredObject.adopt(written, objects)
             assert self._broadcast is not None
             self.services.store.runs.set_base(self.id, round, *self._broadcast)
         self._delete_unused(self.id)  # while silos download
@@ -368,7 +368,7 @@ class ActiveRun:
             self.round = None
             if self._state is not None:
                 objects.verified(self._state.digest)  # the worker read the state before from its file
-            stored = None if written is None else StoredObject.taken(written, objects)
+            stored = None if written is None else StoredObject.adopt(written, objects)
             unless_over(lambda: store.runs.close_round(self.id, record, stored, model, self.replaces))
         self._state = stored or self._state
         row = store.runs.round(self.id, record.round)

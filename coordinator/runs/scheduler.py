@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 
 from coordinator.runs import lineage
-from coordinator.runs.exchange import Asked, Known, Opened
+from coordinator.runs.exchange import Opened, OpenRequest, RunReference
 from coordinator.runs.lineage import RunLineage
 from coordinator.runs.open_round import Waiting
 from coordinator.runs.run import ActiveRun, StoredObject
@@ -92,18 +92,18 @@ class RunScheduler:
         beside = runs.get(manifest.evaluation.beside) if manifest.evaluation.beside else None
         parent = runs.get(start_from) if start_from else None
         RunLineage(runs).require_fits(parent, manifest)
-        others = (None if other is None else Known.of(other) for other in (parent, beside))
+        others = (None if other is None else RunReference.of(other) for other in (parent, beside))
         with self.workers.opening() as worker:
-            opened = worker.open(Asked(manifest.to_json(), sizes, *others))
+            opened = worker.open(OpenRequest(manifest.to_json(), sizes, *others))
             weights = None if manifest.start is None else manifest.start.weights
             text = opened.manifest.encode()
             with self.objects.lock:
-                other = None if opened.other is None else StoredObject.taken(opened.other, self.objects)
+                other = None if opened.other is None else StoredObject.adopt(opened.other, self.objects)
                 filled = None if weights is None else StoredObject(weights.object, weights.size)
                 if filled is not None:
                     self.objects.path(filled.digest)  # newer uploads may have replaced it
                 new = _new_run(manifest, opened, self.objects.put(text), spec, request_id)
-                start = None if opened.state is None else StoredObject.taken(opened.state, self.objects)
+                start = None if opened.state is None else StoredObject.adopt(opened.state, self.objects)
                 known = {name: (train, test) for name, train, test in opened.sizes}
                 return runs.add(new, len(text), known, start, filled, other)
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.runs import lineage
-from coordinator.runs.lineage import GivenModel, RunLineage
+from coordinator.runs.lineage import ContributedModel, RunLineage
 from coordinator.runs.run_facts import CANDIDATES
 from coordinator.storage.records import RunState, StoredRun
 from coordinator.storage.runs import FETCHED, WITHDRAWN
@@ -41,7 +41,7 @@ Submit = Callable[[RunManifest, str, str, str], StoredRun]
 class AffectedRun:
     """A run that a hospital has withdrawn from, or would.
 
-    given: its updates in the model   by: the run that takes its sums out   reason: why they cannot be taken out
+    updates: its updates in the model   by: the run that takes its sums out   reason: why they cannot be taken out
     left: the others whose updates the model has   fetched: who read the model, and when   at: 0 if nothing is
     recorded.
     """
@@ -49,7 +49,7 @@ class AffectedRun:
     silo: str
     run: StoredRun
     at: float
-    given: Sequence[GivenModel]
+    updates: Sequence[ContributedModel]
     by: StoredRun | None
     reason: str
     left: Sequence[str]
@@ -58,7 +58,7 @@ class AffectedRun:
     def statement(self) -> str:
         """Return the signed text: canonical JSON."""
         about: dict[str, object] = {"silo": self.silo, "run": self.run.id, "manifest": self.run.manifest_digest}
-        about |= {"at": int(self.at), "updates": [[g.run, g.round + 1] for g in self.given]}
+        about |= {"at": int(self.at), "updates": [[g.run, g.round + 1] for g in self.updates]}
         if self.by is None:
             about |= {"taken_out": False, "why": self.reason}
         else:
@@ -74,7 +74,7 @@ class AffectedRun:
             run_name=self.run.name,
             run_state=self.run.state.value,
             at_unix=self.at,
-            given=[pb.GivenUpdate(run_id=g.run, round=g.round) for g in self.given],
+            given=[pb.GivenUpdate(run_id=g.run, round=g.round) for g in self.updates],
             by="" if self.by is None else self.by.id,
             by_state="" if self.by is None else self.by.state.value,
             reason=self.reason,
@@ -154,7 +154,7 @@ class Withdrawals:
                 affected.append(self._about(run, silo, updates))
         return affected
 
-    def _about(self, run: StoredRun, silo: str, updates: Sequence[GivenModel]) -> AffectedRun:
+    def _about(self, run: StoredRun, silo: str, updates: Sequence[ContributedModel]) -> AffectedRun:
         read = self.store.runs.events_of(run.id, FETCHED)
         noted = next((e for e in self.store.runs.events_of(run.id, WITHDRAWN) if e.silo == silo), None)
         others = sorted(set(self._line.updates_in(run)) - {silo})
@@ -168,7 +168,7 @@ class Withdrawals:
         others = (o for o in self.store.runs.all() if lineage.parent_of(o) == run.id and lineage.removes_sums(o))
         return next((o for o in others if o.state is not RunState.ABORTED and silo in ("", *o.members)), None)
 
-    def _obstacle(self, run: StoredRun, silo: str, updates: Sequence[GivenModel], others: Sequence[str]) -> str:
+    def _obstacle(self, run: StoredRun, silo: str, updates: Sequence[ContributedModel], others: Sequence[str]) -> str:
         """Return why a hospital's updates cannot be taken out of a model exactly; empty if they can."""
         if not lineage.adds(run):
             return "trained by gradients or on class means only: one hospital's share cannot be separated"
@@ -209,9 +209,9 @@ class Withdrawals:
     def _manifest(self, affected: AffectedRun, lead: str) -> RunManifest:
         """Describe the run that takes a hospital's sums out: they are sent alone, on the grid of the original sum."""
         manifest = RunManifest.from_json(affected.run.manifest)
-        origin = RunManifest.from_json(self.store.runs.get(affected.given[0].run).manifest)
+        origin = RunManifest.from_json(self.store.runs.get(affected.updates[0].run).manifest)
         options = dict(manifest.method.options)
-        options |= {"withdraws": ",".join(g.fingerprint for g in affected.given), "personal_head": False}
+        options |= {"withdraws": ",".join(g.fingerprint for g in affected.updates), "personal_head": False}
         weights = None if manifest.start is None else manifest.start.weights
         return replace(
             manifest,
@@ -220,7 +220,7 @@ class Withdrawals:
             members=(origin.members[origin.index(affected.silo)],),
             layout={n: _of_sums(spec) for n, spec in manifest.layout.items() if n == METRICS or n not in METRIC_PARTS},
             grid=origin.grid,
-            rounds=len(affected.given),
+            rounds=len(affected.updates),
             cohort=0,
             quorum=0,
             personal=False,

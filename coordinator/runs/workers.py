@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from coordinator.runs.exchange import (
     ERRORS,
-    Asked,
     Opened,
+    OpenRequest,
     Place,
     Rounds,
     RunService,
@@ -64,7 +64,7 @@ class RunWorker(Protocol):
     def build(self, spec: str, silos: Sequence[str]) -> str:
         """Freeze a lead's configuration as a manifest. silos: messages SiloInfo in hex; raises as `build_manifest`."""
 
-    def open(self, asked: Asked) -> Opened:
+    def open(self, asked: OpenRequest) -> Opened:
         """Open a run; raises as `opening.opened`."""
 
     def require_quorum(self, manifest: str, quorum: int) -> None:
@@ -160,7 +160,7 @@ class ProcessWorker:
     def build(self, spec: str, silos: Sequence[str]) -> str:
         return str(self._call("build", spec, silos))
 
-    def open(self, asked: Asked) -> Opened:
+    def open(self, asked: OpenRequest) -> Opened:
         return opened_of_json(self._call("open", *asked))
 
     def require_quorum(self, manifest: str, quorum: int) -> None:

@@ -177,7 +177,7 @@ class MemberStore:
             values = {"software": software, "data": asdict(data), "last_seen": self._clock()}
             db.execute(update(silos).where(silos.c.name == name).values(**values))
 
-    def seen(self, names: Collection[str]) -> None:
+    def mark_connected(self, names: Collection[str]) -> None:
         """Record that silos were connected until now."""
         with self._db.write() as db:
             db.execute(update(silos).where(silos.c.name.in_(names)).values(last_seen=self._clock()))

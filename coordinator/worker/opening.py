@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from coordinator.runs import run_facts
-from coordinator.runs.exchange import Asked, Opened, Written
+from coordinator.runs.exchange import Opened, OpenRequest, Written
 from coordinator.storage.records import StoredRun
 from coordinator.worker import start_point
 from fl_core.errors import ConfigError
@@ -18,7 +18,7 @@ from privacy.compiled_run import CompiledRun
 from service_core.storage.object_store import ObjectStore
 
 
-def opened(asked: Asked, objects: ObjectStore, write: Callable[[State], Written]) -> Opened:
+def opened(asked: OpenRequest, objects: ObjectStore, write: Callable[[State], Written]) -> Opened:
     """Check a run and complete its manifest with what it starts from.
 
     write: writes a state into a file

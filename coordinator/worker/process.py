@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import astuple
 from pathlib import Path
 
-from coordinator.runs.exchange import ERRORS, Place, Rounds, Setup, Update, Written, asked_of_json, seeds_of_json
+from coordinator.runs.exchange import ERRORS, Place, Rounds, Setup, Update, Written, open_request_of_json, seeds_of_json
 from coordinator.worker.work import RunWork
 from fl_core.extensions import loading
 from fl_core.types.enums import TaskKind
@@ -30,7 +30,7 @@ def serve(place: Place, line: Line) -> None:
         line,
         {
             "build": work.build,
-            "open": lambda *facts: work.open(asked_of_json(facts)),
+            "open": lambda *facts: work.open(open_request_of_json(facts)),
             "require_quorum": work.require_quorum,
             "take": lambda *facts: work.take(Setup(*facts)),
             "check": lambda *facts: work.check(Update(*facts)),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from coordinator.config.manifest_builder import build_manifest
-from coordinator.runs.exchange import Asked, Opened, Place, Rounds, RunService, Setup, Update, Written
+from coordinator.runs.exchange import Opened, OpenRequest, Place, Rounds, RunService, Setup, Update, Written
 from coordinator.worker import opening
 from fl_core.aggregation.contributor_floor import HOSPITALS
 from fl_core.aggregation.fixed_point import check_layout
@@ -70,7 +70,7 @@ class RunWork:
         with MODEL_LOCK:
             return build_manifest(spec, [pb.SiloInfo.FromString(bytes.fromhex(silo)) for silo in silos]).to_json()
 
-    def open(self, asked: Asked) -> Opened:
+    def open(self, asked: OpenRequest) -> Opened:
         """Open a run; raises as `opening.opened`."""
         with MODEL_LOCK:
             return opening.opened(asked, ObjectStore(Path(self._place.objects), sharded=True), self.written)

@@ -64,9 +64,9 @@ class ContributorFloor(Guard):
         return replace(self, hospitals=counts)
 
     def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:  # noqa: ARG002
-        return {name: self._kept(part) if name in self.parts else part for name, part in bundle.items()}
+        return {name: self._without_rare_rows(part) if name in self.parts else part for name, part in bundle.items()}
 
-    def _kept(self, part: Part) -> Part:
+    def _without_rare_rows(self, part: Part) -> Part:
         assert self.hospitals is not None
         kept = self.hospitals >= self.least
 

@@ -93,9 +93,11 @@ class NormGuard(Guard):
             raise ProtocolError(
                 "E-WIRE-06", f"expected the median norms of {len(self.blocks)} blocks beside the model, found others"
             )
-        return replace(self, history=NormHistory(*(self._known(medians[name]) for name in (_FIRST, _LARGEST))))
+        return replace(
+            self, history=NormHistory(*(self._measured_blocks(medians[name]) for name in (_FIRST, _LARGEST)))
+        )
 
-    def _known(self, values: Tensor) -> dict[str, float]:
+    def _measured_blocks(self, values: Tensor) -> dict[str, float]:
         return {block: v for block, v in zip(self.blocks, values.tolist(), strict=True) if v > 0}
 
     def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:  # noqa: ARG002

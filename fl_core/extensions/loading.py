@@ -248,7 +248,7 @@ def _import(extension: Extension) -> None:
 
 
 @contextmanager
-def given(kind: str, value: object, name: str = "", digest: str = "") -> Iterator[str]:
+def registered(kind: str, value: object, name: str = "", digest: str = "") -> Iterator[str]:
     """Register what a caller of this process holds in hand, for the time of the context; yields its name.
 
     A class keeps its place as its name, and is identified by its package, or by its own functions where that is a

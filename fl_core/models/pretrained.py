@@ -156,7 +156,7 @@ def _from_torch(raw: bytes) -> Tensors:
 class _Fitting:
     """What of a file fits a model, and what does not."""
 
-    taken: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
 
@@ -172,20 +172,20 @@ def fit(file: WeightsFile, options: object, model: nn.Module, classes: Sequence[
     own_names = any(name.startswith(("body.", "head.", "projection.")) for name in file.tensors)
     names = PublishedNames({"": ""}, (), ()) if own_names else _published(file.tensors, options, owner)
     match = _rename(file.tensors, names)
-    for name in [n for n in match.taken if n not in wanted]:
+    for name in [n for n in match.tensors if n not in wanted]:
         if not name.startswith(("head.", "projection.")):
             match.wrong.append(f"{name[:80]!r} unknown")
-        del match.taken[name]
+        del match.tensors[name]
     for part in ("projection.", "head."):
         fits = all(
-            n in match.taken and match.taken[n].shape == v.shape for n, v in wanted.items() if n.startswith(part)
+            n in match.tensors and match.tensors[n].shape == v.shape for n, v in wanted.items() if n.startswith(part)
         )
         if not fits or (part == "head." and file.classes != tuple(classes)):
-            match.taken = {n: v for n, v in match.taken.items() if not n.startswith(part)}
+            match.tensors = {n: v for n, v in match.tensors.items() if not n.startswith(part)}
     for name, value in wanted.items():
         if name.startswith(("projection.", "head.", *names.fresh)):
             continue
-        if (tensor := match.taken.get(name)) is None:
+        if (tensor := match.tensors.get(name)) is None:
             match.wrong.append(f"{name} missing")
         elif tensor.shape != value.shape:
             match.wrong.append(f"{name} of shape {_short(tensor.shape)} for {_short(value.shape)}")
@@ -196,7 +196,7 @@ def fit(file: WeightsFile, options: object, model: nn.Module, classes: Sequence[
             f"{owner}.weights: expected {what}, found {len(match.wrong)} tensors missing, unknown or of another shape "
             f"({'; '.join(match.wrong[:_NAMED])}): give the file of this architecture, with these options",
         )
-    taken = {n: value.detach().to(wanted[n].dtype).contiguous().clone() for n, value in match.taken.items()}
+    taken = {n: value.detach().to(wanted[n].dtype).contiguous().clone() for n, value in match.tensors.items()}
     if unfit := problem(taken, model):
         raise ConfigError("E-CFG-02", f"{owner}.weights: expected weights of a trained model, found {unfit}")
     return taken
@@ -230,7 +230,7 @@ def _rename(tensors: Tensors, names: PublishedNames) -> _Fitting:
         if prefix is None or not (value.is_floating_point() or tensor_maps.is_graph(name, value)):
             match.wrong.append(f"{name[:80]!r} unknown")
         else:
-            match.taken[names.prefixes[prefix] + name.removeprefix(prefix)] = value
+            match.tensors[names.prefixes[prefix] + name.removeprefix(prefix)] = value
     return match
 
 

@@ -136,7 +136,7 @@ class PlainUpdates:
     """Parts of sums whose rows tell of single classes, but for what an evaluation measures."""
     sums_of: ClassVar[int] = 0
     """Updates in the smallest sum that is read; 0 where each is read by itself."""
-    beside: ClassVar[int] = 0
+    extra_bytes: ClassVar[int] = 0
     """Bytes of what an update has beside its numbers, so that others can open sums of them."""
     covered: ClassVar[Mapping[TaskKind, Layout]] = {}
     """The layouts of what silos upload where no number of it can be read; empty where each can."""
@@ -248,7 +248,7 @@ class MaskedUpdates:
         return self.terms.smallest_sum(self.manifest.cohort_size)
 
     @property
-    def beside(self) -> int:
+    def extra_bytes(self) -> int:
         return masking_bytes(self.manifest.cohort_size)
 
     @property

@@ -39,10 +39,10 @@ class SurveyProgram(OneAnswer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.asked
+        _ = self.parsed_questions
 
     @cached_property
-    def asked(self) -> tuple[SurveyQuestion, ...]:
+    def parsed_questions(self) -> tuple[SurveyQuestion, ...]:
         return parse_questions(self.questions)
 
     @property
@@ -54,7 +54,7 @@ class SurveyProgram(OneAnswer):
         return {} if self.release == "noisy" else {"release": "noisy"}
 
     def query(self, n_classes: int) -> SurveySums:
-        return SurveySums(self.asked, n_classes, private=self.release == "noisy")
+        return SurveySums(self.parsed_questions, n_classes, private=self.release == "noisy")
 
     def blank(self, n_classes: int) -> Tensors:
         return blank_answers(self.query(n_classes))

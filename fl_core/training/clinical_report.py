@@ -69,7 +69,7 @@ def class_rows(metrics: ClinicalMetrics, classes: Sequence[str]) -> list[tuple[s
     """Return a row per class under `class_head`, with intervals for the sampling of test images."""
     rows = zip(
         classes,
-        (f"{t.there} of {sum(t)}" if metrics.labels else str(t.there) for t in metrics.tables),
+        (f"{t.present} of {sum(t)}" if metrics.labels else str(t.present) for t in metrics.tables),
         zip(metrics.sensitivity, intervals.by_class(metrics), strict=True),
         zip(metrics.specificity, intervals.specificities(metrics), strict=True),
         zip(metrics.auc, intervals.areas(metrics), strict=True),

@@ -65,7 +65,7 @@ class TwoByTwo(NamedTuple):
     tp: int
 
     @property
-    def there(self) -> int:
+    def present(self) -> int:
         return self.fn + self.tp
 
     @property
@@ -110,7 +110,7 @@ class ClinicalMetrics:
     @property
     def per_class(self) -> list[int]:
         """Test examples by class, or with each label."""
-        return [table.there for table in self.tables]
+        return [table.present for table in self.tables]
 
     @property
     def examples(self) -> int:
@@ -120,7 +120,7 @@ class ClinicalMetrics:
     @property
     def classes_present(self) -> int:
         """Classes with a test example, labels both present and absent in some: the basis of the macro means."""
-        return sum(bool(t.there and (t.absent or not self.labels)) for t in self.tables)
+        return sum(bool(t.present and (t.absent or not self.labels)) for t in self.tables)
 
     @property
     def alternatives(self) -> int:
@@ -130,7 +130,7 @@ class ClinicalMetrics:
     @property
     def sensitivity(self) -> list[float | None]:
         """Return TP / (TP + FN) by class: the share of its examples that are recognised."""
-        return [t.tp / t.there if t.there else None for t in self.tables]
+        return [t.tp / t.present if t.present else None for t in self.tables]
 
     @property
     def specificity(self) -> list[float | None]:
@@ -145,8 +145,8 @@ class ClinicalMetrics:
         """
         if not self.labels:
             return tuple(t.tp for t in self.tables), tuple(self.per_class)
-        both = [t for t in self.labels if t.there and t.absent]
-        return tuple(n for t in both for n in (t.tp, t.tn)), tuple(n for t in both for n in (t.there, t.absent))
+        both = [t for t in self.labels if t.present and t.absent]
+        return tuple(n for t in both for n in (t.tp, t.tn)), tuple(n for t in both for n in (t.present, t.absent))
 
     @property
     def balanced_accuracy(self) -> float | None:

@@ -117,7 +117,7 @@ def _end(inside: float, bound: float, outside: Callable[[float], bool]) -> float
 
 def by_class(metrics: ClinicalMetrics, level: float = LEVEL) -> list[Interval | None]:
     """Return the interval of each class's sensitivity."""
-    return [share(t.tp, t.there, level) for t in metrics.tables]
+    return [share(t.tp, t.present, level) for t in metrics.tables]
 
 
 def specificities(metrics: ClinicalMetrics, level: float = LEVEL) -> list[Interval | None]:
@@ -126,7 +126,7 @@ def specificities(metrics: ClinicalMetrics, level: float = LEVEL) -> list[Interv
 
 def areas(metrics: ClinicalMetrics, level: float = LEVEL) -> list[Interval | None]:
     """Return the interval of each class's AUC."""
-    return [auc(area, t.there, t.absent, level) for area, t in zip(metrics.auc, metrics.tables, strict=True)]
+    return [auc(area, t.present, t.absent, level) for area, t in zip(metrics.auc, metrics.tables, strict=True)]
 
 
 def macro_auc(metrics: ClinicalMetrics, level: float = LEVEL) -> Interval | None:

@@ -171,7 +171,7 @@ class Account:
     versions: dict[str, DataVersion] = field(default_factory=dict)
     units: dict[str, str] = field(default_factory=dict)
     budgets: list[Budget] = field(default_factory=list)
-    kept: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
+    stored_values: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
     forgiven: set[str] = field(default_factory=set)
     restored: int = 0
     refusals: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -193,7 +193,7 @@ class Account:
                 self.budgets.append(Budget(event.subject, kept, facts["operator"], facts["reason"], event.created_at))
             elif event.state == "KEPT":
                 facts = json.loads(event.detail)
-                self.kept[event.subject, facts["name"]] = facts["value"], event.created_at
+                self.stored_values[event.subject, facts["name"]] = facts["value"], event.created_at
             elif event.state == "RESTORED":
                 seq, hash, *times = event.detail.split()  # version 1 wrote no count
                 self.forgiven.add(f"{seq} {hash}")
@@ -249,7 +249,7 @@ class Account:
         self.units = dict(facts["units"])
         for collection, detail, at in facts["budgets"]:
             self.apply(LedgerEvent(0, None, collection, "BUDGET", detail, at))
-        self.kept = {(fingerprint, name): (value, at) for fingerprint, name, value, at in facts["kept"]}
+        self.stored_values = {(fingerprint, name): (value, at) for fingerprint, name, value, at in facts["kept"]}
         for id, state, detail, at in facts["entries"]:
             entry = self._enter(LedgerEntry.of(LedgerEvent(0, id, id, "", detail, at)))
             entry.state = state

@@ -60,7 +60,7 @@ def _read(db: sqlite3.Connection, events: Sequence[LedgerEvent]) -> Account:
         units[collection].append(bytes(digest))
     account.units = {c: hashlib.sha256(b"".join(sorted(digests))).hexdigest() for c, digests in units.items()}
     kept = db.execute("SELECT fingerprint, name, value, created_at FROM kept")
-    account.kept = {(fingerprint, what): (value, at) for fingerprint, what, value, at in kept}
+    account.stored_values = {(fingerprint, what): (value, at) for fingerprint, what, value, at in kept}
     return account
 
 
@@ -103,7 +103,7 @@ def _say(account: Account) -> str:
         "versions": {f: [v.collection, v.records, v.units, v.created_at] for f, v in account.versions.items()},
         "units": account.units,
         "budgets": [[b.collection, b.detail(), b.created_at] for b in account.budgets],
-        "kept": [[*key, *value] for key, value in account.kept.items()],
+        "kept": [[*key, *value] for key, value in account.stored_values.items()],
         "entries": [[e.id, e.state, e.detail(), e.created_at] for e in account.entries.values()],
         "forgiven": sorted(account.forgiven),
         "restored": account.restored,

@@ -73,7 +73,7 @@ class EventChain:
         interrupted restore.
         """
         require_finished(file.parent)
-        self.file, self.key_file = file, key or ledger_key.beside(file)
+        self.file, self.key_file = file, key or ledger_key.key_path(file)
         file.parent.mkdir(parents=True, exist_ok=True)
         if not file.exists():
             os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))

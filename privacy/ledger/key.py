@@ -19,7 +19,7 @@ BYTES = 32
 _OTHERS = 0o077
 
 
-def beside(ledger: Path) -> Path:
+def key_path(ledger: Path) -> Path:
     return ledger.with_name(f"{ledger.stem}.key")
 
 

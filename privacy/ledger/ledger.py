@@ -395,7 +395,7 @@ class Ledger:
     def keep(self, fingerprint: str, name: str, value: str) -> None:
         """Store a release that is made once per data version; an existing one stays."""
         with self.writing() as (db, account):
-            if (fingerprint, name) in account.kept:
+            if (fingerprint, name) in account.stored_values:
                 return
             self.chain.write(db, None, fingerprint, "KEPT", json.dumps({"name": name, "value": value}))
 
@@ -422,9 +422,9 @@ class Ledger:
         with self._current() as account:
             return account.budget(collection)
 
-    def kept(self, fingerprint: str, name: str) -> str | None:
+    def stored_value(self, fingerprint: str, name: str) -> str | None:
         with self._current() as account:
-            return account.kept.get((fingerprint, name), (None,))[0]
+            return account.stored_values.get((fingerprint, name), (None,))[0]
 
     def entries(self, collection: str) -> list[tuple[str, str, list[PlannedRelease]]]:
         with self._current() as account:

@@ -71,7 +71,7 @@ class RunLedger:
 
     def cached(self, purpose: str, dtype: torch.dtype = torch.float32) -> Tensor | None:
         """Return a release made once per version of the data and label space; seeded noise is kept separate."""
-        value = self._ledger.kept(*self._key(purpose))
+        value = self._ledger.stored_value(*self._key(purpose))
         return None if value is None else torch.tensor(json.loads(value), dtype=dtype)
 
     def cache(self, purpose: str, value: Tensor) -> None:

@@ -99,14 +99,14 @@ class AuditLog:
     def keep(self, head: SignedHead) -> SignedHead | None:
         """Keep the head of another side's log; return the previous head if the log now lacks lines of that one."""
         with self._writing() as db:
-            before = self._kept(db, head.of)
+            before = self._head_of(db, head.of)
             _keep(db, head.of, json.dumps(head.to_json()))
         return before if before is not None and head.lacks(before) else None
 
-    def kept(self, of: str) -> SignedHead | None:
+    def head_of(self, of: str) -> SignedHead | None:
         """Return the newest head of another side's log; None if there is none or it is damaged."""
         with self.reading() as db:
-            return self._kept(db, of)
+            return self._head_of(db, of)
 
     def head(self) -> ChainHead:
         """Return number and hash of the newest line; 0 and empty in an empty log."""
@@ -204,7 +204,7 @@ class AuditLog:
         number = max(before.seq, last_number(db)) + 1  # where the end was cut off, the gap stays, and `verify` finds it
         return CHAIN.append(db, (LogLine(number, self._clock(), before.hash, entry).encode(),), number)
 
-    def _kept(self, db: sqlite3.Connection, of: str) -> SignedHead | None:
+    def _head_of(self, db: sqlite3.Connection, of: str) -> SignedHead | None:
         try:
             return SignedHead.from_json(json.loads(_value(db, of)))
         except (ValueError, TypeError, KeyError, RecursionError):

@@ -34,7 +34,7 @@ def prove(
     """
     if kept := store.secagg.coverages(key.run_id):
         return kept[key.run_id], False
-    masked = store.secagg.known(key.run_id)
+    masked = store.secagg.masked_run(key.run_id)
     if proof is None:
         raise SecaggError("E-RUN-48", f"expected the census of run {key.run_id} with its first round, found none")
     row = store.secagg.row(TaskKey.census(key.run_id))

@@ -104,7 +104,7 @@ class AdmissionRequest(NamedTuple):
 
     declared: the classes that this hospital declares, for policies that name none   device: where it would train
     data_of: loads the run's data, for the person who decides   data: asks to use the hospital's data
-    whole: asks whether the budget covers all rounds   task: asks to do a task.
+    whole_run: asks whether the budget covers all rounds   task: asks to do a task.
     """
 
     run_id: str
@@ -113,7 +113,7 @@ class AdmissionRequest(NamedTuple):
     device: torch.device = CPU
     data_of: Callable[[CompiledRun], SiloDataset] | None = None
     data: DataQuestion | None = None
-    whole: RunAccess | None = None
+    whole_run: RunAccess | None = None
     task: TaskQuestion | None = None
 
 
@@ -215,8 +215,8 @@ class HospitalControls(HospitalRules):
         with self._recording(request, run.private):
             if request.data is not None:
                 access = self._access(run, policy, request.data, request.declared)
-            if request.whole is not None:
-                _require_budget(run, request.whole)
+            if request.whole_run is not None:
+                _require_budget(run, request.whole_run)
         return AdmissionDecision(run, access)
 
     def _admitted_run(self, request: AdmissionRequest) -> tuple[Policy, CompiledRun]:

@@ -29,7 +29,7 @@ def update_contents(run: CompiledRun) -> UpdateContents:
         for name, spec in manifest.layout.items()
     }
     tensors = sum(1 + len(spec.shapes) for spec in manifest.layout.values())
-    return UpdateContents(parts, tensors, word, run.updates.beside)
+    return UpdateContents(parts, tensors, word, run.updates.extra_bytes)
 
 
 def privacy_of(run: CompiledRun) -> str:
@@ -97,7 +97,7 @@ def request_of(
         tensors=contents.tensors,
         word=contents.word,
         charges=charges,
-        masked=(contents.word, contents.beside) if contents.beside else (),
+        masked=(contents.word, contents.extra_bytes) if contents.extra_bytes else (),
         sums_of=run.updates.sums_of,
         others=tuple(m.name for m in manifest.members if m.name != silo and run.updates.sums_of),
         shared=shared,

@@ -26,7 +26,7 @@ from silo.identity.identity import SiloIdentity
 from silo.operations.liveness import Liveness
 from silo.service.service import POLL_S, Service
 from silo.settings import SiloSettings
-from silo.storage.home import Served
+from silo.storage.home import ServeOptions
 
 if TYPE_CHECKING:  # only a worker loads torch
     from silo.training.trainer import RunRound
@@ -135,7 +135,7 @@ def serve(
 
         service = Service(settings, emit, run_round=run_round)
         root = "" if settings.data_root is None else str(settings.data_root.absolute())
-        settings.home.note_served(Served(settings.data, root, str(Path.cwd()), settings.launcher))
+        settings.home.note_served(ServeOptions(settings.data, root, str(Path.cwd()), settings.launcher))
         try:
             with ShutdownSignals(service=True) as signals, ExitStack() as beside:
                 if page:

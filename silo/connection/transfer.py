@@ -163,7 +163,7 @@ class Transfer:
         _, receipt = self._open(entry)
         return None if receipt is None else verifier.verify(receipt, entry)
 
-    def taken(self, entry: OutboxEntry, verifier: ReceiptVerifier, stop: CancelToken) -> bytes | None:
+    def receipt_for(self, entry: OutboxEntry, verifier: ReceiptVerifier, stop: CancelToken) -> bytes | None:
         """Ask, with retries, whether an update was accepted; return its receipt, or None if the coordinator has none.
 
         Raises CancelledError; ProtocolError (E-WIRE-07) if it accepted another update for this task; as

@@ -48,17 +48,17 @@ _BYTES_PER_TENSOR, _FRAME_BYTES = 512, 4096
 class UpdateContents:
     """What an update of a run contains, by its manifest: numbers of each part, and the number of tensors.
 
-    word: largest size of a number in bytes (4 in entries of earlier versions)   beside: bytes in each masked update
-    that help to open the sum; 0 without masks.
+    word: largest size of a number in bytes (4 in entries of earlier versions)
+    extra_bytes: in each masked update, for opening the sum; 0 without masks.
     """
 
     parts: Mapping[str, int]
     tensors: int
     word: int = FLOAT_BYTES
-    beside: int = 0
+    extra_bytes: int = 0
 
     def to_json(self) -> str:
-        masked = {"masked": (self.word, self.beside)} if self.beside else {}
+        masked = {"masked": (self.word, self.extra_bytes)} if self.extra_bytes else {}
         return json.dumps(
             {"parts": dict(self.parts), "tensors": self.tensors, "word": self.word, **masked}, sort_keys=True
         )
@@ -79,13 +79,13 @@ class UpdateContents:
 
     @property
     def most_bytes(self) -> int:
-        return self.word * self.numbers + self.beside + _BYTES_PER_TENSOR * self.tensors + _FRAME_BYTES
+        return self.word * self.numbers + self.extra_bytes + _BYTES_PER_TENSOR * self.tensors + _FRAME_BYTES
 
     def descriptions(self) -> list[str]:
         described = {**PART_DESCRIPTIONS, **{part: text for kind in kinds.kinds() for part, text in kind.parts.items()}}
         masked = (
             []
-            if not self.beside
+            if not self.extra_bytes
             else [
                 "all of it is masked: the coordinator reads only sums over several hospitals",
                 "for a class that only this hospital has, the sum is its own contribution, without its name",

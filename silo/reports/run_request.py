@@ -24,7 +24,7 @@ class RequestLine(NamedTuple):
     """One line of a request: what the run asks for, and what the policy allows."""
 
     what: str
-    asked: str
+    requested: str
     policy: str
 
 

@@ -49,7 +49,7 @@ class SecaggMember:
     emit: EmitEvent
     apply_roster: Callable[[bytes], None]
     _offered: dict[TaskKey, bytes] = field(default_factory=dict)
-    _said: dict[object, None] = field(default_factory=dict)
+    _logged: dict[object, None] = field(default_factory=dict)
 
     # ---- the task runner's ---------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class SecaggMember:
         """Confirm the one set of a round; it is on the disk before the signature leaves. Raises as `TaskKey.of`."""
         key = TaskKey.of(message)
         with self._refusing(key, b""):
-            masked_run = self.store.secagg.known(key.run_id)
+            masked_run = self.store.secagg.masked_run(key.run_id)
             updates = tuple((update.index, digest_of(update.object_digest)) for update in message.updates)
             base = digest_of(message.base_digest)
             seal = Seal(key.run_id, key.kind.value, key.round, base, message.keys_digest, updates, message.signature)
@@ -141,7 +141,7 @@ class SecaggMember:
         """Send the shares that open the set which was confirmed here; raises as `TaskKey.of`."""
         key = TaskKey.of(message)
         with self._refusing(key, message.seal_hash):
-            masked_run = self.store.secagg.known(key.run_id)
+            masked_run = self.store.secagg.masked_run(key.run_id)
             opening = Opening(
                 key.run_id,
                 key.kind.value,
@@ -183,11 +183,11 @@ class SecaggMember:
     def _tell_once(
         self, about: object, kind: str, text: str, key: TaskKey, facts: dict[str, str] | None = None
     ) -> None:
-        if about in self._said:
+        if about in self._logged:
             return
-        self._said[about] = None
-        while len(self._said) > _REMEMBERED:
-            del self._said[next(iter(self._said))]
+        self._logged[about] = None
+        while len(self._logged) > _REMEMBERED:
+            del self._logged[next(iter(self._logged))]
         self.emit(event(kind, text, key, facts))
 
     def _signed_by_coordinator(self, signer_pem: bytes, message: bytes, signature: bytes) -> bool:

@@ -258,7 +258,7 @@ class TaskRunner:
     def _was_taken(self, task: QueuedTask, entry: OutboxEntry) -> bool:
         """Ask for the receipt of an update whose bytes are gone; if there is one, nothing is made or charged again."""
         self.queue.set_activity(task, pb.FETCHING)
-        receipt = self.transfer.taken(entry, self.receipt_verifier(), task.stop)
+        receipt = self.transfer.receipt_for(entry, self.receipt_verifier(), task.stop)
         if receipt is not None:
             self.queue.accept(task)
             self._keep_receipt(task, entry, receipt)

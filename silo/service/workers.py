@@ -294,7 +294,7 @@ class CagedWorker:
             self._child = ChildProcess(start.launch, start.kill)
             late = f"it was not ready within {START_S:g} s"
             with self._cancelled_by(stop):
-                with self._child.within(START_S, late) if start.waits is None else self._told(start.waits):
+                with self._child.within(START_S, late) if start.waits is None else self._reporting_wait(start.waits):
                     self._place = self._until("began", _whereabouts, None)
                 if home.shares_ledger and self._place.machine != machine():
                     raise StateError(
@@ -330,7 +330,7 @@ class CagedWorker:
             self.announce()
 
     @contextmanager
-    def _told(self, waits: Callable[[], str]) -> Iterator[None]:
+    def _reporting_wait(self, waits: Callable[[], str]) -> Iterator[None]:
         """Tell, as long as the block lasts, why the process has not begun."""
         over, lock, told = threading.Event(), threading.Lock(), ""
 

@@ -120,7 +120,7 @@ class FeatureCache:
         if kept is not None:
             return kept
         self._delete(lambda of: (of.origin, of.request) == (key.origin, key.request) and of.data != key.data)
-        made = self._made(key, n, make())
+        made = self._write(key, n, make())
         with disk.disk_errors(self.folder):
             made.replace(self._path(key))
         private_files.sync_path(self.folder)
@@ -214,7 +214,7 @@ class FeatureCache:
         self._open[key.name] = fd, status, kept
         return kept
 
-    def _made(self, key: FeatureKey, n: int, blocks: Iterator[Block]) -> Path:
+    def _write(self, key: FeatureKey, n: int, blocks: Iterator[Block]) -> Path:
         for left in self.folder.glob(f"*{_PART}"):  # left by a crash
             left.unlink()
         part, hasher = self._path(key).with_suffix(_PART), blake3(key=self._secret())

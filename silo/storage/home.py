@@ -41,7 +41,7 @@ class ProcessInstance(NamedTuple):
     previous: str
 
 
-class Served(NamedTuple):
+class ServeOptions(NamedTuple):
     """The options of `silo serve` that other commands need.
 
     data_root: of named data sets, empty for the default   cwd: working folder   launcher: of the worker.
@@ -184,13 +184,13 @@ class Home:
             )
         return addresses
 
-    def note_served(self, served: Served) -> None:
+    def note_served(self, served: ServeOptions) -> None:
         private_files.write_private(self.path / SERVED, json.dumps(served._asdict()).encode())
 
-    def served(self) -> Served | None:
+    def served(self) -> ServeOptions | None:
         """Return what the last service here served; None before the first, or if it cannot be read."""
         try:
-            served = Served(**json.loads((self.path / SERVED).read_text()))
+            served = ServeOptions(**json.loads((self.path / SERVED).read_text()))
         except (OSError, ValueError, TypeError, RecursionError):
             return None
         return served if all(isinstance(value, str) for value in served) else None

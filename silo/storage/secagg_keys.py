@@ -78,7 +78,7 @@ class MaskedRun:
 
 
 @dataclass(frozen=True, slots=True)
-class KnownRun:
+class RunWithKeys:
     """A masked run with its keys. keys_object: digest of the object that contained all members' keys."""
 
     terms: MaskedRun
@@ -121,15 +121,15 @@ class SecaggKeyStore:
                 db.execute(insert(secagg_runs).values(run_id=run.run_id, keys_object="", position=0, **values))
                 return entry
         if row.state == GONE:
-            raise _gone(run.run_id)
+            raise _no_keys(run.run_id)
         return bytes(row.entry)
 
-    def own(self, run_id: str) -> OwnKeys:
+    def own_keys(self, run_id: str) -> OwnKeys:
         """Return the private keys of a run whose members' keys are not here yet; raises SecaggError (E-RUN-50)."""
         with self._database.read() as db:
             row = _run(db, run_id)
         if row is None or row.state != KEYED:
-            raise _gone(run_id)
+            raise _no_keys(run_id)
         return OwnKeys(bytes(row.agree), bytes(row.sign))
 
     def agree(self, run_id: str, keys_object: str, keys: RunKeys) -> None:
@@ -149,10 +149,10 @@ class SecaggKeyStore:
             _overwrite_deleted(db)
             mine = secagg_runs.c.run_id == run_id, secagg_runs.c.state == KEYED
             if not db.execute(update(secagg_runs).where(*mine).values(**values)).rowcount:
-                raise _gone(run_id)
+                raise _no_keys(run_id)
         self._database.checkpoint(whole=True)
 
-    def known(self, run_id: str) -> KnownRun:
+    def masked_run(self, run_id: str) -> RunWithKeys:
         """Return a run with its keys; raises SecaggError (E-RUN-50) if there are none yet or no longer."""
         with self._database.read() as db:
             row = _run(db, run_id)
@@ -162,8 +162,8 @@ class SecaggKeyStore:
                 f"expected the keys of all members of run {run_id}, found none yet: they come with its first task here",
             )
         if row is None or row.state != READY:
-            raise _gone(run_id)
-        return KnownRun(MaskedRun.from_json(row.terms), _keys(row), row.keys_object)
+            raise _no_keys(run_id)
+        return RunWithKeys(MaskedRun.from_json(row.terms), _keys(row), row.keys_object)
 
     def coverages(self, run_id: str | None = None) -> dict[str, ClassCoverage]:
         """Return at how many hospitals each class is trained, by run: of one run, or of all with a proved census.
@@ -235,7 +235,7 @@ def enter_update(db: Connection, entry: OutboxEntry) -> None:
     if run is None:
         return
     if run.state != READY:
-        raise _gone(entry.key.run_id)
+        raise _no_keys(entry.key.run_id)
     from privacy.secagg.silo_side import MaskedTaskRow
 
     before = _round(db, entry.key)
@@ -332,7 +332,7 @@ def _put_round(db: Connection, key: TaskKey, row: MaskedTaskRow) -> None:
     db.execute(written.on_conflict_do_update(index_elements=["run_id", "kind", "round"], set_=values))
 
 
-def _gone(run_id: str) -> SecaggError:
+def _no_keys(run_id: str) -> SecaggError:
     return SecaggError(
         "E-RUN-50",
         f"expected this hospital's keys of run {run_id}, found none: the run has ended here, or the hospital's service "

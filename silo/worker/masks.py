@@ -43,7 +43,7 @@ class TaskMasks:
         Raises SecaggError (E-RUN-49, E-RUN-50) if the task was masked, its set fixed, or its round closed since it
         began.
         """
-        keys, row = self.store.secagg.known(self.key.run_id).keys, self.store.secagg.row(self.key)
+        keys, row = self.store.secagg.masked_run(self.key.run_id).keys, self.store.secagg.row(self.key)
         model, classes = (unsigned(update[block].total[WORDS]) for block in (MODEL, CLASSES))
         made = silo_side.mask(keys, self.round, row, model, classes)
         extra = {name: torch.from_numpy(getattr(made, name).copy()) for name in ("salt", "commitments", "packages")}
@@ -68,7 +68,7 @@ class RunMasks:
         key = TaskKey.of(offer)
         if self.store.secagg.state(key.run_id) != READY:
             self._agree(key.run_id, offer.secagg_keys_digest, manifest, fetch, emit)
-        masked_run = self.store.secagg.known(key.run_id)
+        masked_run = self.store.secagg.masked_run(key.run_id)
         if offer.secagg_keys_digest != masked_run.keys_object:
             raise SecaggError(
                 "E-ID-33",
@@ -88,7 +88,7 @@ class RunMasks:
     def _agree(
         self, run_id: str, digest: str, manifest: RunManifest, fetch: Callable[[str], Path], emit: EmitEvent
     ) -> None:
-        private_keys = self.store.secagg.own(run_id)
+        private_keys = self.store.secagg.own_keys(run_id)
         if not digest:
             raise SecaggError(
                 "E-ID-33", f"expected the keys of all members with the first task of run {run_id}, found none"

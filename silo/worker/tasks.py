@@ -193,7 +193,7 @@ class TaskWork:
         run_id = task.key.run_id
         began = self.outbox.store.run_data.find(run_id)
         prepared = self.trainer.prepare(run_id, run, task.weights, began)
-        self.controls.admit(self.trainer.request(run_id, run.manifest)._replace(whole=prepared.access))
+        self.controls.admit(self.trainer.request(run_id, run.manifest)._replace(whole_run=prepared.access))
         try:
             prepared.require_room(self.outbox.objects.folder)
         except RefusedError as error:

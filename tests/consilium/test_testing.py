@@ -94,7 +94,7 @@ class Sharing(FedAvg):
 )
 def test_a_method_that_breaks_a_promise_is_told_which(method: type[FedAvg], promise: str) -> None:
     (check,) = [check for check in CHECKS if check.__name__ == promise.replace(" ", "_")]
-    with loading.given("method", method) as name:
+    with loading.registered("method", method) as name:
         said = broken_by(lambda: run_checks([check], MethodCase(name, {}), method.__name__))
     assert said.startswith(f"{method.__name__} breaks 1 of 1 promises:\n  {promise}: ")
 

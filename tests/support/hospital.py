@@ -42,7 +42,7 @@ from silo.admission.controls import AdmissionRequest, HospitalControls
 from silo.admission.run_request import privacy_of, update_contents
 from silo.identity.identity import SiloIdentity
 from silo.storage.approvals import AwaitingDecisionError
-from silo.storage.home import Home, Served
+from silo.storage.home import Home, ServeOptions
 from silo.storage.outbox import Outbox, TrainingResult
 from silo.storage.store import SiloStore
 from silo.storage.tasks import Attestation, LocalEvaluation, OutboxEntry
@@ -417,7 +417,7 @@ def furnished(folder: Path) -> Home:
     identity.update_roster(roster(ca, [mine, *others, late], 2), accept_additions=False)
     ledger = budgeted(folder, policy=POLICY)
     spent(ledger)
-    home.note_served(Served(DATA))
+    home.note_served(ServeOptions(DATA))
     checked(home)
     took_part(home, private(rng="secure"))
     asks(

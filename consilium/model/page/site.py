@@ -30,11 +30,11 @@ _SEEN = "seen/"
 
 @dataclass(frozen=True, slots=True)
 class AnsweredImage:
-    """One image's answer. seen: the square that the model saw, as PNG."""
+    """One image's answer. png: the square that the model saw, as PNG."""
 
     number: int
     prediction: Prediction
-    seen: bytes
+    png: bytes
 
     def likeliest(self, classes: tuple[str, ...]) -> list[tuple[str, float]]:
         ranked = sorted(zip(classes, self.prediction.probabilities, strict=True), key=lambda pair: -pair[1])
@@ -103,7 +103,7 @@ class PredictionPage:
     def _download(self, id: str) -> Download | None:
         with self._lock:
             image = next((s for s in self._shown if id == f"{_SEEN}{s.number}"), None)
-        return None if image is None else Download(f"{image.number}.png", "image/png", image.seen)
+        return None if image is None else Download(f"{image.number}.png", "image/png", image.png)
 
 
 def _headline(shown: list[AnsweredImage]) -> str:

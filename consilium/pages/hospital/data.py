@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from service_core.storage import private_files
-from silo.storage.home import Home, Served
+from silo.storage.home import Home, ServeOptions
 
 FILE = "data-check.json"
 _MAX_BYTES = 4 << 20
@@ -112,7 +112,7 @@ class DataCheck:
         try:
             with (self._home.path / FILE).open("rb") as file:
                 raw = json.loads(file.read(_MAX_BYTES))
-            if Served(**raw["served"]) != self._home.served():
+            if ServeOptions(**raw["served"]) != self._home.served():
                 return None
             return _report(raw)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -127,7 +127,7 @@ class DataCheck:
             process.terminate()
             process.wait()
 
-    def _wait(self, process: subprocess.Popen[bytes], served: Served) -> None:
+    def _wait(self, process: subprocess.Popen[bytes], served: ServeOptions) -> None:
         out, err = process.communicate()
         result: dict[str, Any]
         try:
@@ -139,7 +139,7 @@ class DataCheck:
                 self._keep(served, result)
             self._process = None
 
-    def _keep(self, served: Served, found: Mapping[str, Any]) -> None:
+    def _keep(self, served: ServeOptions, found: Mapping[str, Any]) -> None:
         text = json.dumps({"at": time.time(), "served": served._asdict(), **found})
         with suppress(OSError):  # a full disk: it is checked again when the page is opened
             private_files.write_private(self._home.path / FILE, text.encode())

@@ -98,7 +98,7 @@ class HospitalPage:
         """Gather everything that the page shows, as it is now."""
         identity = SiloIdentity(self.home.path)
         mine, pins = identity.load(), identity.pins()
-        policy_and_ledger = self._known()
+        policy_and_ledger = self._policy_and_ledger()
         waiting, more = self._decisions.waiting(policy_and_ledger)
         left, health, contact = disclosures_of(self.store), Health.of(self.home), self.store.contact()
         served = self.home.served()
@@ -160,9 +160,9 @@ class HospitalPage:
 
     @property
     def _decisions(self) -> Decisions:
-        return Decisions(self.home, self.store, self._known)
+        return Decisions(self.home, self.store, self._policy_and_ledger)
 
-    def _known(self) -> PolicyAndLedger:
+    def _policy_and_ledger(self) -> PolicyAndLedger:
         report = self.data.report()
         state = PolicyAndLedger.of(
             self.home, report.fingerprint if report else "", self._ledger, self.store.answers.measured_today()
@@ -231,12 +231,12 @@ def _stat(path: Path) -> os.stat_result | None:
 class Decisions:
     """The runs that ask this hospital; its buttons do what `silo approve` does, and only what was shown.
 
-    known: what they are held against, as it is now.
+    current_policy: what they are held against, as it is now.
     """
 
     home: Home
     store: SiloStore
-    known: Callable[[], PolicyAndLedger]
+    current_policy: Callable[[], PolicyAndLedger]
 
     def waiting(self, policy_and_ledger: PolicyAndLedger) -> tuple[dict[str, PendingDecision], int]:
         """Return the runs that wait by an id for the page, the oldest question first, and how many more there are."""
@@ -257,7 +257,7 @@ class Decisions:
 
     def _digest(self, form: Mapping[str, str]) -> str | None:
         decision = self._find(form)
-        return None if decision is None else PendingDecision.of(decision, self.known()).digest
+        return None if decision is None else PendingDecision.of(decision, self.current_policy()).digest
 
     def _decide(self, form: Mapping[str, str], approve: bool) -> str:
         """Decide, with a line in the audit log; raises ChangedError where somebody else just did."""

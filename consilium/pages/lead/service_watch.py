@@ -146,14 +146,14 @@ class ServiceWatch:
                     break
                 self._wanted = False
                 self._begun += 1
-            snapshot = self._asked()
+            snapshot = self._next_snapshot()
             with self._lock:
                 self._snapshot, self._tried = snapshot, time.monotonic()
                 self._done = self._begun
                 self._lock.notify_all()
         self._disconnect()
 
-    def _asked(self) -> ServiceSnapshot:
+    def _next_snapshot(self) -> ServiceSnapshot:
         before = self._snapshot
         try:
             if self._client is None:

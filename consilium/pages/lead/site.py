@@ -43,13 +43,13 @@ Order = Callable[[LeadClient, Parameters], str]
 class LeadPage:
     """The page of one lead.
 
-    watch: what the service says   connect: makes a client for an order   own: the lead's certificates.
+    watch: what the service says   connect: makes a client for an order   certificates: the lead's certificates.
     """
 
     watch: ServiceWatch
     connect: Callable[[], LeadClient]
     exporter: exports.Exporter
-    own: OwnCertificates
+    certificates: OwnCertificates
     consortium: str
     clock: Callable[[], float] = time.time
     _started: dict[str, str] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class LeadPage:
     def site(self) -> Site:
         orders = {"/resume": _resume, "/abort": _abort, "/exclude": _exclude, "/extend": _extend}
         return Site(
-            title=f"{self.consortium}, {self.own.lead}",
+            title=f"{self.consortium}, {self.certificates.lead}",
             command=COMMAND,
             templates=TEMPLATES,
             views={
@@ -90,7 +90,7 @@ class LeadPage:
             "invitations": [i for i in snapshot.invitations if i.expires_unix > now][: overview.MAX_ROWS],
             "runs": snapshot.runs[: overview.MAX_ROWS],
             "runs_left_out": max(0, len(snapshot.runs) - overview.MAX_ROWS),
-            "certificates": overview.certificates(snapshot.silos, self.own, now)[: overview.MAX_ROWS],
+            "certificates": overview.certificates(snapshot.silos, self.certificates, now)[: overview.MAX_ROWS],
         }
 
     def _run(self, parameters: Parameters) -> Mapping[str, object]:
@@ -132,7 +132,7 @@ class LeadPage:
 
     def _about(self, found: ServiceSnapshot) -> Mapping[str, object]:
         words = {"accuracy": accuracy, "hospital_head": hospital_results.head(), "overview": overview, "tables": tables}
-        return {"at": found.at, "away": found.away, "lead": self.own.lead, **words}
+        return {"at": found.at, "away": found.away, "lead": self.certificates.lead, **words}
 
     def _followed(self, run_id: str) -> tuple[ServiceSnapshot, pb.RunInfo, FollowedRun]:
         snapshot, followed = self.watch.follow(run_id)

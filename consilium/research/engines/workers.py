@@ -66,7 +66,7 @@ class _Worker:
     executor: ProcessPoolExecutor
     process: BaseProcess
     ready: Future[None]
-    own: deque[InProcessSilo] = field(default_factory=deque)
+    assigned: deque[InProcessSilo] = field(default_factory=deque)
     running: deque[tuple[InProcessSilo, Future[child.Pickled]]] = field(default_factory=deque)
     knows: child.Pickled | None = None
 
@@ -140,7 +140,7 @@ class WorkerPool:
         """
         for port in ports:
             assert isinstance(port, InProcessSilo)
-            self._workers[port.index % len(self._workers)].own.append(port)
+            self._workers[port.index % len(self._workers)].assigned.append(port)
         message = child.dumps(msg)
         try:
             while busy := [w for w in self._workers if self._fill(w, message, context, kind)]:
@@ -167,10 +167,10 @@ class WorkerPool:
         return bool(worker.running)
 
     def _next(self, worker: _Worker) -> InProcessSilo | None:
-        if worker.own:
-            return worker.own.popleft()
-        longest = max(self._workers, key=lambda w: len(w.own))
-        return longest.own.pop() if longest.own else None
+        if worker.assigned:
+            return worker.assigned.popleft()
+        longest = max(self._workers, key=lambda w: len(w.assigned))
+        return longest.assigned.pop() if longest.assigned else None
 
     def _reply(self, worker: _Worker) -> tuple[InProcessSilo, Future[Bundle]]:
         (port, task), reply = worker.running.popleft(), Future[Bundle]()

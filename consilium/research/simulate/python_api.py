@@ -242,7 +242,7 @@ class _Request:
             if value is not of and is_dataclass(value):
                 self.keywords.put(group, {f.name: getattr(value, f.name) for f in fields(value)})
             built_in = next((name for name, one in (ours or {}).items() if one is of), None)
-            value = built_in or self._stack.enter_context(loading.given(kind or group, of))
+            value = built_in or self._stack.enter_context(loading.registered(kind or group, of))
         self.keywords.words.append(f"{group}={value}")
 
     def choose_model(self, model: object) -> None:
@@ -250,15 +250,15 @@ class _Request:
         network = isinstance(model, nn.Module) or (isinstance(model, type) and issubclass(model, nn.Module))
         if network or (callable(model) and not isinstance(model, type) and not hasattr(model, "build")):
             label = re.sub(r"\W", "_", getattr(model, "__name__", type(model).__name__))
-            model = self._given("model", options_of(maker(model)), label, _network_digest(model))  # type: ignore[arg-type]
+            model = self._registered("model", options_of(maker(model)), label, _network_digest(model))  # type: ignore[arg-type]
         self.choose("model", model, MODELS)
 
     def choose_data(self, data: object) -> None:
         if halves := halves_of(data):
             held = DataInMemory(*halves)
-            data = self._given("data", held, "arrays", held.digest)
+            data = self._registered("data", held, "arrays", held.digest)
         elif isinstance(data, ArrayData):
-            data = self._given("data", data, type(data).__name__, loading.class_digest(type(data)))
+            data = self._registered("data", data, type(data).__name__, loading.class_digest(type(data)))
         elif not (data is None or isinstance(data, str | type)):
             raise ConfigError(
                 "E-CFG-02",
@@ -278,7 +278,7 @@ class _Request:
             positions = (part for entry in shares for part in (entry if isinstance(entry, tuple) else (entry,)))
             digest = blake3(b"".join(np.asarray(part).tobytes() + b"|" for part in positions)).hexdigest()
             partition = _Partition(len(shares), lambda *_: shares)
-            federation = self._given("partition", partition, "shares", digest)
+            federation = self._registered("partition", partition, "shares", digest)
         self.choose("federation", federation, kind="partition")
 
     def _labels(self, root: Path | None, config_dir: Path | None) -> tuple[Labels, Labels]:
@@ -290,13 +290,13 @@ class _Request:
             seen.append((train, test))
             return [(np.arange(len(train)), np.arange(len(test)))]
 
-        with loading.given("partition", _Partition(1, whole), "memory:whole") as name:
+        with loading.registered("partition", _Partition(1, whole), "memory:whole") as name:
             runner.read_silos(self.spec(config_dir, f"federation={name}"), root, datasets.load_all)
         return seen[0]
 
-    def _given(self, kind: str, value: object, label: str, digest: str) -> str:
+    def _registered(self, kind: str, value: object, label: str, digest: str) -> str:
         """Register an object under a name of its content."""
-        return self._stack.enter_context(loading.given(kind, value, f"memory:{label}_{digest[:16]}", digest))
+        return self._stack.enter_context(loading.registered(kind, value, f"memory:{label}_{digest[:16]}", digest))
 
     def spec(self, config_dir: Path | None, *more: str) -> RunSpec:
         return compose_simulation([*self.keywords.words, *more], config_dir, self.keywords.values)

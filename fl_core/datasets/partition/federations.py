@@ -94,7 +94,7 @@ class Partitioner:
     per_silo: int = 0
     beta: float = 0.0
     variant: str = ""
-    own: OwnPartition | None = None
+    custom: OwnPartition | None = None
 
     def partition(
         self, train: Labels, test: Labels, n_classes: int, users: tuple[Labels, Labels] | None = None
@@ -103,8 +103,8 @@ class Partitioner:
 
         users: who wrote each example of train and test, by number; only USERS looks at it.
         """
-        if self.own is not None:
-            shares = self.own.partition(train, test, n_classes, self.seed)
+        if self.custom is not None:
+            shares = self.custom.partition(train, test, n_classes, self.seed)
             parts = user_partition.checked(self.text, shares, self.silos, (train, test), n_classes, self.seed)
             return [SiloIndices(*pair) for pair in parts]
         if self.kind in HELD_OUT:
@@ -175,7 +175,7 @@ def parse_federation(text: str) -> Partitioner:
     seed = int(seed_text or 0)
     tail = f"@{seed}" if seed else ""
     if custom := user_partition.parse_partition(body):
-        return Partitioner(PartitionKind.OWN, custom[0].silos, f"{custom[1]}{tail}", seed, own=custom[0])
+        return Partitioner(PartitionKind.OWN, custom[0].silos, f"{custom[1]}{tail}", seed, custom=custom[0])
     if body == "hospitals6":
         return Partitioner(PartitionKind.HOSPITALS, 6, f"{body}{tail}", seed)
     if match := re.fullmatch(r"p(\d+)c(\d+)(?:-(double))?", body):

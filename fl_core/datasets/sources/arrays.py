@@ -81,7 +81,7 @@ def clear_cache() -> None:
 class ArrayShare:
     """One silo's positions in a data set. space: the label space; origin: the canonical reference."""
 
-    whole: FullDataset
+    source: FullDataset
     indices: SiloIndices
     space: tuple[str, ...]
     origin: str
@@ -108,7 +108,7 @@ class ArrayShare:
         """
         report = self.report()
         report.require_sound()
-        whole, public = self.whole, None
+        whole, public = self.source, None
         if len(self.indices.held_out):
             public = self._examples(whole.test, np.arange(len(whole.test.y)))
         train, test = (self._examples(half, index) for half, index in self._halves())
@@ -118,20 +118,20 @@ class ArrayShare:
     def _halves(self) -> tuple[tuple[SplitArrays, Indices], tuple[SplitArrays, Indices]]:
         """Return the arrays and positions of train and test; a hold-out is test, but is stored in the train array."""
         if len(self.indices.held_out):
-            return (self.whole.train, self.indices.train), (self.whole.train, self.indices.held_out)
-        return (self.whole.train, self.indices.train), (self.whole.test, self.indices.test)
+            return (self.source.train, self.indices.train), (self.source.train, self.indices.held_out)
+        return (self.source.train, self.indices.train), (self.source.test, self.indices.test)
 
     def _examples(self, half: SplitArrays, index: Indices) -> ArrayExamples:
-        place = np.array([self.space.index(c) if c in self.space else -1 for c in self.whole.classes], dtype=np.int64)
+        place = np.array([self.space.index(c) if c in self.space else -1 for c in self.source.classes], dtype=np.int64)
         y = torch.from_numpy(place[half.y[index]])
-        return ArrayExamples(half.x, torch.from_numpy(index), y, self.whole.how, self.whole.mean, self.whole.std)
+        return ArrayExamples(half.x, torch.from_numpy(index), y, self.source.how, self.source.mean, self.source.std)
 
     def report(self) -> CheckReport:
-        n = len(self.whole.classes)
+        n = len(self.source.classes)
         counts = [np.bincount(half.y[index], minlength=n) for half, index in self._halves()]
         both = counts[0] + counts[1]
-        unknown = [c for k, c in enumerate(self.whole.classes) if both[k] and c not in self.space]
-        by_name = [dict(zip(self.whole.classes, count.tolist(), strict=True)) for count in counts]
+        unknown = [c for k, c in enumerate(self.source.classes) if both[k] and c not in self.space]
+        by_name = [dict(zip(self.source.classes, count.tolist(), strict=True)) for count in counts]
         problems = problem(
             "E-DATA-05",
             f"examples of classes outside the label space ({', '.join(self.space)})",
@@ -144,7 +144,7 @@ class ArrayShare:
             "E-DATA-08", "splits without any example", empty, "Divide among fewer silos, or by another rule"
         )
         rows = [half.x[torch.from_numpy(index)].numpy().tobytes() for half, index in self._halves()]
-        names = [[self.whole.classes[c] for c in half.y[index]] for half, index in self._halves()]
+        names = [[self.source.classes[c] for c in half.y[index]] for half, index in self._halves()]
         return CheckReport(
             self.origin,
             self.space,

@@ -158,13 +158,13 @@ class Anchors(NamedTuple):
     """What fine classes are told apart by in one round: points (CM, d) and which of them exist (CM,)."""
 
     points: Tensor
-    there: Tensor
+    known: Tensor
 
     def nearest(self, z: Tensor, y: Tensor, per_class: int) -> Tensor:
         """Return the fine class (B,) in 0..M-1 of largest cosine within the class of each example."""
         points = by_class(normalize(self.points, dim=1, eps=COSINE_EPS).to(z), per_class)[y]
         cosine = torch.einsum("bd,bmd->bm", normalize(z.detach(), dim=1, eps=COSINE_EPS), points)
-        present = by_class(self.there.to(z.device), per_class)[y]
+        present = by_class(self.known.to(z.device), per_class)[y]
         return cosine.masked_fill(~present, float("-inf")).argmax(1)
 
 
@@ -410,7 +410,7 @@ class Objective:
         if self.mu < 1.0:
             cosine = model.prototypes(z)
             total = total + (1 - self.mu) * hpc(
-                cosine, target, self.options.fine, self.anchors.there, self.options.alpha, self.options.tau
+                cosine, target, self.options.fine, self.anchors.known, self.options.alpha, self.options.tau
             )
         if self.options.lam:
             with torch.no_grad():
@@ -612,7 +612,7 @@ def outgoing_head(mode: str, moved: Tensor, phi: Tensor, received: Anchors, coun
         return Part.of({HEAD: moved})
     weight = counts
     if mode == "stale":
-        weight = torch.where(received.there, head_shares(received.points, phi).exp().float(), counts)
+        weight = torch.where(received.known, head_shares(received.points, phi).exp().float(), counts)
     return Part.of({HEAD: moved}, weight)
 
 

@@ -68,7 +68,10 @@ class Draws:
         if self._noise.private:
             return self._examples.batch(index, self._secret)
         keys = self._keys(index)
-        pairs = [self._examples.batch(i, self._own(step, k)) for i, k in zip(torch.split(index, 1), keys, strict=True)]
+        pairs = [
+            self._examples.batch(i, self._augmentation_draws(step, k))
+            for i, k in zip(torch.split(index, 1), keys, strict=True)
+        ]
         return torch.cat([x for x, _ in pairs]), torch.cat([y for _, y in pairs])
 
     def subset(self, members: Tensor, most: int, step: int) -> Tensor:
@@ -76,7 +79,7 @@ class Draws:
         seed = self._noise.seed(*self.path, "step", step, "subset", *keys)
         return members[torch.randperm(len(members), generator=torch.Generator().manual_seed(seed))[:most]]
 
-    def _own(self, step: int, key: int) -> torch.Generator:
+    def _augmentation_draws(self, step: int, key: int) -> torch.Generator:
         return torch.Generator().manual_seed(self._noise.seed(*self.path, "step", step, "augment", int(key)))
 
     def _keys(self, index: Tensor) -> NDArray[np.uint64]:

@@ -132,7 +132,7 @@ def test_au_7_losses_tell_members_apart_without_privacy_alone(digits: AuditTarge
 @seeds
 def test_au_8_an_update_shows_which_classes_a_hospital_has_and_a_sum_does_not(digits: AuditTarget, seed: int) -> None:
     plain = attacks.class_presence(AuditTraining(INF, steps=15, lr=0.1), digits, seed)
-    assert plain.held.sum(0).tolist() == [3] * 10  # each class at as many hospitals: a sum has nothing to say
+    assert plain.truth.sum(0).tolist() == [3] * 10  # each class at as many hospitals: a sum has nothing to say
     assert plain.update_auc > 0.98
     assert abs(plain.sum_auc - 0.5) <= 0.1
     private = attacks.class_presence(AuditTraining(8.0, steps=15), digits, seed, seed)

@@ -179,7 +179,7 @@ def sound() -> Calibration:
 
 @pytest.fixture
 def file(sound: Calibration, tmp_path: Path) -> Path:
-    place = calibration.beside(tmp_path / "r1.safetensors")
+    place = calibration.calibration_path(tmp_path / "r1.safetensors")
     assert place.name == "r1.calibration.safetensors"
     place.write_bytes(calibration.to_bytes(sound))
     return place

@@ -137,7 +137,7 @@ def test_what_is_no_image_is_refused_with_what_is(model: Model, images: object, 
 def test_a_hospital_s_calibration_beside_the_model_is_used_and_may_say_none_of_the_classes(
     made: Exported, tmp_path: Path
 ) -> None:
-    file = calibration.beside(made.model)
+    file = calibration.calibration_path(made.model)
     program().run(["calibrate", str(made.model), "--data", made.hospital])
     try:
         calibrated = consilium.load(made.model)

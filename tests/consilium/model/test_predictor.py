@@ -54,7 +54,7 @@ def test_on_new_images_sets_and_flags_keep_what_the_calibration_promises(made: E
     assert counted.whole.flagged / counted.whole.judged == pytest.approx(0.1, abs=0.04)
     unknown = predictor.predictions(inputs.from_paths([made.images / "unknown"], model.facts, LOADER))
     assert sum(bool(p.unknown) for p in unknown) / len(unknown) > 0.6
-    assert {p.said for p in unknown if p.unknown} == {"none of the classes"}
+    assert {p.answer_text for p in unknown if p.unknown} == {"none of the classes"}
 
 
 def of_reference(reference: str, split: str, model: LoadedModel) -> Inputs:

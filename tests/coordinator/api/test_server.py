@@ -210,7 +210,7 @@ def test_a_run_that_meets_an_unforeseen_error_fails_with_a_code(
         def broken(*given: object) -> object:
             raise RuntimeError("a detail")
 
-        monkeypatch.setattr("coordinator.runs.run.StoredObject.taken", broken)
+        monkeypatch.setattr("coordinator.runs.run.StoredObject.adopt", broken)
         run = world.ended(world.submit(manifest(rounds=1)).id)
         assert run.state is RunState.FAILED
         assert run.reason.startswith("E-RUN-99")

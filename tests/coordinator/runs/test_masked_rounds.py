@@ -409,7 +409,7 @@ def test_two_silent_of_three_pause_the_run_which_asks_for_the_same_set_when_it_i
         run = world.submit(agreed)
         heard(world, run.id, "sealed")
         until(lambda: len(silent) == 2, "the question to the two")
-        until(lambda: (w := world.server.runs.waiting(run.id)) and w.sealed and w.there == 1, "south's answer")
+        until(lambda: (w := world.server.runs.waiting(run.id)) and w.sealed and w.received == 1, "south's answer")
         waiting = world.server.runs.waiting(run.id)
         assert (waiting.needed, [a.name for a in waiting.awaited]) == (2, ["north", "east"])
         world.server.runs.extend(run.id, 1.0)
@@ -522,7 +522,7 @@ def test_a_wrong_share_is_found_named_and_done_without(four: World) -> None:
     def last(message: pb.SiloMessage) -> list[pb.SiloMessage]:
         if message.HasField("secagg_shares") and not asked:
             asked.append(message.secagg_shares.round)
-            until(lambda: (w := four.server.runs.waiting(run.id)) and w.sealed and w.there == 3, "three answers")
+            until(lambda: (w := four.server.runs.waiting(run.id)) and w.sealed and w.received == 3, "three answers")
         return [message]
 
     with silos(four, FOUR, east={"says": lie}, west={"says": last}):

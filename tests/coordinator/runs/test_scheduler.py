@@ -84,7 +84,7 @@ def test_a_run_without_its_quorum_pauses_and_can_be_resumed_without_training_ane
 def attendance(world: World, run_id: str) -> tuple[int, int] | None:
     """Tell which round is open, and how many updates it has."""
     found = world.server.runs.waiting(run_id)
-    return None if found is None else (found.round, found.there)
+    return None if found is None else (found.round, found.received)
 
 
 def test_a_round_closes_with_the_quorum_at_its_deadline(tmp_path: Path, round_clock: Clock) -> None:

@@ -309,7 +309,7 @@ def test_a_given_class_is_there_for_the_context_alone() -> None:
     class Local(FedAvg):
         pass
 
-    with loading.given("method", Local) as name:
+    with loading.registered("method", Local) as name:
         assert isinstance(build_method(name, {}), Local)
     with pytest.raises(ConfigError):
         build_method(name, {})

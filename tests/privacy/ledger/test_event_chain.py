@@ -14,7 +14,7 @@ _EXTRA = 3
 
 def test_every_connection_of_a_ledger_waits_for_the_disk_and_its_folder(tmp_path: Path) -> None:
     Ledger(tmp_path / "ledger.db")
-    chain = EventChain(tmp_path / "ledger.db", ledger_key.beside(tmp_path / "ledger.db"), lambda *_: "")
+    chain = EventChain(tmp_path / "ledger.db", ledger_key.key_path(tmp_path / "ledger.db"), lambda *_: "")
     for opened in (chain.reading, chain.transaction):
         with opened() as db:
             assert db.execute("PRAGMA synchronous").fetchone() == (_EXTRA,)

@@ -57,7 +57,7 @@ def test_what_it_says_is_there_and_it_goes_on(tmp_path: Path) -> None:
     status = ledger.status(NORTH)
     assert (status.epsilon, status.delta, status.unit) == (3.0, 1e-5, "record")
     assert status.spent_rdp == pytest.approx(0.9604131628131337)
-    assert ledger.kept("f" * 64, "class counts") == "[1.0, 2.0]"
+    assert ledger.stored_value("f" * 64, "class counts") == "[1.0, 2.0]"
     ledger.reserve(
         NORTH,
         LedgerTask("run-1", "m" * 64, 7, "train", "f" * 64),

@@ -537,8 +537,8 @@ def test_the_question_to_a_hospital_names_all_three_epsilons() -> None:
     again = RunRequest.from_json(asked.to_json())
     assert again == asked
     (row,) = [r for r in asked.compare(Policy()) if r.what == "Noise on updates"]
-    assert "epsilon 8.00 while at most 1 of the others colludes" in row.asked
-    assert "if the masks fail" in row.asked
+    assert "epsilon 8.00 while at most 1 of the others colludes" in row.requested
+    assert "if the masks fail" in row.requested
     assert row.policy == "its own"
     accepting = Policy(privacy=Floors(min_noise_alone=0.25))
     (row,) = [r for r in asked.compare(accepting) if r.what == "Noise on updates"]

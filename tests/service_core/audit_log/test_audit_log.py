@@ -273,7 +273,7 @@ def test_a_log_of_0_1_0_is_taken_over_byte_for_byte_and_goes_on(older):
         with closing(AuditLog(older / FOLDER)) as log:
             log.append(LogEntry("a", "b"))
             assert log.restored().seq == 19
-            head = log.kept("silo://test/north")
+            head = log.head_of("silo://test/north")
             assert head is not None
             assert head.number == 9
     assert texts(older)[:OLD_LINES] == before == old_texts(older)

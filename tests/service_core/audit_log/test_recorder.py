@@ -228,9 +228,9 @@ def test_damaged_heads_are_begun_anew(tmp_path, two_sides):
     for text in ("", "[]", "[" * 100_000, '{"a": 1}', json.dumps({"x": {"of": 1}})):
         log.keep(head)
         tampered(tmp_path, f"UPDATE kept SET value = '{text}'")
-        assert log.kept(head.of) is None
+        assert log.head_of(head.of) is None
     assert log.keep(head) is None
-    assert log.kept(head.of) == head
+    assert log.head_of(head.of) == head
 
 
 def test_of_many_heads_of_the_other_side_one_an_hour_and_the_last_are_lines(tmp_path, two_sides):

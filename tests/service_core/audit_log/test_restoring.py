@@ -219,7 +219,7 @@ def test_the_log_and_the_ends_that_are_kept_are_in_a_backup_and_the_restore_is_a
         assert last.entry.what == "restored"
         assert f"--restored {last.number}" in told
         assert log.restored().seq == last.number
-        kept = log.kept(OTHER)
+        kept = log.head_of(OTHER)
         assert kept is not None
         assert kept.number == 3
     assert len(verified(tmp_path / "new").notes) == 1

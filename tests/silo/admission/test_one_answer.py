@@ -288,7 +288,9 @@ def test_a_run_without_masks_says_to_the_hospital_who_reads_its_update(started):
     (asked,) = hospital.service.store.approvals.all()
     read = "the coordinator reads this hospital's update by itself"
     assert read in asked.about
-    rows = {c.what: c.asked for c in PendingDecision.of(asked, PolicyAndLedger.of(Home(hospital.folder))).comparisons}
+    rows = {
+        c.what: c.requested for c in PendingDecision.of(asked, PolicyAndLedger.of(Home(hospital.folder))).comparisons
+    }
     assert rows["Secure aggregation"] == f"none: {read}"
     hospital.service.store.approvals.decide("run-1", True)
     hospital.train()

@@ -72,7 +72,7 @@ def ask(make, tmp_path):
 
 def told(run: RunManifest, total):
     method, found = SurveyProgram(**run.method.options), {}
-    for question, place in places(method.asked, len(CLASSES)):
+    for question, place in places(method.parsed_questions, len(CLASSES)):
         for cell, k in zip(question.cells(CLASSES), range(place.start, place.stop), strict=True):
             images = float(total["images"][k]) if "images" in total else None
             found[question.name, cell] = (images, float(total["patients"][k]), int(total["held"][k]))

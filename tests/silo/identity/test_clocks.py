@@ -135,7 +135,7 @@ def test_an_enrolment_whose_answer_was_lost_while_the_clock_was_ahead(world: Wor
 
 def test_a_silo_that_was_seen_in_the_future_was_not_seen(world: World) -> None:
     world.here.advance(days=JUMP)
-    world.store.members.seen(["north"])
+    world.store.members.mark_connected(["north"])
     world.here.advance(days=-JUMP)
     assert world.store.members.silo("north").last_seen == 0.0
     assert Authority.open(world.home).fingerprint()

@@ -81,7 +81,7 @@ def test_what_of_an_evaluation_leaves_is_said_beside_the_word_of_the_policy() ->
     )
     said = {
         (metrics, send): next(
-            (row.asked, row.policy)
+            (row.requested, row.policy)
             for row in request_of(
                 CompiledRun.of(replace(run, evaluation=EvaluationTerms(metrics), layout=found)), "center1", submits=True
             ).compare(Policy.parse(f"[evaluation]\nsend = '{send}'\n".encode()))
@@ -235,7 +235,7 @@ def test_a_request_stands_beside_what_the_policy_says_of_it() -> None:
     )
     run = private(epsilon=2.0, rng="secure")
     request = replace(request_of(CompiledRun.of(run), "center1", True), lead="bob", extensions=("a:B of d 1",))
-    found = {c.what: (c.asked, c.policy) for c in request.compare(policy)}
+    found = {c.what: (c.requested, c.policy) for c in request.compare(policy)}
     assert request.spends is not None
     assert 1 < request.spends < 2
     assert found["Asked for by"] == ("bob", "anna")
@@ -252,7 +252,7 @@ def test_a_request_stands_beside_what_the_policy_says_of_it() -> None:
         "may leave, but not of 3, but only of classes with at least 5",
     )
     plain = {
-        c.what: (c.asked, c.policy) for c in request_of(CompiledRun.of(manifest()), "center1", True).compare(policy)
+        c.what: (c.requested, c.policy) for c in request_of(CompiledRun.of(manifest()), "center1", True).compare(policy)
     }
     assert plain["Privacy"] == ("no differential privacy", "only dp_record")
     assert "Code of others" not in plain

@@ -27,7 +27,7 @@ from silo.service import workers
 from silo.service.launchers import Launcher
 from silo.service.workers import CagedWorker
 from silo.settings import SiloSettings
-from silo.storage.home import Home, Served
+from silo.storage.home import Home, ServeOptions
 from silo.worker import process
 from tests.support import some, until
 from tests.support.caged_hospitals import Serving, programmed, started_in, uploaded, worker_of
@@ -346,7 +346,7 @@ def test_status_and_doctor_say_where_the_worker_is_and_why_none_is(
 ) -> None:
     hospital = serving(SLURM)
     home = Home(hospital.folder)
-    home.note_served(Served("digits", launcher=SLURM))
+    home.note_served(ServeOptions("digits", launcher=SLURM))
 
     def told() -> str:
         liveness = Liveness(home)

@@ -589,14 +589,14 @@ def test_keys_of_a_closed_round_and_of_an_ended_run_are_nowhere_in_the_home(hosp
     hospital.exchange()
     hospital.train()
     store = hospital.service.store
-    before = store.secagg.known("run-1").keys
+    before = store.secagg.masked_run("run-1").keys
     assert all(secret in home_bytes(hospital) for secret in (*before.chains, before.sign))
     hospital.settle()
-    until(lambda: store.secagg.known("run-1").keys.position == 2)
+    until(lambda: store.secagg.masked_run("run-1").keys.position == 2)
     left = home_bytes(hospital)
     assert not any(chain in left for chain in before.chains)
-    assert all(chain in left for chain in store.secagg.known("run-1").keys.chains)
-    after = store.secagg.known("run-1").keys
+    assert all(chain in left for chain in store.secagg.masked_run("run-1").keys.chains)
+    after = store.secagg.masked_run("run-1").keys
     hospital.control.last.send(run_ended=pb.RunEnded(run_id="run-1", state="finished"))
     until(lambda: store.secagg.state("run-1") == "gone")
     until(lambda: not any(secret in home_bytes(hospital) for secret in (*after.chains, after.sign)))
@@ -756,7 +756,7 @@ def test_the_question_for_approval_says_under_masks_and_whose_keys_were_confirme
         assert "under masks" in asked.about
         question = PendingDecision.of(asked, PolicyAndLedger.of(home))
         assert question.contents.descriptions()[0].startswith("all of it is masked")
-        rows = {c.what: (c.asked, c.policy) for c in question.comparisons}
+        rows = {c.what: (c.requested, c.policy) for c in question.comparisons}
         told, allowed = rows["Secure aggregation"]
         assert told.endswith(
             "only sums over at least 3 hospitals are read; 0 of 2 other members confirmed by this hospital"
@@ -825,7 +825,7 @@ def test_t64_a_hospital_that_trains_for_another_run_confirms_and_opens_within_tw
 def test_a_backup_has_no_keys_and_a_home_that_is_put_back_is_absent_for_the_rest_of_the_run(hospital, tmp_path, capsys):
     hospital.exchange()
     hospital.train()
-    keys = hospital.service.store.secagg.known("run-1").keys
+    keys = hospital.service.store.secagg.masked_run("run-1").keys
     copy = tmp_path / "copy"
     assert run_command(["backup", str(copy), "--home", str(hospital.folder)]) == 0
     secrets = (*keys.chains, keys.sign)

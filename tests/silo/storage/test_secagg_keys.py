@@ -50,7 +50,7 @@ def test_t46_keys_that_were_sent_are_on_the_disk_and_made_once(tmp_path, monkeyp
         states.append(secagg.state("run-1"))
         other = OwnKeys(b"b" * 32, b"t" * 32)
         entry = secagg.entry(RUN, lambda other=other: (other, b"other"))
-        assert (entry, secagg.own("run-1")) == ((b"entry", OWN) if states[-1] else (b"other", other))
+        assert (entry, secagg.own_keys("run-1")) == ((b"entry", OWN) if states[-1] else (b"other", other))
     assert states[0] == ""
     assert states[-1] == "keyed"
 
@@ -62,11 +62,11 @@ def test_t46_a_silo_has_the_key_to_agree_or_everybodys_and_never_both_or_none(tm
         secagg = opened(home).store.secagg
         states.append(secagg.state("run-1"))
         if states[-1] == "keyed":
-            assert secagg.own("run-1") == OWN, what
+            assert secagg.own_keys("run-1") == OWN, what
             secagg.agree("run-1", "object", READY)
-        assert secagg.known("run-1").keys == READY, what
-        assert secagg.known("run-1").terms == RUN, what
-        assert code(lambda secagg=secagg: secagg.own("run-1")) == "E-RUN-50"
+        assert secagg.masked_run("run-1").keys == READY, what
+        assert secagg.masked_run("run-1").terms == RUN, what
+        assert code(lambda secagg=secagg: secagg.own_keys("run-1")) == "E-RUN-50"
         assert code(lambda secagg=secagg: secagg.agree("run-1", "another", READY)) == "E-RUN-50", what
     assert {*states} == {"keyed", "ready"}
 
@@ -114,14 +114,14 @@ def test_t46_a_close_steps_the_keys_and_deletes_the_round_in_one_with_the_task(t
     found = []
     for what, home in crash_points(tmp_path, monkeypatch, sent, lambda o: o.store.close(key(), included=True)):
         again = opened(home)
-        position = again.store.secagg.known("run-1").keys.position
+        position = again.store.secagg.masked_run("run-1").keys.position
         found.append(position)
         assert (position, again.store.secagg.row(key()) is None, again.store.closed(key())) in (
             (0, False, False),
             (2, True, True),
         ), what
         again.store.close(key(), included=True)
-        assert again.store.secagg.known("run-1").keys == READY.at(2), what
+        assert again.store.secagg.masked_run("run-1").keys == READY.at(2), what
     assert found == sorted(found)
     assert {*found} == {0, 2}
 
@@ -142,13 +142,13 @@ def test_missed_closes_are_made_up_for_by_the_next_task_and_a_round_that_there_i
     store = opened(tmp_path / "home").store
     ready(opened(tmp_path / "home"))
     store.close(key(2**32 - 1), included=True)
-    assert store.secagg.known("run-1").keys == READY
+    assert store.secagg.masked_run("run-1").keys == READY
     store.secagg.begin_round(key(2))
-    assert store.secagg.known("run-1").keys == READY.at(3)
+    assert store.secagg.masked_run("run-1").keys == READY.at(3)
     store.secagg.begin_round(key(1))
-    assert store.secagg.known("run-1").keys == READY.at(3)
+    assert store.secagg.masked_run("run-1").keys == READY.at(3)
     store.close(key(3, kind=TaskKind.EVALUATE), included=True)
-    assert store.secagg.known("run-1").keys == READY.at(5)
+    assert store.secagg.masked_run("run-1").keys == READY.at(5)
 
 
 def test_a_run_without_masks_is_as_before(tmp_path):
@@ -167,8 +167,8 @@ def test_an_ended_run_is_gone_and_its_keys_are_not_made_again(tmp_path):
     assert secagg.state("run-1") == "gone"
     assert secagg.row(key()) is None
     for call in (
-        lambda: secagg.known("run-1"),
-        lambda: secagg.own("run-1"),
+        lambda: secagg.masked_run("run-1"),
+        lambda: secagg.own_keys("run-1"),
         lambda: secagg.entry(RUN, lambda: (OWN, b"entry")),
         lambda: outbox.store.stage(replace(stage_entry(outbox), key=key(1)), FACTS),
     ):

@@ -178,7 +178,7 @@ def test_an_exported_model_predicts_each_label_as_the_evaluation_does(
     counted = tally(found, LABELS)
     assert [counted.classes[label].right for label in LABELS] == list(made.records[-1].correct)
     assert [counted.classes[label].examples for label in LABELS] == [100, 100, 100]
-    assert {one.said for one in found if not one.labels} == {"none of the labels"}
+    assert {one.answer_text for one in found if not one.labels} == {"none of the labels"}
     known = labelled(tmp_path / "known", range(1500, 1796, 2)), labelled(tmp_path / "new", range(1501, 1797, 2))
     given, new = (inputs.from_reference(reference, "test", model.facts, None, loader) for reference in known)
     made_of = calibrated(model, given, 0.9, 0.1)

@@ -198,7 +198,7 @@ def test_cd_8_loss_is_the_mean_over_the_rebalanced_batch(n: float) -> None:
     logits = net.classify(every)
     teacher = class_logits(every @ rule.phi.T, 3, "sum")
     cosine = normalize(every, dim=1) @ normalize(net.prototypes.weight, dim=1).T
-    contrast = hpc(cosine, own, 3, rule.anchors.there, 0.1, 1.0)
+    contrast = hpc(cosine, own, 3, rule.anchors.known, 0.1, 1.0)
     rows = 0.4 * cross_entropy(logits, label, reduction="none") + 0.6 * contrast
     rows = rows + 0.1 * fedcd.dkd(teacher, logits, label, 0.5)
     wanted = (importance * rows).sum() / importance.sum()
