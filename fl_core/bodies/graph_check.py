@@ -24,6 +24,7 @@ OURS = "consilium."
 _SHOWN, _MAX_TEXT, _MAX_DIMS = 60, 4096, 64
 _FLOAT, _FLOATS, _BOOL = 1, (1, 10, 11, 16), 9
 _FREE = 0
+_ARCHIVE = b"PK\x03\x04"
 
 _ALL_INPUTS = """
 Abs Add And Attention AveragePool BatchNormalization Cast Ceil Celu Clip Concat Conv ConvTranspose Cos DepthToSpace Div
@@ -70,6 +71,8 @@ def check(graph: bytes | memoryview) -> ImageGraph:
     """Read a model file; raises GraphError, which names what is refused in it."""
     if len(graph) > MAX_BYTES:
         raise GraphError(f"{len(graph)} bytes, more than {MAX_BYTES}")
+    if bytes(graph[: len(_ARCHIVE)]) == _ARCHIVE:
+        raise GraphError("an archive, such as torch's .pt2, which can run code when it is read: use torch.onnx.export")
     model, metadata = _Reader(), dict[str, str]()
     for number, value in model.fields(memoryview(graph)):
         if number == 7:

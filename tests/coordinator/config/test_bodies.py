@@ -191,6 +191,14 @@ def test_a_graphs_own_metadata_declare_its_input(tmp_path: Path) -> None:
     assert (body.side, body.width, body.layout, sent.weights.source) == (4, 48, "nchw", "CC0")
 
 
+def test_a_program_of_torch_is_refused_with_the_call_that_writes_onnx(tmp_path: Path) -> None:
+    file = tmp_path / "encoder.pt2"
+    program = torch.export.export(torch.nn.Flatten(), (torch.rand(1, 3, 4, 4),))
+    torch.export.save(program, file)
+    file.with_suffix(".yaml").write_text(DECLARED)
+    assert "run code when it is read: use torch.onnx.export" in refused(compose_spec(words(file)))
+
+
 def test_files_that_are_not_there_or_no_encoders_are_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "bad.onnx"
     assert "found none" in refused(compose_spec(words(file)))
