@@ -1,0 +1,156 @@
+"""What two ideas add to the closed form, before either is built: measured on validation images, by numpy alone.
+
+    python -m benchmarks.frozen.pilots fmnist                           Fashion-MNIST, all 60,000, on patch features
+    python -m benchmarks.frozen.pilots isic LITE0.npz LITE2.npz         Fed-ISIC2019, on features of two frozen networks
+
+expand: D cosine or ReLU features of the standardised features (Rahimi and Recht, NIPS 2007), then ridge.
+residual: layers z + relu(z G) M, each M in closed form from the last layer's residuals, as in DeepAFL (ICLR 2026).
+Every figure is the best lambda of a grid on the very images that it is read on: what a pilot cannot reach so, it cannot
+reach honestly.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from benchmarks.frozen import isic
+from benchmarks.paper import images
+from fl_core import rng
+from fl_core.models.random_features import RandomFeatures
+from fl_core.types.records import Schema
+
+LAMBDAS = tuple(10.0 ** (k / 2) for k in range(-10, 5))
+LENGTHS = (0.5, 1.0, 2.0)
+_AT_ONCE = 4096
+Split = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Features (n, d) and classes (n,) that train, and those of validation images."""
+
+
+def standardised(split: Split) -> Split:
+    z, y, of_test, truth = split
+    mean, spread = z.mean(0), z.std(0)
+    spread[spread == 0] = 1
+    return (z - mean) / spread, y, (of_test - mean) / spread, truth
+
+
+def solved(z: Tensor, targets: Tensor, w: Tensor) -> Iterator[Tensor]:
+    """Give W (d, C) of weighted ridge on centred features for each lambda, in units of a feature's variance."""
+    A, B = (torch.zeros(z.shape[1], k, dtype=torch.float64) for k in (z.shape[1], targets.shape[1]))
+    for part in torch.split(torch.arange(len(z)), _AT_ONCE):
+        weighed = z[part] * w[part].unsqueeze(1)
+        A += (weighed.T @ z[part]).double()
+        B += (weighed.T @ targets[part]).double()
+    values, vectors = torch.linalg.eigh(A)
+    q = vectors.T @ B
+    for ridge in LAMBDAS:
+        yield (vectors @ (q / (values.clamp(min=0.0) + ridge * w.sum()).unsqueeze(1))).float()
+
+
+def best(split: Split, weighed: bool) -> tuple[float, Tensor, Tensor]:
+    """Return the best (balanced) accuracy on validation images, its W, and the targets (n, C), centred."""
+    z, y, of_test, truth = split
+    classes = int(y.max()) + 1
+    counts = torch.bincount(y, minlength=classes).float()
+    w = (len(y) / (classes * counts))[y] if weighed else torch.ones(len(y))
+    one_hot = torch.nn.functional.one_hot(y, classes).float()
+    base = (w @ one_hot) / w.sum()
+    centre = (w @ z) / w.sum()
+    found = [(-1.0, torch.empty(0))]
+    for W in solved(z - centre, one_hot - base, w):
+        right = ((of_test - centre) @ W + base).argmax(1) == truth
+        of_class = [right[truth == c].float().mean() for c in truth.unique()] if weighed else [right.float().mean()]
+        found.append((100 * float(torch.stack(of_class).mean()), W))
+    return (*max(found, key=lambda one: one[0]), one_hot - base)
+
+
+def expanded(split: Split, width: int, kind: str, length: float, seed: int) -> Split:
+    z, y, of_test, truth = split
+    generator = rng.stream(seed, "expand", kind)
+    G = torch.randn(z.shape[1], width, generator=generator) / (length * z.shape[1] ** 0.5)
+    phase = 2 * torch.pi * torch.rand(width, generator=generator)
+    of = (lambda x: torch.cos(x @ G + phase)) if kind == "cosine" else (lambda x: torch.relu(x @ G))
+    return of(z), y, of(of_test), truth
+
+
+def deeper(split: Split, W: Tensor, targets: Tensor, width: int, gamma: float, seed: int) -> Split:
+    """Add a residual layer: M minimises |R - F M W|^2 + gamma n |M|^2, with F = relu(z G) and the residuals R."""
+    z, y, of_test, truth = split
+    G = torch.randn(z.shape[1], width, generator=rng.stream(seed, "residual")) / z.shape[1] ** 0.5
+    F, of_F = (torch.relu(x @ G) for x in (z, of_test))
+    a, U = torch.linalg.eigh((F.T @ F).double())
+    b, V = torch.linalg.eigh((W @ W.T).double())
+    right = (F.T @ ((targets - (z - z.mean(0)) @ W) @ W.T)).double()
+    scale = gamma * len(z) * float(b.max())
+    M = (U @ ((U.T @ right @ V) / (a.clamp(min=0.0).unsqueeze(1) * b.clamp(min=0.0) + scale)) @ V.T).float()
+    return z + F @ M, y, of_test + of_F @ M, truth
+
+
+def patches(width: int) -> Split:
+    """Patch features of Fashion-MNIST's training images, of which a fifth are validation images."""
+    x, y = (images._idx(images._DEBIAN, f"train-{part}") for part in ("images-idx3-ubyte", "labels-idx1-ubyte"))
+    apart = np.array([images.is_validation(image) for image in x])
+    schema = Schema((1, 28, 28), tuple(map(str, range(10))))
+    torch.manual_seed(0)
+    body = RandomFeatures(width=width, kind="patches").build(schema).body.eval()
+    pixels = (torch.from_numpy(x.astype(np.float32) / 255).unsqueeze(1) - 0.2860) / 0.3530
+    with torch.no_grad():
+        z = torch.cat([body(part) for part in torch.split(pixels, 256)])
+    classes = torch.from_numpy(y.astype(np.int64))
+    at, held = torch.from_numpy(~apart), torch.from_numpy(apart)
+    return z[at], classes[at], z[held], classes[held]
+
+
+def lesions(columns: slice, seed: int) -> Split:
+    """Features of a seed's training images of ISIC, of whose lesions a fifth are validation."""
+    found = isic.read()
+    train = ~isic.validation(found["lesion"], seed)
+    z, y, lesion = found["z"][train][:, columns], found["y"][train], found["lesion"][train]
+    apart: NDArray[np.bool_] = isic.validation(lesion, seed)
+    parts = (z[~apart], y[~apart].astype(np.int64), z[apart], y[apart].astype(np.int64))
+    return tuple(map(torch.from_numpy, parts))  # type: ignore[return-value]
+
+
+def show(text: str, figures: list[float], start: float) -> None:
+    spread = f" +- {np.std(figures, ddof=1):.1f}" if len(figures) > 1 else ""
+    print(f"{text}: {np.mean(figures):.1f}{spread} %   ({time.process_time() - start:.0f} CPU s)", flush=True)
+
+
+def main() -> None:
+    data, start = sys.argv[1], time.process_time()
+    if data == "isic":
+        isic.use([Path(word) for word in sys.argv[2:]])
+        sets = {"Lite2": [lesions(slice(isic.WIDTH, 2 * isic.WIDTH), seed) for seed in range(5)]}
+        sets["Lite0 and Lite2"] = [lesions(slice(2 * isic.WIDTH), seed) for seed in range(5)]
+        widths, layers = (2048, 4096), 2
+    else:
+        sets, widths, layers = {"1,152 patch features": [patches(1152)]}, (2304,), 3
+        show("2,304 patch features", [best(standardised(patches(2304)), False)[0]], start)
+    for name, splits in sets.items():
+        splits = [standardised(split) for split in splits]
+        plain = [best(split, data == "isic") for split in splits]
+        show(name, [score for score, _, _ in plain], start)
+        for gamma in (1e-3, 1e-1):
+            for seed, (split, (_, W, targets)) in enumerate(zip(splits, plain, strict=True)):
+                for layer in range(layers):
+                    split = standardised(deeper(split, W, targets, split[0].shape[1], gamma, 100 * seed + layer))
+                    score, W, targets = best(split, data == "isic")
+                    if seed == 0:
+                        show(f"{name}, residual layer {layer + 1}, gamma {gamma:g}, seed 0", [score], start)
+        for width in widths:
+            for kind in ("cosine", "relu"):
+                for length in LENGTHS if kind == "cosine" else LENGTHS[:1]:
+                    made = (expanded(split, width, kind, length, seed) for seed, split in enumerate(splits))
+                    figures = [best(split, data == "isic")[0] for split in made]
+                    show(f"{name}, expanded to {width}, {kind} {length:g}", figures, start)
+
+
+if __name__ == "__main__":
+    main()
