@@ -99,13 +99,16 @@ class FixedViews(Examples):
     """Examples with a few fixed views each, rows (n, V, *shape): the first is the original example.
 
     A generator draws one view of each instead of augmenting it.
+    at: the row of each example, where some rows are of none; rows may be a file, which is then read as it is asked for
     """
 
-    def __init__(self, rows: Tensor, labels: Tensor, groups: tuple[str, ...] | None = None) -> None:
-        self.labels, self.groups, self._rows = labels.long(), groups, rows
+    def __init__(
+        self, rows: Tensor, labels: Tensor, groups: tuple[str, ...] | None = None, at: Tensor | None = None
+    ) -> None:
+        self.labels, self.groups, self._rows, self._at = labels.long(), groups, rows, at
 
     def stored(self, index: Tensor) -> Tensor:
-        return self._rows[index]
+        return self._rows[index if self._at is None else self._at[index]]
 
     def prepared(self, x: Tensor, augment: torch.Generator | None = None) -> Tensor:
         if augment is None:
@@ -155,11 +158,14 @@ def in_memory(examples: Examples, batches: Iterable[FeatureBatch]) -> Examples:
     return with_rows(examples, torch.cat([b.positions for b in kept]), torch.cat([b.rows for b in kept]))
 
 
-def with_rows(examples: Examples, positions: Tensor, rows: Tensor) -> Examples:
-    """Return the examples at `positions` (m,) with features (m, V, d0) instead of their original values."""
+def with_rows(examples: Examples, positions: Tensor, rows: Tensor, at: Tensor | None = None) -> Examples:
+    """Return the examples at `positions` (m,) with features (m, V, d0) instead of their original values.
+
+    at: their rows (m,), where there are others
+    """
     groups = None if examples.groups is None else tuple(examples.groups[i] for i in positions.tolist())
-    if rows.shape[1] > 1:
-        return FixedViews(rows, examples.labels[positions], groups)
+    if rows.shape[1] > 1 or at is not None:
+        return FixedViews(rows, examples.labels[positions], groups, at)
     return TensorExamples(rows.squeeze(1), examples.labels[positions], groups)
 
 

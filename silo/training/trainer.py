@@ -570,9 +570,8 @@ def _of_features(examples: Examples, kept: KeptFeatures, gone: Sequence[int], vi
     available[list(kept.left_out)] = False
     rows, positions = torch.from_numpy(kept.rows).reshape(len(kept.rows), views, -1), torch.nonzero(available).flatten()
     available[list(gone)] = False
-    if not bool((still := available[positions]).all()):
-        rows, positions = rows[still], positions[still]
-    return with_rows(examples, positions, rows)
+    still = available[positions]
+    return with_rows(examples, positions[still], rows, None if bool(still.all()) else torch.nonzero(still).flatten())
 
 
 def _unprotected(prepared: PreparedRun, bundle: Bundle, kind: TaskKind) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,13 +14,19 @@ from torch import Tensor
 from consilium.research.engines.in_process import SiloShare, local_ports, with_features
 from fl_core import datasets
 from fl_core.errors import DataError, RefusedError
+from fl_core.methods.disjoint import analytic
+from fl_core.methods.disjoint.analytic import Analytic
+from fl_core.models import build_model
+from fl_core.models.split_model import behind_body
 from fl_core.rounds.layout import derive_layout
 from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import LiveTensors
 from fl_core.rounds.run_setup import RunSetup
-from fl_core.training import memory
+from fl_core.training import local_data, memory
+from fl_core.training.local_data import PlainLocalData
 from fl_core.types.enums import TaskKind
-from fl_core.types.values import Examples
+from fl_core.types.interfaces import RoundData
+from fl_core.types.values import Examples, RoundContext
 from privacy.compiled_run import CompiledRun
 from privacy.release_log import InMemoryReleaseLog
 from protos.wire.tasks import TaskKey
@@ -32,6 +39,7 @@ from silo.training import trainer
 from silo.training.data_source import DataSource
 from silo.training.trainer import Trainer
 from tests.support.fake_coordinator import MEMBERS, enrolled, manifest
+from tests.support.federations import schema
 from tests.support.hospital import rounds_equal
 from tests.support.privacy import TRAIN, budgeted, private
 
@@ -232,3 +240,29 @@ def test_memory_does_not_grow_with_the_number_of_images(tmp_path):
         assert Path(cache.files()[0].path).stat().st_size > kept.rows.nbytes
         held.append(max(live.after))
     assert 0 < held[1] <= held[0]
+
+
+@pytest.mark.parametrize("gone", [[], [5]], ids=["all", "without one"])
+def test_second_moments_of_4608_features_take_the_same_memory_for_any_number_of_images(tmp_path, gone, monkeypatch):
+    width, held, method, images = 4608, [], Analytic(), schema((1, 8, 8))
+    model = behind_body(build_model("random_features", {"width": width}, images, 0), "random_features")
+    monkeypatch.setattr(local_data, "EVAL_BATCH", 32)  # a file of a few blocks of rows need not be large
+    for n in (100, 400):
+        examples, live = Endless(n), LiveTensors(CPU, None)
+        block = Block(list(range(n)), np.random.default_rng(n).random((n, width), dtype=np.float32))
+        cache = FeatureCache(tmp_path / str(n), 1 << 30)
+        kept = cache.get(FeatureKey("o", "d", "r", "s", "m"), n, lambda block=block: iter([block]))
+        context = RoundContext(1, len(images.classes), rounds=1, cohort=1).for_silo(0, 0)
+        broadcast = method.broadcast(method.init_server(model, context))
+        with LiveTensors(CPU, None) as chosen:
+            train = trainer._of_features(examples, kept, gone, 1)
+        few = 8 * n * 8  # numbers of examples, and labels
+        assert max(chosen.after) < kept.rows.nbytes + few  # the file, mapped and not read into memory
+        with live:
+            data = PlainLocalData(RoundData(train, train, manifest().train, context))
+            sums = method.local(model, broadcast, {}, data, context).bundle[analytic.MOMENTS].total["a"]
+        left = np.delete(np.round(block.rows.astype(np.float64) * 2**14) / 2**14, gone, axis=0)
+        assert float(sums[0]) == (left[:, 0] ** 2).sum()
+        assert len(train) == n - len(gone)
+        held.append(max(live.after))
+    assert 0 < held[1] <= held[0] + few
