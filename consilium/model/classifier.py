@@ -36,7 +36,7 @@ def load(
     raw: bool = False,
     extensions: Sequence[str] = (),
 ) -> Model:
-    """Load an exported model, as `consilium predict` does: held against its card, with the calibration beside it.
+    """Load an exported model, as `consilium predict` does: checked against its card, with the calibration beside it.
 
         model = consilium.load("models/first-1a2b.safetensors")
         model.predict("new-images")           # an array of class names

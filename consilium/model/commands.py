@@ -42,7 +42,7 @@ ModelFile = Annotated[Path, typer.Argument(help="The .safetensors file of `coord
 
 @dataclass(frozen=True, slots=True)
 class ModelArguments:
-    """Which model, and what it is held against."""
+    """Which model, and what it is checked against."""
 
     file: Path
     card: Path | None = None

@@ -1,6 +1,6 @@
 """A file of an exported model: safetensors, whose header has all that it takes to build the model again.
 
-No code in a file is run. It is held against its card, which names the SHA-256 of its bytes: another file under the same
+No code in a file is run. It is checked against its card, which names the SHA-256 of its bytes: another file under the same
 name is refused. Whoever replaces both is found by the card's own signature alone, where it has one.
 """
 

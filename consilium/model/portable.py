@@ -124,7 +124,7 @@ def write(kind: str, run: RunSetup, server: State, named: Mapping[str, str], fil
     """Write a model whose batch may have any size; with bodies from ONNX files one image.
 
     Raises ConfigError (E-CFG-08) where the extra is not installed, and on a model that cannot be written like this;
-    after writing, the file's answer to random images is held against the model's.
+    after writing, the file's answer to random images is compared with the model's.
     """
     require([kind])
     manifest, network = run.manifest, classifier(run, server)

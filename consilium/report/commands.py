@@ -44,7 +44,7 @@ class OwnRecord:
 
 
 Records = Callable[[Path | None, SignedCard, Card], Sequence[OwnRecord]]
-"""Looks up what this side noted; asked only where the card is held against the authority of its home."""
+"""Looks up what this side noted; asked only where the card is checked against the authority of its home."""
 
 
 def make_app(pinned: Pinned, records: Records, help: str) -> typer.Typer:
@@ -56,7 +56,7 @@ def make_app(pinned: Pinned, records: Records, help: str) -> typer.Typer:
     def verify(file: File, authority: Authority = None, home: Home = None) -> CommandResult:
         """Say whether a lead of the consortium signed this card as it is; exit status 2 where not.
 
-        The files that it names are held against it where they lie beside it, a page against the card within it, and
+        The files that it names are checked against it where they lie beside it, a page against the card within it, and
         the card against this side's own records; exit status 1 where one does not agree.
         """
         wanted = _digits(authority) if authority else pinned(home)

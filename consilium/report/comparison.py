@@ -21,7 +21,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 
 MAX_RUNS = 20
 COMPARED = BALANCED.name
-"""The measure by which runs are held against each other."""
+"""The measure by which runs are compared."""
 BEHIND = "behind the best"
 """The name of the row that says how far each run is behind in it."""
 _LEVELS = 20
@@ -65,11 +65,11 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunRanking:
-    """Runs held against each other by one number: `COMPARED` in the last evaluation, which `show` has as well.
+    """Runs compared by one number: `COMPARED` in the last evaluation, which `show` has as well.
 
     They were made at the same hospitals on as many test images of each class. values: by run, of all measures of sums
     best: the run whose value is largest   ahead: of it, by every other run; both empty where a value is withheld, or
-    there are none to compare   excluded: runs that are not held against the first one, and why.
+    there are none to compare   excluded: runs that are not compared with the first one, and why.
     Guarantees: all intervals of `ahead` hold at once with a probability of 95 %, over the luck of the test images and
     the noise of privacy; not over the randomness of training, which a single run cannot show.
     """
@@ -156,7 +156,7 @@ class RunComparison:
     """Runs in the order in which they were named.
 
     differences: the keys in which they differ, with a value for each run, None where a run has no such key
-    standing: who is ahead   notes: why their scores may not be held against each other.
+    standing: who is ahead   notes: why their scores may not be compared.
     """
 
     runs: tuple[ComparedRun, ...]

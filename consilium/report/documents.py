@@ -97,7 +97,7 @@ def skeleton(name: str, card: Card, digest: str) -> str:
 def page(signed: SignedCard, card: Card) -> str:
     """Write the card's page: one file that loads nothing, with the signed card in it. card: of the signed document.
 
-    Equal signed cards give equal pages in one version, so that a page can be held against the card within it.
+    Equal signed cards give equal pages in one version, so that a page can be checked against the card within it.
     """
     inside = signed.to_json().replace("<", "\\u003c")  # still the same JSON, and no markup
     return _render(

@@ -7,7 +7,7 @@ blanks, ASCII), so that a file may be indented for people.
 *Guarantees* of `verify`: the holder of the lead's key signed exactly this document, and the authority with the
 fingerprint that the reader brought has certified that key for a lead of the consortium that the card names. *Not
 guaranteed*: that what the lead's coordinator counted is true; that the lead had not been revoked (`Lead` lists are the
-coordinator's); the time, which is the signer's clock and is held against the certificate alone.
+coordinator's); the time, which is the signer's clock and is checked against the certificate alone.
 """
 
 from __future__ import annotations

@@ -300,7 +300,7 @@ def hospital_facts(detail: pb.RunDetail) -> tuple[list[tuple[str, ...]], list[st
 
 def hospital_tables(detail: pb.RunDetail) -> list[Table | str]:
     rows, sentences = hospital_facts(detail)
-    title = "By hospital, of those that let it be shown"
+    title = "Results of the hospitals that allow it"
     return [*([make_table(title, hospital_results.head(), rows)] if rows else []), *sentences]
 
 

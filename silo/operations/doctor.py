@@ -108,7 +108,7 @@ class Examination:
         remedy = "a running service renews it by itself (silo serve); once expired: coordinator invite NAME --again"
         yield from checks.certificate("certificate", identity.current_credentials(), remedy)
         running = self.home.is_locked()
-        stopped = checks.warning("service", "it does not run", "silo serve --data REF")
+        stopped = checks.warning("service", "it is not running", "silo serve --data REF")
         yield checks.ok("service", f"it runs on {self.home.path}") if running else stopped
 
     def _rehearse(self) -> None:

@@ -84,7 +84,7 @@ class Health:
     def of(cls, home: Home, clock: Callable[[], float] = since_boot) -> Health:
         """Read a home's state. A service that does not run, or has not written for half a minute, is not alive."""
         if not home.is_locked():
-            return cls(alive=False, why="it does not run")
+            return cls(alive=False, why="it is not running")
         try:
             raw = json.loads((home.path / FILE).read_text())
             age = clock() - float(raw["beat"])
@@ -92,8 +92,8 @@ class Health:
             texts = str(raw.get("where", "")), str(raw.get("queue", ""))
             health = cls(True, raw["connected"] is True, float(raw["since"]), str(raw["why"])[:20], walls, *texts)
         except (OSError, ValueError, KeyError, TypeError):
-            return cls(alive=False, why="it has not begun to work")
-        return health if 0 <= age < _SILENCE_S else cls(alive=False, why="it runs and does nothing")
+            return cls(alive=False, why="it is still starting")
+        return health if 0 <= age < _SILENCE_S else cls(alive=False, why="it does not respond")
 
     def worker(self) -> list[str]:
         """Say where the worker is, or why none is, and which walls hold around it; empty if none has run."""

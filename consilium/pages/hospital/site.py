@@ -210,7 +210,7 @@ def connection(health: Health, contact: Contact | None) -> str:
         last = f"The last session with the coordinator ended at {moment(ended)}."
     if health.alive:
         return f"The service runs, and tries to connect ({health.why or 'no session yet'}). {last}"
-    return f"The service is not at work here: {health.why}. {last}"
+    return f"The service cannot send: {health.why}. {last}"
 
 
 def _as_of(health: Health, contact: Contact | None) -> float | None:
@@ -231,7 +231,7 @@ def _stat(path: Path) -> os.stat_result | None:
 class Decisions:
     """The runs that ask this hospital; its buttons do what `silo approve` does, and only what was shown.
 
-    current_policy: what they are held against, as it is now.
+    current_policy: what they are checked against, as it is now.
     """
 
     home: Home

@@ -15,7 +15,7 @@ DAY_S = 86400.0
 SOON_S = 14 * DAY_S
 """Certificates that end within so long are pointed out."""
 _STATES = {
-    "waiting": ("wait", "waits for its turn"),
+    "waiting": ("wait", "queued"),
     "running": ("wait", "running"),
     "paused": ("bad", "paused"),
     "finished": ("good", "finished"),
@@ -80,7 +80,7 @@ def away(info: pb.RunInfo) -> str:
 def certificates(silos: Sequence[pb.SiloInfo], own: OwnCertificates, now: float) -> list[ExpiringCertificate]:
     """Return all certificates, the first to end first."""
     renewal = (
-        "its service renews it by itself, from 30 days before the end on; once ended: coordinator invite NAME --again"
+        "renewed automatically in its last 30 days; once it has expired: coordinator invite NAME --again"
     )
     expiring = [
         _certificate(s.name, s.certificate_until_unix, renewal, now)
@@ -88,14 +88,14 @@ def certificates(silos: Sequence[pb.SiloInfo], own: OwnCertificates, now: float)
         if s.state != "revoked" and s.certificate_until_unix
     ]
     expiring.append(_certificate(f"{own.lead} (you)", own.lead_until, f"coordinator leads renew {own.lead}", now))
-    expiring.append(_certificate("the authority", own.authority_until, "a new consortium, long before that day", now))
+    expiring.append(_certificate("the authority", own.authority_until, "create a new consortium well before that day", now))
     return sorted(expiring, key=lambda c: c.until)
 
 
 def _certificate(whose: str, until: float, renewal: str, now: float) -> ExpiringCertificate:
     left = until - now
     if not left > 0:
-        return ExpiringCertificate(whose, until, State("bad", "ended"), renewal)
+        return ExpiringCertificate(whose, until, State("bad", "expired"), renewal)
     if left < SOON_S:
         return ExpiringCertificate(whose, until, State("wait", f"{left / DAY_S:.0f} days left"), renewal)
     return ExpiringCertificate(whose, until, State("good", f"{left / DAY_S:.0f} days left"), "")
@@ -108,10 +108,10 @@ def headline(found: ServiceSnapshot, now: float) -> tuple[str, str]:
     if found.away is not None:
         return f"The coordinator has not answered since {moment(found.away.since)}", found.away.why
     if alarmed := [s.name for s in found.silos if s.alarm]:
-        return f"Somebody else may have the key of {_names(alarmed)}", "What was noticed is in the list of hospitals."
+        return f"Somebody else may have the key of {_names(alarmed)}", "See the list of hospitals."
     members = [s for s in found.silos if s.state != "revoked"]
     here = sum(s.state == "online" for s in members)
-    present = f"{here} of {len(members)} hospitals are here."
+    present = f"{here} of {len(members)} hospitals are online."
     under_way = [r for r in found.runs if r.state in ("waiting", "running")]
     if (waiting_run := next((r for r in under_way if away(r)), None)) is not None:
         text = f"Round {waiting_run.waiting.round + 1} of {waiting_run.run_id} waits for {away(waiting_run)}"

@@ -126,7 +126,7 @@ def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
     if info.state == "running":
         done = f"{info.closed} of {info.rounds} rounds are done" if info.rounds else "The model is being measured"
         return done, reached
-    return "It waits for its turn", "It begins when the runs before it are over."
+    return "Queued", "It begins when the runs before it have ended."
 
 
 def _sentence(text: str) -> str:
@@ -184,7 +184,7 @@ def _privacy(manifest: str) -> tuple[str, ...]:
         masked = raw.get("secagg") is not None
         cohort = int(raw.get("cohort") or 0) or len(raw["members"])
     except (ConversionError, KeyError, TypeError, ValueError):
-        return ("What it promises about privacy is written in a form that this version does not know.",)
+        return ("This version cannot read the run's privacy settings.",)
     read = "Updates are not masked: this coordinator can read the update of each hospital."
     if masked:
         most = tolerated_colluders(cohort)
@@ -196,7 +196,7 @@ def _privacy(manifest: str) -> tuple[str, ...]:
         return read, "There is no differential privacy: nothing limits what an update or a sum reveals."
     terms = ", ".join(f"{key} {options[key]}" for key in ("epsilon", "delta", "unit") if key in options)
     how_much = f" ({terms})" if terms else ""
-    return read, f"Profile {name}{how_much}: the most that it may spend at each hospital whose policy allows that."
+    return read, f"Profile {name}{how_much}: at most so much is spent at each hospital whose policy allows it."
 
 
 # ---- the open round --------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def _bars(info: pb.RunInfo, members: Sequence[str], events: Sequence[pb.Event], 
         if name in came:
             took = _bounded(came[name].at_unix - waiting.opened_unix)
             width = round(100 * min(took / passed, 1.0), 2)
-            yield Bar(name, State("good", "update is there"), f"after {format_duration(took)}", width, came[name].bytes)
+            yield Bar(name, State("good", "received"), f"after {format_duration(took)}", width, came[name].bytes)
         elif name in awaited:
             yield _awaited(awaited[name])
         elif name in refused:
@@ -267,10 +267,10 @@ def _awaited(silo: pb.AwaitedSilo) -> Bar:
     alone = f"no other hospital has {', '.join(silo.classes)}" if silo.classes else ""
     left = f"{format_duration(_bounded(silo.left_s))} more"
     if silo.online:
-        return Bar(silo.name, State("wait", "awaited"), left, 100.0, alone=alone)
+        return Bar(silo.name, State("wait", "pending"), left, 100.0, alone=alone)
     return Bar(
         silo.name,
-        State("bad", "awaited, away"),
+        State("bad", "pending, offline"),
         f"{left}, away {format_duration(_bounded(silo.offline_s))}",
         100.0,
         alone=alone,

@@ -112,9 +112,9 @@ def _headline(details: Mapping[str, pb.RunDetail]) -> tuple[str, str]:
     said = [f"{accuracy.newest(info).text()} after {rounds[name]} of {SHORT[name]}" for name, info in infos.items()]
     return (
         "Six hospitals trained one model, and no image left any of them",
-        "None of them has seen more than two of the ten digits. Of all their test images are classified correctly "
-        f"{', '.join(said[:-1])}, and {said[-1]}. Updates left under masks: the coordinator read sums over hospitals, "
-        "and no update of one; of a digit that one hospital has, the sum is that hospital's row, without its name.",
+        "None of them has seen more than two of the ten digits. Correct on all their test images: "
+        f"{', '.join(said[:-1])}, and {said[-1]}. Updates were masked: the coordinator read only their sums. "
+        "Where only one hospital has a digit, the sum for this digit is that hospital's part, without its name.",
     )
 
 
@@ -162,7 +162,7 @@ def _in_short(details: Mapping[str, pb.RunDetail], spent: Mapping[str, PrivateRu
         for m, d in details.items()
     ]
     head = ("trained by", "classified correctly", "rounds", "sent by hospitals", "time", "epsilon of an image")
-    return ResultTable("Six hospitals, one model: no image moved, no digit is at two hospitals", head, rows)
+    return ResultTable("Six hospitals, one model: no image moved, and no two hospitals have the same digit", head, rows)
 
 
 def _by_run(details: Mapping[str, pb.RunDetail]) -> ResultTable:
@@ -193,7 +193,7 @@ def _by_run(details: Mapping[str, pb.RunDetail]) -> ResultTable:
         "updates refused or clipped",
     )
     model = " or ".join(sorted({_model_name(d) for d in details.values()}))
-    title = f"One model ({model}) for six hospitals; no image moved, no digit is at two hospitals"
+    title = f"The models ({model}) and how they were trained"
     return ResultTable(title, head, rows)
 
 
@@ -229,8 +229,8 @@ def _spending(spent: Mapping[str, PrivateRunSpending]) -> ResultTable:
         (name, f"{s.noise:.3f}", f"{s.epsilon:.4f}", f"{s.projected:.4f}", f"{s.tight:.2f}", f"{s.delta:g}")
         for name, s in spent.items()
     ]
-    head = ("hospital", "noise z", "epsilon by its ledger", "projected", "tighter bound", "delta")
-    title = f"What the private run cost the training images ({COLLECTION}/train), budget epsilon {EPSILON:g}"
+    head = ("hospital", "noise multiplier", "epsilon in its ledger", "as planned", "tighter bound", "delta")
+    title = f"Privacy budget of the training images ({COLLECTION}/train): what the private run spent of epsilon {EPSILON:g}"
     return ResultTable(title, head, rows)
 
 

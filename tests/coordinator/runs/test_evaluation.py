@@ -96,7 +96,7 @@ def test_hospitals_that_allow_it_are_shown_and_no_other(
         assert all(right <= of for right, of in zip(result.correct, result.examples, strict=True))
     lead.show(done.id, home=world.home)
     printed = capsys.readouterr().out
-    assert "By hospital, of those that let it be shown" in printed
+    assert "Results of the hospitals that allow it" in printed
     assert "2 hospitals in the sums alone" in " ".join(printed.split())
     assert "hill" not in printed.split("By hospital")[1].split("cannot rank")[0].split("is lowest")[0]
 

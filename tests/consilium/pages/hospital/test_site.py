@@ -98,13 +98,13 @@ def test_the_page_shows_what_left_what_was_spent_who_is_there_and_what_waits(hom
     assert re.search(r"Epsilon \d\.\d\d of 8 is spent for each record", text)
     assert "center3 ◐ not confirmed" in text
     assert "1 not confirmed: a key that you have not consented to" in text
-    assert "2 times: an image that cannot be read" in text
+    assert "An image that cannot be read: 2 times." in text
     assert "scans/0041.png, scans/0107.png" in text
     assert "531 90" in text
     assert "skin-study-2" in text
     assert "approval run=fedmr-digits-7f3c round=1" in text
-    assert "it does not run" in text
-    assert "This is as of" in text
+    assert "it is not running" in text
+    assert "when the last session ended" in text
 
 
 def test_the_page_says_beside_the_spending_how_many_updates_left_without_privacy(home, show) -> None:
@@ -117,9 +117,9 @@ def test_the_page_says_beside_the_spending_how_many_updates_left_without_privacy
     assert "4 updates of this hospital's records left without noise" in text
     assert "▲ no privacy" in text
     assert "epsilon 8 at delta 1e-05 for each record" in text
-    assert "of other homes" not in text
+    assert "Other homes" not in text
     home.place_ledger(home.ledger.rename(home.path.parent / "ledger.db"), home.ledger_key)
-    assert "updates without privacy of other homes that use it are on their pages" in show(home).text()
+    assert "Their updates without privacy are on their own pages" in show(home).text()
 
 
 def test_the_commands_say_how_many_updates_left_without_privacy(home, capsys) -> None:

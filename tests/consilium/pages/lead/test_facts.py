@@ -93,9 +93,9 @@ def test_the_open_round_says_of_each_hospital_where_it_stands() -> None:
     found = open_round(info, ["north", "east", "south", "west", "late"], events, 160.0)
     assert found is not None
     assert [(bar.name, bar.state) for bar in found.bars] == [
-        ("east", State("wait", "awaited")),
-        ("south", State("bad", "awaited, away")),
-        ("north", State("good", "update is there")),
+        ("east", State("wait", "pending")),
+        ("south", State("bad", "pending, offline")),
+        ("north", State("good", "received")),
         ("west", State("bad", "refused")),
         ("late", State("off", "excluded")),
     ]

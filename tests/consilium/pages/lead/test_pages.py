@@ -84,7 +84,7 @@ def test_no_name_brings_markup_or_an_invisible_character_into_a_page(lied_to: Br
 
 def test_hospitals_that_let_it_be_shown_stand_in_a_table_of_their_own(lied_to: Browser) -> None:
     page = lied_to.get("/runs/run-1").text
-    assert "Hospital by hospital, of those that let it be shown" in page
+    assert "Results of the hospitals that allow it" in page
     assert "Cannot rank: 1 hospital with at least 10 test images" in page
 
 

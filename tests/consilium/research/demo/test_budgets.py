@@ -138,7 +138,7 @@ def test_the_report_names_models_accuracies_and_what_was_spent(
     assert "analytic, epsilon 8" in printed
     assert "7.50" in printed
     page = (tmp_path / "index.html").read_text()
-    assert "One model (a) for six hospitals" in page
+    assert "The models (a) and how they were trained" in page
     assert "7.4000" in page
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["model"] == dict.fromkeys(found, "a")
