@@ -99,7 +99,7 @@ def predict(
     *,
     named: Named,
 ) -> CommandResult:
-    """Classify images or rows with an exported model; exit status 2 where one of them could not be.
+    """Classify images or rows with an exported model; exit status 2 if any could not be classified.
 
     Probabilities, a set of classes at the calibration's coverage, and "none of the classes". With --data, whose labels
     are known, also how often that was right, by class.

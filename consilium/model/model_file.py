@@ -1,7 +1,7 @@
 """A file of an exported model: safetensors, whose header has all that it takes to build the model again.
 
-No code in a file is run. It is checked against its card, which names the SHA-256 of its bytes: another file under the same
-name is refused. Whoever replaces both is found by the card's own signature alone, where it has one.
+No code in a file is run. It is checked against its card, which names the SHA-256 of its bytes: another file under the
+same name is refused. Whoever replaces both is found by the card's own signature alone, where it has one.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def models(
         list[str] | None, typer.Argument(help="Count for these examples, such as data=isic2019.")
     ] = None,
 ) -> CommandResult:
-    """List the models with their parameter counts: as the papers use them, or those that take the chosen data."""
+    """List the models with their parameter counts: as the papers use them, or all that fit the chosen data."""
     from consilium.research import listings
 
     return listings.models(overrides or ())

@@ -81,7 +81,7 @@ def _verdict(claim: Claim) -> str:
 
 
 def models(overrides: Sequence[str]) -> CommandResult:
-    """Count the parameters of the models: as the papers use them, or those that take the chosen data."""
+    """Count the parameters of the models: as the papers use them, or all that fit the chosen data."""
     rows = _chosen_rows(compose_spec(overrides)) if overrides else _published_rows()
     head = ("model", "data", "example", "classes", "feature dimension", "parameters", "with buffers", "paper, options")
     lines = [

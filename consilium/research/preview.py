@@ -26,7 +26,7 @@ _NUMBERS = {
     "noise z": "noise",
     "epsilon": "epsilon",
     "with reserve": "epsilon_most",
-    "truly spent": "epsilon_tight",
+    "actually spent": "epsilon_tight",
     "of a record": "epsilon_record",
     "of a test record": "epsilon_test",
 }
@@ -36,9 +36,9 @@ _SHARED = {"all honest": "epsilon_all_honest", "masks fail": "epsilon_alone"}
 
 _LEGEND = (
     "q: share of a hospital's records in one step; noise z: standard deviation of the noise over the clipping norm; "
-    "epsilon: what the run spends, and what decides; with reserve: where a round must be repeated after a crash; "
-    "truly spent: by the privacy loss of all releases together; of a record, of a test record: what one training "
-    "or test image bears"
+    "epsilon: what the run spends as the ledger counts it, which decides; with reserve: if rounds are repeated after a "
+    "crash; actually spent: by the privacy loss of all releases together; of a record, of a test record: the part of "
+    "one training or test image"
 )
 
 _SHARED_LEGEND = (
@@ -46,9 +46,7 @@ _SHARED_LEGEND = (
     "honest: with all of them there and honest; masks fail: with a hospital's own noise alone"
 )
 
-_HINT = (
-    "which accuracy to expect, before anybody spends: the same command with --expect 3, on data that you have here",
-)
+_HINT = ("to see which accuracy to expect: the same command with --expect 3, on data that this machine has",)
 
 privacy = typer.Typer(no_args_is_help=True, help="Look at privacy before a run.")
 privacy.callback()(lambda: None)
@@ -74,14 +72,14 @@ def preview(
 ) -> CommandResult:
     """Show what a run would cost each hospital, before anyone starts: its epsilon, and the noise that this takes.
 
-    In a run of several rounds the noise leaves a reserve (privacy.reserve_rounds), so that a round may be repeated
-    after a crash: "epsilon" is what a run spends that needs none of it, "with reserve" what it spends if it needs all.
-    The ledgers stop it at the epsilon that was asked for.
+    A run of several rounds keeps a reserve (privacy.reserve_rounds) to repeat a round after a crash. "epsilon" is spent
+    if nothing is repeated, "with reserve" if all of the reserve is used. The ledgers stop the run at the
+    requested epsilon.
 
-    --expect 3 says between which accuracies to expect the model: of three simulations on the data that the words name
-    and this machine has, such as a public set like the hospitals' own (data=folder data.path=... federation=p5c2).
+    --expect 3 simulates the run three times and shows the range of accuracies. It needs data on this machine, such as a
+    public set like the hospitals' own (data=folder data.path=... federation=p5c2).
 
-    Sizes are those given, those that the silos online declare (--online), or those of the simulated federation.
+    Sizes come from --sizes, from the hospitals online (--online), or from the simulated federation.
     """
     from coordinator.config import weights
     from coordinator.config.hydra_config import compose_spec
@@ -124,20 +122,19 @@ def _parts(found: Mapping[str, Any]) -> str:
     """Say where the epsilon that was asked for goes, of the hospital that spends most."""
     most = max(found["silos"], key=lambda silo: silo["epsilon"])
     target, spent, with_reserve = found["epsilon_target"], most["epsilon"], most["epsilon_most"]
-    kept, again = "nothing is kept to repeat a round after a crash", found["reserve_rounds"]
+    kept, again = "nothing is reserved to repeat a round after a crash", found["reserve_rounds"]
     if again:
         kept = (
-            f"a reserve to repeat {pluralize(again, 'round')} after a crash takes {with_reserve - spent:.2f} (with "
-            f"privacy.reserve_rounds=0 the run has it: noise z {most['noise_unreserved']:.3f}, not {most['noise']:.3f})"
+            f"{with_reserve - spent:.2f} is reserved to repeat {pluralize(again, 'round')} after a crash (with "
+            f"privacy.reserve_rounds=0, noise z is {most['noise_unreserved']:.3f} instead of {most['noise']:.3f})"
         )
-    text = (
-        f"of epsilon {target:g} {most['name']} plans {spent:.2f}, and truly spends {most['epsilon_tight']:.2f}; {kept}"
-    )
+    actual = most["epsilon_tight"]
+    text = f"of epsilon {target:g}, {most['name']} plans {spent:.2f} and actually spends {actual:.2f}; {kept}"
     if most["rate"] == 1:
         return text
     return (
-        f"{text}; {target - with_reserve:.2f} is the price of a budget that holds whatever is run later: a ledger "
-        "counts training steps at one Renyi order that is fixed before any run"
+        f"{text}; {target - with_reserve:.2f} stays unused, since a ledger counts training steps at one Renyi order "
+        "that is fixed before any run"
     )
 
 

@@ -85,12 +85,12 @@ class ClassCoverage:
         if not self.hospitals:
             return [f"at how many hospitals each class is trained is not known: {self.why}"] if self.why else []
         nobody = [name for name in self.untaught if name not in self.left_out]
-        masked = "Its sums leave under masks without that hospital's name"
-        clear = "The coordinator can read that hospital's update"
+        masked = "the coordinator reads this hospital's sums, but not its name"
+        clear = "the coordinator can read this hospital's update"
         texts = [
-            (self.alone, f"at one hospital. {masked if self.masked else clear}"),
-            (self.left_out, f"left out, the model will not know it: at fewer than {self.least} hospitals"),
-            (nobody, "at no hospital, the model will not know it"),
+            (self.alone, f"trained at one hospital only; {masked if self.masked else clear}"),
+            (self.left_out, f"left out because fewer than {self.least} hospitals have it: the model will not know it"),
+            (nobody, "at no hospital: the model will not know it"),
         ]
         return [f"{listed(names)}: {_each(text, len(names))}" for names, text in texts if names]
 
@@ -145,11 +145,7 @@ def _each(text: str, number: int) -> str:
     """Turn a sentence about one class into one about several."""
     if number == 1:
         return text
-    for one, several in (
-        ("at one hospital. Its", "at one hospital each. Their"),
-        ("at one hospital. The", "at one hospital each. The"),
-        ("know it", "know them"),
-    ):
+    for one, several in (("trained at", "each trained at"), ("have it", "have them"), ("know it", "know them")):
         text = text.replace(one, several)
     return text
 

@@ -48,7 +48,7 @@ PLACEMENTS = {
 class Projection:
     """One hospital's part: N, q, training steps and rounds in all, z, and epsilon at the run's delta.
 
-    used: share of the run's budget, by its filter   epsilon_tight: truly spent, by the privacy loss of all releases
+    used: share of the run's budget, by its filter   epsilon_tight: actually spent, by the privacy loss of all releases
     epsilon_record, epsilon_test: of one training or test record (0 where test records are public)   epsilon_most: with
     the reserve used up as well, the costliest round repeated `reserve` times   epsilon_all_honest, epsilon_alone: where
     noise is shared out, with all hospitals there and honest, and where masks fail; else epsilon.

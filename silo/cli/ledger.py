@@ -335,7 +335,7 @@ def _shown(
 def _collections(collections: Sequence[Json]) -> TextTable:
     return TextTable(
         "Privacy budgets",
-        ("collection", "unit", "budget", "filter", "counted", "truly spent", "used", "one replaced"),
+        ("collection", "unit", "budget", "filter", "counted", "actually spent", "used", "one replaced"),
         [
             (
                 c["collection"],

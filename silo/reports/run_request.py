@@ -96,7 +96,7 @@ class RunRequest:
 
     Attributes:
         profile: of privacy; epsilon, delta, subject only of a private one
-        spends: epsilon truly spent at this hospital if no round is repeated, by the privacy loss of all releases
+        spends: epsilon actually spent at this hospital if no round is repeated, by the privacy loss of all releases
         rng, test_data: its options
         prototypes: the run takes prototypes from this hospital
         extensions: code that is not part of this software
@@ -203,7 +203,7 @@ class RunRequest:
             RequestLine(
                 "Privacy",
                 f"epsilon {self.epsilon:g} at delta {self.delta:g} for {self.subject} ({self.profile})"
-                + ("" if self.spends is None else f"; {self.spends:.2f} is truly spent if no round is repeated"),
+                + ("" if self.spends is None else f"; {self.spends:.2f} is actually spent if no round is repeated"),
                 f"at most {most}" + (f", only {floors.require}" if floors.require else ""),
             ),
             RequestLine(

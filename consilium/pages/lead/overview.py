@@ -79,16 +79,16 @@ def away(info: pb.RunInfo) -> str:
 
 def certificates(silos: Sequence[pb.SiloInfo], own: OwnCertificates, now: float) -> list[ExpiringCertificate]:
     """Return all certificates, the first to end first."""
-    renewal = (
-        "renewed automatically in its last 30 days; once it has expired: coordinator invite NAME --again"
-    )
+    renewal = "renewed automatically in its last 30 days; once it has expired: coordinator invite NAME --again"
     expiring = [
         _certificate(s.name, s.certificate_until_unix, renewal, now)
         for s in silos
         if s.state != "revoked" and s.certificate_until_unix
     ]
     expiring.append(_certificate(f"{own.lead} (you)", own.lead_until, f"coordinator leads renew {own.lead}", now))
-    expiring.append(_certificate("the authority", own.authority_until, "create a new consortium well before that day", now))
+    expiring.append(
+        _certificate("the authority", own.authority_until, "create a new consortium well before that day", now)
+    )
     return sorted(expiring, key=lambda c: c.until)
 
 

@@ -230,7 +230,9 @@ def _spending(spent: Mapping[str, PrivateRunSpending]) -> ResultTable:
         for name, s in spent.items()
     ]
     head = ("hospital", "noise multiplier", "epsilon in its ledger", "as planned", "tighter bound", "delta")
-    title = f"Privacy budget of the training images ({COLLECTION}/train): what the private run spent of epsilon {EPSILON:g}"
+    title = (
+        f"Privacy budget of the training images ({COLLECTION}/train): what the private run spent of epsilon {EPSILON:g}"
+    )
     return ResultTable(title, head, rows)
 
 

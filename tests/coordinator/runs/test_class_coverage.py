@@ -76,10 +76,10 @@ def test_a_masked_run_says_before_round_1_which_classes_one_hospital_has(three, 
     assert (found.masked, found.least, len(found.untaught)) == (True, 1, 4)
     (said,) = told(world, run)
     alone, nobody = said.split("\n")
-    assert alone == f"{', '.join(found.alone)}: at one hospital each. " + (
-        "Their sums leave under masks without that hospital's name"
+    assert alone == f"{', '.join(found.alone)}: each trained at one hospital only; " + (
+        "the coordinator reads this hospital's sums, but not its name"
     )
-    assert nobody == f"{', '.join(found.untaught)}: at no hospital, the model will not know them"
+    assert nobody == f"{', '.join(found.untaught)}: at no hospital: the model will not know them"
     assert not any(name in said for name in THREE)
     kinds = [e.kind for e in world.server.store.runs.events(run.id, 0)]
     assert kinds.index("classes") < kinds.index("accepted", kinds.index("census"))
@@ -93,7 +93,7 @@ def test_a_plain_run_says_the_same_from_the_answers_before_round_1(three) -> Non
     found = coverage(run)
     assert sorted(found.hospitals) == [0] * 4 + [1] * 6
     assert (found.masked, found.partial) == (False, False)
-    assert "The coordinator can read that hospital's update" in told(world, run)[0]
+    assert "the coordinator can read this hospital's update" in told(world, run)[0]
 
 
 def test_a_run_that_would_leave_classes_out_asks_before_round_1_and_goes_on_when_the_lead_says_so(three) -> None:
@@ -154,7 +154,7 @@ def test_every_display_says_how_many_classes_were_trained_and_tested(
     assert over in followed
     assert taught in followed
     untaught = coverage(run).untaught
-    assert f"{', '.join(untaught)}: at no hospital, the model will not know them" in followed
+    assert f"{', '.join(untaught)}: at no hospital: the model will not know them" in followed
     lead.show(run.id, home=world.home)
     assert taught in " ".join(capsys.readouterr().out.split())
     client = LeadClient.open(world.home)

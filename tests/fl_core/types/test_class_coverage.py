@@ -17,20 +17,24 @@ def coverage(*hospitals: int, least: int = 1, masked: bool = True, partial: bool
 
 def test_a_class_at_one_hospital_is_named_and_the_hospital_is_not() -> None:
     assert coverage(3, 3, 1, 2).sentences() == [
-        "SCC: at one hospital. Its sums leave under masks without that hospital's name"
+        "SCC: trained at one hospital only; the coordinator reads this hospital's sums, but not its name"
     ]
     assert coverage(3, 3, 1, 2, masked=False).sentences() == [
-        "SCC: at one hospital. The coordinator can read that hospital's update"
+        "SCC: trained at one hospital only; the coordinator can read this hospital's update"
     ]
-    assert coverage(1, 3, 1, 2).sentences()[0].startswith("MEL, SCC: at one hospital each. Their sums leave")
+    assert (
+        coverage(1, 3, 1, 2)
+        .sentences()[0]
+        .startswith("MEL, SCC: each trained at one hospital only; the coordinator reads")
+    )
     assert coverage(3, 3, 2, 2).sentences() == []
 
 
 def test_a_class_that_is_left_out_is_one_that_the_model_will_not_know() -> None:
     found = coverage(3, 3, 1, 0, least=2)
     assert found.sentences() == [
-        "SCC: left out, the model will not know it: at fewer than 2 hospitals",
-        "VASC: at no hospital, the model will not know it",
+        "SCC: left out because fewer than 2 hospitals have it: the model will not know it",
+        "VASC: at no hospital: the model will not know it",
     ]
     assert (found.left_out, found.untaught, found.alone) == (("SCC",), ("SCC", "VASC"), ())
 
@@ -77,4 +81,4 @@ def test_declared_classes_are_counted_once_for_each_hospital() -> None:
 def test_of_many_classes_the_first_are_named() -> None:
     many = ClassCoverage(tuple(f"c{k}" for k in range(300)), (1,) * 300, masked=True)
     (said,) = many.sentences()
-    assert "c19 and 280 more: at one hospital each" in said
+    assert "c19 and 280 more: each trained at one hospital only" in said

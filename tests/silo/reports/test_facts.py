@@ -242,7 +242,7 @@ def test_a_request_stands_beside_what_the_policy_says_of_it() -> None:
     assert found["Method"] == ("fedavg", "fedmr")
     assert found["Code of others"] == ("a:B of d 1", "their-methods")
     assert found["Privacy"] == (
-        f"epsilon 2 at delta 1e-05 for each record (dp_record); {request.spends:.2f} is truly spent if no round is "
+        f"epsilon 2 at delta 1e-05 for each record (dp_record); {request.spends:.2f} is actually spent if no round is "
         "repeated",
         "at most epsilon 4 at delta 1e-05, only dp_record",
     )

@@ -188,7 +188,7 @@ def test_rounds_are_printed_where_somebody_watches_or_asks(
     assert capsys.readouterr().err == ""
     simulate(progress=True, **few)  # type: ignore[arg-type]
     said = capsys.readouterr().err.splitlines()
-    assert "at one hospital each" in " ".join(said)
+    assert "each trained at one hospital only" in " ".join(said)
     rounds = [line.partition("balanced accuracy")[0].split() for line in said if "balanced accuracy" in line]
     assert rounds == [["before", "round", "1"], ["before", "round", "2"], ["after", "round", "2"]]
     monkeypatch.setattr(round_printer.sys, "stderr", Watched())
