@@ -137,15 +137,16 @@ def test_the_table_of_two_bodies_counts_the_runs_with_the_lambda_of_each_seed(mo
     assert [line for line in bodies.table(stored).splitlines() if "0.01 (1), 30 (1) | 2 |" in line]
 
 
-def test_a_pooled_probe_is_tuned_on_a_fifth_of_the_training_lesions_of_other_seeds(
-    features: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("head", limits.DECAYS)
+def test_a_pooled_head_is_tuned_on_a_fifth_of_the_training_lesions_of_other_seeds(
+    features: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch, head: str
 ) -> None:
-    monkeypatch.setattr(limits, "DECAYS", (1.0, 1e6))
+    monkeypatch.setattr(limits, "DECAYS", {head: (1.0, 1e6)})
     monkeypatch.setattr(limits, "SEEDS", range(2))
     (row,) = [row for row in limits.ROWS if row.name == "ISIC 2019, Lite0"]
-    tuned = {fit.key: limits.measure(fit) for fit in limits.tuning(row, None)}
+    tuned = {fit.key: limits.measure(fit) for fit in limits.tuning(row, head, None)}
     assert {run["seed"] for run in tuned.values()} == {100, 101}
-    fits = limits.fits(row, tuned, None)
+    fits = limits.fits(row, head, tuned, None)
     assert [(fit.seed, fit.inner) for fit in fits] == [(0, False), (1, False)]
     runs = {fit.key: limits.measure(fit) for fit in fits}
     assert all(run["balanced"] > 0.9 for run in runs.values())
