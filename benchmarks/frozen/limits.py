@@ -50,8 +50,7 @@ DECAYS: Mapping[str, tuple[float, ...]] = {
     LINEAR: tuple(10.0**k for k in range(-1, 6)),
     HIDDEN: (0.1, 1.0, 10.0, 100.0),
 }
-"""Of the sum over images of their losses, halved: 1 / C of scikit-learn. With hidden units of that over the 200 images of
-a batch."""
+"""Of the sum over images of their losses, halved: 1 / C of scikit-learn. With hidden units, over the 200 of a batch."""
 Pool = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.str_]]
 """Features (n, d), classes (n,), and what may not be divided (n,)."""
 Load = Callable[[int, Path | None], tuple[Pool, Pool]]
