@@ -301,7 +301,7 @@ def _text(value: object) -> str:
 def _notes(runs: Sequence[ComparedRun], standing: RunRanking) -> tuple[str, ...]:
     notes = [f"{name} is not compared with the others: it {why}" for name, why in standing.excluded.items()]
     if len({run.classes for run in runs}) > 1:
-        notes.append("the runs have different classes: their accuracies are of different questions")
+        notes.append("the runs have different classes: their accuracies answer different questions")
     elif len({frozenset(run.members) for run in runs}) > 1:
         notes.append("the runs have different hospitals")
     if standing.rounds:

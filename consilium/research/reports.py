@@ -33,8 +33,7 @@ _HEADS_CHARS = 40
 def compare(runs: Runs, home: Place) -> CommandResult:
     """Show runs side by side: their configurations, what their models reached, and which differ by more than chance.
 
-    Compared is the last evaluation of each, as `show` has it, where all were made at the same hospitals on as many test
-    images.
+    Only last evaluations (as in `show`) at the same hospitals, with the same number of test images, are compared.
     """
     comparison = compare_runs([ComparedRun.of(detail) for detail in _details(home, runs)])
     return CommandResult(comparison_json(comparison), _compared(comparison))

@@ -117,7 +117,7 @@ def _frac_bits(ring: Ring, n_max: int, bound: float) -> int:
     if n_max * math.ceil(exact * Fraction(2) ** bits) > top:  # log2 rounds, and so does the value at the bound
         bits -= 1
     if exact * Fraction(2) ** bits < 2**_LEAST_BITS:
-        raise ConfigError("E-CFG-08", f"{ring} cannot hold {n_max} silos with bound {bound}: take fewer, or ring64")
+        raise ConfigError("E-CFG-08", f"{ring} cannot hold {n_max} silos with bound {bound}: use fewer, or ring64")
     return bits
 
 

@@ -79,7 +79,7 @@ class ImageExamples(Examples):
         return (x - mean) / std
 
     def stored(self, index: Tensor) -> Tensor:
-        """Return the squares (B, 3, stored, stored) uint8, of each file's state when it was first read."""
+        """Return the square images (B, 3, stored, stored) uint8, of each file as it was when first read."""
         wanted = index.tolist()
         for i in wanted:
             if i not in self._seen:

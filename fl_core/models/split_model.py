@@ -69,7 +69,7 @@ def assemble(
     """
     if len(projection) > MAX_LAYERS:
         raise ConfigError(
-            "E-CFG-02", f"model.projection: expected at most {MAX_LAYERS} widths, found {len(projection)}: take fewer"
+            "E-CFG-02", f"model.projection: expected at most {MAX_LAYERS} widths, found {len(projection)}: use fewer"
         )
     for width in projection:
         validate.at_least("E-CFG-02", "model", 1, projection=width)

@@ -31,8 +31,8 @@ if TORCH:
 _FLOAT = 4
 OVERHEAD: Mapping[str, float] = {"cpu": 2.0, "cuda": 1.0}
 """By what the tensors of a step are multiplied. On a CPU convolutions copy what they read and write, and freed memory
-is not given back at once: processes grew by 1.5 to 1.9 times their tensors. A GPU whose memory ends fails a task and
-ends no service, so there no more is asked for than tensors take."""
+is not given back at once: processes grew by 1.5 to 1.9 times their tensors. A GPU that runs out of memory fails one
+task and not the service, so there only the tensors count."""
 
 
 def require_memory(

@@ -51,7 +51,7 @@ _PIECE = 1 << 20
 _BLOCK = 1 << 17
 """Numbers that are read or computed, written and hashed at a time."""
 _MAX_HEADER_BYTES = 16 << 20
-"""Some hundred thousand tensors: a longer header is no model's."""
+"""Enough for some hundred thousand tensors; no model has more."""
 _MAX_DIMENSIONS, _MAX_NUMBERS = 64, 1 << 48
 
 

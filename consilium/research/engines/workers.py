@@ -245,7 +245,7 @@ def _ended(worker: _Worker, port: InProcessSilo | None) -> WorkerError:
         return WorkerError(
             "E-RUN-38",
             f"a worker process was ended by {name} {when}, which the system does where memory is short: free some, or "
-            "take fewer (--workers); with --out the same command goes on",
+            "use fewer (--workers); with --out the same command goes on",
         )
     return WorkerError(
         "E-RUN-99", f"a worker process ended ({name}) {when}: its last words are above; --workers 1 does without"

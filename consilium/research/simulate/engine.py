@@ -158,7 +158,7 @@ class SimulationEngine:
                 raise RefusedError(
                     "E-RUN-38",
                     f"expected at most {most} workers, for which there is memory, found {self.workers}: "
-                    "take fewer, or free memory",
+                    "use fewer, or free memory",
                 )
             return min(self.workers, len(shares))
         if self.workers == 1 or why:

@@ -1,8 +1,8 @@
 """What a simulation measures beside its records, apart from the run: it holds the test sets of all silos.
 
 A record covers the silos of its round, since a federation asks nobody else. With a few silos per round a curve of
-records shows the luck of the draw beside the models, and its best round is one with an easy cohort. In a private run
-more would be a release that no ledger counts: there the records are all there is, and what nobody's test set says.
+records also shows which silos were drawn, and its best round is one with an easy cohort. In a private run anything more
+would be a release that no ledger counts, so there the records are all there is.
 
 PA of methods that have no personal model is the best global model, fine-tuned at each silo. Fan, Yao et al. (FedGELA),
 NeurIPS 2023, appendix: ten epochs on each silo's training set, then the unweighted mean over silos of the accuracy on
