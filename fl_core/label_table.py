@@ -40,8 +40,9 @@ class LabelTable:
     @classmethod
     def read(cls, file: Path, column: str) -> LabelTable:
         """Read a CSV file; raises DataError (E-DATA-02, E-DATA-07) as `read_table`, and on rows that contradict."""
-        rows = read_table(file, (column,))
-        _, header = next(lines_of(file))
+        _, header = next(lines_of(file), (0, []))
+        used = [name for name in (column, *KEYS, _SPLIT) if name == column or name in header]
+        rows = read_table(file, list(dict.fromkeys(used)))
         return cls.of(header, rows, column, str(file))
 
     @classmethod

@@ -15,7 +15,6 @@ from service_core.command_line import Json, command
 from service_core.console import CommandResult, KeyValues, TextTable, show_reply
 from service_core.storage.private_files import write_public
 from silo.cli.options import AnyHome, Classes, DataRootOption, SiloHome, grey_window, label_space
-from silo.storage.home import Home
 
 if TYPE_CHECKING:
     from fl_core.datasets import CheckReport
@@ -59,13 +58,14 @@ def check(
     classes without images, images stored twice.
     """
     from fl_core import datasets
+    from silo.pacs.mirror import resolved
 
-    reference = read_as(reference, home)
+    local = resolved(home, reference)
     if write_labels:
-        show_reply(_labels_written(reference, label_space(classes)), as_json)
+        show_reply(_labels_written(reference, local, label_space(classes)), as_json)
         return
     report = datasets.check(
-        reference,
+        local,
         datasets.DataRequest(label_space(classes), window=grey_window(window)),
         data_root=data_root,
         deep=deep,
@@ -74,20 +74,27 @@ def check(
     report.require_sound()
 
 
-def _labels_written(reference: str, classes: Sequence[str] | None) -> CommandResult:
-    """Write the table of labels to fill in; raises ConfigError (E-CFG-02), E-CFG-08 where there is one."""
+def _labels_written(reference: str, local: str, classes: Sequence[str] | None) -> CommandResult:
+    """Write the table of labels to fill in. local: what reads the data.
+
+    Raises ConfigError: E-CFG-02 without classes or files of the hospital's, E-CFG-08 where there is a table.
+    """
     from fl_core import datasets
     from fl_core.datasets import label_dictionary
+    from silo.pacs.reference import SCHEME, PacsReference
 
-    place = datasets.parse(reference)
+    place = datasets.parse(local)
     if place.path is None or classes is None:
         raise ConfigError(
             "E-CFG-02",
             "expected a folder, a list or a table of this hospital's and --classes, the classes of the run, beside "
             "--write-labels: name both",
         )
-    file = (place.path if place.source == "folder" else place.path.parent) / label_dictionary.FILE
-    report = datasets.check(reference)
+    folder, then = (place.path if place.source == "folder" else place.path.parent), "check again"
+    if reference.startswith(SCHEME):
+        folder, then = PacsReference.parse(reference).table[0].parent, "fetch and check again (silo data fetch)"
+    file = folder / label_dictionary.FILE
+    report = datasets.check(local)
     totals = [sum(column) for column in zip(*report.counts.values(), strict=True)]
     counts = dict(zip(report.classes, totals, strict=True))
     names = sorted(set(counts) - set(classes))
@@ -99,8 +106,8 @@ def _labels_written(reference: str, classes: Sequence[str] | None) -> CommandRes
             )
         write_public(file, label_dictionary.to_fill_in(counts, classes).encode())
     records = sum(counts[name] for name in names)
-    said = f"wrote {file}: {len(names)} names of {records} records to fill in, then check again"
-    facts = {"file": str(file) if names else None, "names": {name: counts[name] for name in names}}
+    said = f"wrote {file}: {len(names)} names of {records} records to fill in, then {then}"
+    facts = {"file": str(file) if names else None, "names": {name: counts[name] for name in names}, "then": then}
     return CommandResult(facts, [said if names else "every name is a class of the run: nothing to fill in"])
 
 
@@ -111,8 +118,9 @@ def describe(
 ) -> CommandResult:
     """Show shape, classes and counts per split."""
     from fl_core import datasets
+    from silo.pacs.mirror import resolved
 
-    reference = read_as(reference, home)
+    reference = resolved(home, reference)
     loaded = datasets.load(reference, datasets.DataRequest(label_space(classes)), data_root=data_root)
     report = datasets.check(reference, datasets.DataRequest(label_space(classes)), data_root=data_root)
     return _reply(report, loaded.schema)
@@ -125,11 +133,14 @@ def fetch(reference: Reference, *, home: SiloHome) -> CommandResult:
 
     Before the first check or registration; a service fetches by itself.
     """
+    from privacy.policy_terms import REQUIRED
+    from silo.admission import policy_in_force
     from silo.cancellation import CancelToken
     from silo.pacs.mirror import Mirror
 
     startup.end_on_interrupt()
-    if (mirror := Mirror.of(home.make(), reference, patient=False)) is None:
+    caged = lambda: policy_in_force.in_force(home).worker.isolation == REQUIRED  # noqa: E731
+    if (mirror := Mirror.of(home.make(), reference, patient=False, caged=caged)) is None:
         raise ConfigError(
             "E-CFG-01", f"expected dicomweb:URL?..., found {reference[:80]!r}: data that lie here need no fetching"
         )
@@ -138,15 +149,6 @@ def fetch(reference: Reference, *, home: SiloHome) -> CommandResult:
     facts = {**listed._asdict(), "left_out": dict(listed.left_out), "file": str(listed.file)}
     shown = [(mirror.reference.public, part) for part in listed.sentence().split("; ")]
     return CommandResult(facts, [KeyValues(shown)])
-
-
-def read_as(reference: str, home: Home) -> str:
-    """Return what reads these data: of a PACS the newest list in the home. Raises as `load_of_reference`."""
-    from fl_core.extensions import loading
-    from silo.pacs.mirror import resolved
-
-    local = resolved(home, reference)
-    return loading.load_of_reference(reference) if local == reference else local
 
 
 UNNAMED = (

@@ -118,11 +118,10 @@ def register(
     """
     from fl_core import datasets
     from privacy.ledger import registration
-    from silo.cli.data import read_as
-    from silo.pacs.mirror import Mirror
+    from silo.pacs.mirror import Mirror, resolved
 
     ledger = _ledger(home, make=True)
-    loaded = datasets.load(read_as(data, home), data_root=data_root)
+    loaded = datasets.load(resolved(home, data), data_root=data_root)
     pacs = Mirror.of(home, data)
     registered = registration.register(
         ledger, loaded, name or (loaded.origin if pacs is None else pacs.reference.public)

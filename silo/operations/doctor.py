@@ -216,9 +216,10 @@ class Examination:
 
     def _pacs(self) -> Iterator[Finding]:
         """Count the images that were fetched, and what was left out of the newest list."""
-        images = list(self.home.pacs.glob("*/*.dcm"))
+        images = [image for image in self.home.pacs.glob("*/*.dcm") if image.is_file()]
         size = sum(image.stat().st_size for image in images)
-        left = sum(max(0, len(file.read_bytes().splitlines()) - 1) for file in self.home.pacs.glob("*/left-out.csv"))
+        lists = [file for file in self.home.pacs.glob("*/left-out.csv") if file.is_file()]
+        left = sum(max(0, len(file.read_bytes().splitlines()) - 1) for file in lists)
         text = f"{pluralize(len(images), 'image')} fetched, {size / 2**20:.0f} MiB"
         if left:
             yield checks.warning("PACS", f"{text}; {left} left out", f"{self.home.pacs}/*/left-out.csv says why")
@@ -294,13 +295,11 @@ class Examination:
 
     def _data(self) -> Iterator[Finding]:
         from fl_core import datasets
-        from fl_core.extensions import loading
         from silo.pacs.mirror import resolved
 
         assert self.data is not None
-        local = resolved(self.home, self.data)
         examined = datasets.check(
-            loading.load_of_reference(self.data) if local == self.data else local,
+            resolved(self.home, self.data),
             datasets.DataRequest(self.classes),
             data_root=self.data_root,
             deep=True,

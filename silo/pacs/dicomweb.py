@@ -15,12 +15,12 @@ import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from fnmatch import fnmatch
 from functools import partial
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import quote, urlencode, urlsplit
 
 from fl_core.errors import ConfigError, UnavailableError
@@ -30,14 +30,14 @@ from silo.cancellation import CancelToken
 from silo.pacs.reference import PacsReference
 
 SILENCE_S, RESPONSE_S, LISTING_S = 60.0, 900.0, 6 * 3600.0
-"""Seconds without a byte, for one response, and for the whole list."""
+"""Seconds without a byte, for one response, and in which the PACS answers for the whole list."""
 OBJECT_BYTES, PAGE_BYTES, HEAD_BYTES = 512 << 20, 32 << 20, 64 << 10
 MAX_RESULTS = 1_000_000
 PAGE, FEWEST = 500, 100
 """Results that are asked for at once. A page of fewer than FEWEST is the last, unless the PACS says that it is not."""
 _BLOCK = 1 << 16
 _UID = re.compile(r"[0-9][0-9.]{0,63}")
-_AWAY = (408, 429, 502, 503, 504)
+_BUSY, _AWAY = (408, 429), (502, 503, 504)
 _OBJECT = 'multipart/related; type="application/dicom"; transfer-syntax=*'
 _STUDY, _SERIES, _INSTANCE = "0020000D", "0020000E", "00080018"
 _OF_STUDY = {"AccessionNumber": "00080050", "PatientID": "00100020", "StudyDate": "00080020"}
@@ -46,15 +46,26 @@ _OF_SERIES = {"Modality": "00080060", "SeriesDescription": "0008103E", "SeriesNu
 _OF_SERIES |= {"NumberOfSeriesRelatedInstances": "00201209", "SeriesInstanceUID": _SERIES}
 Facts = Mapping[str, str]
 Rows = tuple[list[Any], bool]
-Patiently = Callable[[Callable[[], Rows]], Rows]
+T = TypeVar("T")
+Files = AbstractContextManager[tuple[IO[bytes], IO[bytes]]]
 
 
 class LeftOutError(Exception):
     """One study or object that the PACS lists and does not give, or gives in no usable form."""
 
 
-class CutOffError(LeftOutError):
+class BusyError(UnavailableError):
+    """The PACS answers that it has no time now (HTTP 408, 429): wait, and ask again."""
+
+
+class _CutOffError(HTTPException):
     """An answer that ended before its end; the next may be whole."""
+
+
+class Patiently(Protocol):
+    """Asks once, or until there is an answer. otherwise: tells whether the PACS answers other requests."""
+
+    def __call__(self, ask: Callable[[], T], otherwise: Callable[[], bool] | None = None) -> T: ...
 
 
 class Instance(NamedTuple):
@@ -69,7 +80,7 @@ class Instance(NamedTuple):
 class PacsClient:
     """One connection to a PACS, for one list at a time; every call ends when `stop` is cancelled.
 
-    patiently: asks for a page, once or until the PACS answers.
+    patiently: asks for a page or an object.
 
     Raises UnavailableError (E-DATA-21) where it does not answer, and ConfigError (E-DATA-22) where it refuses, cannot
     be trusted, or answers without end.
@@ -80,13 +91,10 @@ class PacsClient:
         address = urlsplit(reference.url)
         self._path, self._host = quote(address.path, safe="/%"), address.hostname or ""
         self._headers = {"Accept-Encoding": "identity", "User-Agent": "consilium", **_authorization(reference)}
-        if address.scheme == "https":
-            trusted = _trusted(reference.ca)
-            self._connection = HTTPSConnection(self._host, address.port, timeout=SILENCE_S, context=trusted)
-        else:
-            self._connection = HTTPConnection(self._host, address.port, timeout=SILENCE_S)  # type: ignore[assignment]
-        self._socket = socket.socket()
-        self._left, self._until = MAX_RESULTS, time.monotonic() + LISTING_S
+        self._tls = _trusted(reference.ca) if address.scheme == "https" else None
+        self._connection = HTTPConnection(self._host, address.port or (80 if self._tls is None else 443))
+        self._socket: socket.socket | None = None
+        self._left, self._seconds = MAX_RESULTS, 0.0
 
     def close(self) -> None:
         self._connection.close()
@@ -138,9 +146,9 @@ class PacsClient:
         seen, offset, more = set[str](), 0, True
         while more:
             page = f"{path}?{urlencode([*query, ('limit', PAGE), ('offset', offset)])}"
-            rows, warned = self._patiently(partial(self._page, page))
+            rows, warned = self._patiently(partial(self._page, page), None if path == "/studies" else self._answers)
             self._left -= len(rows)
-            if self._left < 0 or time.monotonic() > self._until:
+            if self._left < 0 or self._seconds > LISTING_S:
                 raise ConfigError(
                     "E-DATA-22",
                     f"expected at most {MAX_RESULTS} results within {LISTING_S / 3600:g} hours of the PACS, found "
@@ -152,7 +160,17 @@ class PacsClient:
             yield from fresh.values()
             offset, more = offset + len(rows), bool(fresh) and (len(rows) >= FEWEST or warned)
 
+    def _answers(self) -> bool:
+        """Tell whether the PACS answers a search for anything."""
+        try:
+            self._page("/studies?limit=1")
+        except (UnavailableError, LeftOutError):
+            self._stop.raise_if_cancelled()
+            return False
+        return True
+
     def _page(self, path: str) -> Rows:
+        began = time.monotonic()
         with self._asked(path, "application/dicom+json") as response:
             if response.status == 204:
                 return [], False
@@ -166,24 +184,31 @@ class PacsClient:
             rows = None
         if not isinstance(rows, list):
             raise _no_list(self._host, "something else")
+        self._seconds += time.monotonic() - began  # not while the PACS was away
         return rows, warned
 
     # ---- objects ---------------------------------------------------------------------------------------------------
 
-    def retrieve(self, study: str, series: str, uid: str, aside: IO[bytes], into: IO[bytes]) -> None:
-        """Write an object as the PACS holds it. aside: for the answer around it. Raises LeftOutError."""
-        path = f"/studies/{_checked(study)}/series/{_checked(series)}/instances/{_checked(uid)}"
-        with self._asked(path, _OBJECT) as response:
-            kind = response.headers.get("Content-Type", "")
+    def retrieve(self, instance: tuple[str, str, str], open_files: Callable[[], Files]) -> None:
+        """Write an object (study, series, number) as the PACS holds it; raises LeftOutError.
+
+        open_files: opens, for each try, an empty file for the answer around the object, and one for the object.
+        """
+        study, series, uid = map(_checked, instance)
+        path = f"/studies/{study}/series/{series}/instances/{uid}"
+        self._patiently(partial(self._retrieve, path, open_files), self._answers)
+
+    def _retrieve(self, path: str, open_files: Callable[[], Files]) -> None:
+        with open_files() as (aside, into), self._asked(path, _OBJECT) as response:
             for block in _blocks(response, OBJECT_BYTES + HEAD_BYTES):
                 aside.write(block)
-        aside.flush()
-        if not aside.tell():
-            raise LeftOutError("the PACS gave nothing")
-        with mmap.mmap(aside.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            start, end = _part(data, kind)
-            for at in range(start, end, _BLOCK):
-                into.write(data[at : min(at + _BLOCK, end)])
+            aside.flush()
+            if not aside.tell():
+                raise LeftOutError("the PACS gave nothing")
+            with mmap.mmap(aside.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                start, end = _part(data, response.headers.get("Content-Type", ""))
+                for at in range(start, end, _BLOCK):
+                    into.write(data[at : min(at + _BLOCK, end)])
 
     # ---- one request -----------------------------------------------------------------------------------------------
 
@@ -194,8 +219,9 @@ class PacsClient:
 
         def cut() -> None:
             late.set()
-            with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
+            if (open_socket := self._socket) is not None:
+                with suppress(OSError):
+                    open_socket.shutdown(socket.SHUT_RDWR)
 
         timer = threading.Timer(RESPONSE_S, cut)
         timer.daemon = True
@@ -205,17 +231,17 @@ class PacsClient:
             with self._stop.on_cancel(cut):
                 fresh = connection.sock is None
                 try:
-                    response = self._send(path, accept)
+                    response = self._send(path, accept, late)
                 except (HTTPException, OSError):
                     if fresh or late.is_set():
                         raise
                     connection.close()
-                    response = self._send(path, accept)
+                    response = self._send(path, accept, late)
                 self._require_usable(response, listing="/instances/" not in path)
                 answered = True
                 yield response
                 if late.is_set():
-                    raise CutOffError("cut off")
+                    raise _CutOffError("cut off")
                 if response.length == 0:
                     response.read()  # which ends it for http.client, so that the connection can be used again
                 done = response.isclosed()
@@ -231,24 +257,36 @@ class PacsClient:
             raise ConfigError(
                 "E-DATA-22", f"expected TLS at {self._host}, found: {error.reason}. Check address and port of the PACS"
             ) from None
-        except (CutOffError, HTTPException, OSError) as error:
-            if answered and not isinstance(error, CutOffError):
+        except (HTTPException, OSError) as error:
+            if answered and isinstance(error, OSError):
                 raise  # whoever writes the answer to a disk failed, and not the PACS
             self._stop.raise_if_cancelled()
             why = f"cut off after {RESPONSE_S:g} s" if late.is_set() else str(error) or type(error).__name__
-            if "/instances/" in path and (late.is_set() or isinstance(error, CutOffError)):
-                raise CutOffError(why) from None
             raise _away(self._host, printable(why[:200])) from None
         finally:
             timer.cancel()
             if not done:
                 connection.close()
 
-    def _send(self, path: str, accept: str) -> HTTPResponse:
+    def _send(self, path: str, accept: str, late: threading.Event) -> HTTPResponse:
         self._stop.raise_if_cancelled()
+        if self._connection.sock is None:
+            self._connect(late)
         self._connection.request("GET", f"{self._path}{path}", headers={**self._headers, "Accept": accept})
-        self._socket = self._connection.sock  # http.client forgets it where an answer ends with the connection
         return self._connection.getresponse()
+
+    def _connect(self, late: threading.Event) -> None:
+        """Connect, with a socket that another thread can cut off from its first byte."""
+        self._socket = opened = socket.create_connection((self._connection.host, self._connection.port), SILENCE_S)
+        if self._tls is not None:
+            opened = self._tls.wrap_socket(opened, server_hostname=self._host, do_handshake_on_connect=False)
+            self._socket = opened
+        self._connection.sock = opened
+        if late.is_set():  # it was cut off before there was a socket to cut
+            raise _CutOffError("cut off")
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if isinstance(opened, ssl.SSLSocket):
+            opened.do_handshake()
 
     def _require_usable(self, response: HTTPResponse, listing: bool) -> None:
         status, of = response.status, self._host
@@ -265,6 +303,8 @@ class PacsClient:
             raise LeftOutError("compressed by HTTP, which nobody asked for")
         if status in (404, 410):
             raise LeftOutError(f"the PACS does not have it any more (HTTP {status})")
+        if status in _BUSY:
+            raise BusyError("E-DATA-21", f"expected an answer of the PACS {of}, found: busy (HTTP {status})")
         if status in _AWAY or (listing and status >= 500):
             raise _away(of, f"HTTP {status}")
         if status not in (200, 204, 206):
@@ -305,7 +345,7 @@ def _trusted(ca: str) -> ssl.SSLContext:
 
 
 def _blocks(response: HTTPResponse, most: int) -> Iterator[bytes]:
-    """Yield an answer as it comes; raises CutOffError if it ends early, LeftOutError if it is too long."""
+    """Yield an answer as it comes; raises _CutOffError if it ends early, LeftOutError if it is too long."""
     size = 0
     try:
         while block := response.read1(_BLOCK):
@@ -314,9 +354,9 @@ def _blocks(response: HTTPResponse, most: int) -> Iterator[bytes]:
                 raise LeftOutError(f"more than {most >> 20} MiB")
             yield block
     except (HTTPException, OSError) as error:
-        raise CutOffError(f"cut off after {size} bytes ({type(error).__name__})") from None
+        raise _CutOffError(f"cut off after {size} bytes ({type(error).__name__})") from None
     if response.length:
-        raise CutOffError(f"cut off after {size} bytes")
+        raise _CutOffError(f"cut off after {size} bytes")
 
 
 def _part(data: mmap.mmap, kind: str) -> tuple[int, int]:
@@ -331,7 +371,7 @@ def _part(data: mmap.mmap, kind: str) -> tuple[int, int]:
     start = data.find(b"\r\n\r\n", max(head, 0), head + HEAD_BYTES) + 4
     end = data.find(b"\r\n--" + mark, start)
     if head < 0 or start < 4 or end < 0:
-        raise CutOffError("a multipart answer without its end")
+        raise _CutOffError("a multipart answer without its end")
     return start, end
 
 

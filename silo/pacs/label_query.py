@@ -8,16 +8,19 @@ query = '''SELECT accession AS "AccessionNumber", finding, patient AS "PatientID
 from __future__ import annotations
 
 import re
+import socket
+import sqlite3
 import time
 import tomllib
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
-from sqlalchemy import URL, Connection, create_engine, event, make_url
+from sqlalchemy import URL, Connection, CursorResult, create_engine, event, make_url
 from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
@@ -26,11 +29,16 @@ from fl_core.errors import ConfigError, DataError, UnavailableError
 from fl_core.errors.extras import require
 from fl_core.label_table import LabelTable
 from fl_core.text import composed, read_text
+from service_core.console import printable
 from service_core.storage.private_files import read_private
+from silo.cancellation import CancelToken
 
 SUFFIX = ".toml"
 MAX_ROWS, SECONDS = 5_000_000, 600
-_CHARS, _STEPS = 1 << 16, 100_000
+"""Of one answer: how many rows, and for how long they may come."""
+_CHARS, _STEPS, _CONNECT_S = 1 << 16, 100_000, 30
+_ALIVE = {"keepalives": 1, "keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3}
+"""A database whose machine is gone is noticed within a minute (libpq)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +55,9 @@ class LabelQuery:
         return blake3(self.query.encode()).hexdigest()[:16]
 
 
-def read_labels(file: Path, column: str) -> LabelTable:
+def read_labels(file: Path, column: str, stop: CancelToken) -> LabelTable:
     """Read a table of labels, or ask for it; raises as `LabelTable.read` and `ask`."""
-    return ask(file, column) if file.suffix == SUFFIX else LabelTable.read(file, column)
+    return ask(file, column, stop) if file.suffix == SUFFIX else LabelTable.read(file, column)
 
 
 def read_query(file: Path) -> LabelQuery:
@@ -67,8 +75,8 @@ def read_query(file: Path) -> LabelQuery:
     return query
 
 
-def ask(file: Path, column: str) -> LabelTable:
-    """Ask the database for its rows, as text, each column by its name in the query.
+def ask(file: Path, column: str, stop: CancelToken) -> LabelTable:
+    """Ask the database for its rows, as text, each column by its name in the query. stop: ends it at once.
 
     Raises UnavailableError (E-DATA-21) where it does not answer; ConfigError (E-DATA-22) where it refuses; DataError
     (E-DATA-07) on a query that is none, and as `LabelTable.of`.
@@ -78,7 +86,7 @@ def ask(file: Path, column: str) -> LabelTable:
     query = read_query(file)
     url = _address(query, file)
     where = f"the query in {file}"
-    with _said(url, file), _connected(url) as db:
+    with _said(url, file, stop), _connected(url, stop) as db:
         answer = db.execution_options(stream_results=True, no_parameters=True).exec_driver_sql(query.query)
         if not answer.returns_rows:
             raise DataError("E-DATA-07", f"expected rows from {where}, found a statement without any: write a SELECT")
@@ -87,14 +95,20 @@ def ask(file: Path, column: str) -> LabelTable:
             raise DataError(
                 "E-DATA-07", f"expected columns of different names, {column!r} among them, from {where}, found {header}"
             )
-        rows: list[dict[str, str]] = []
-        for row in answer:
-            if len(rows) >= MAX_ROWS:
-                raise DataError(
-                    "E-DATA-07", f"expected at most {MAX_ROWS} rows from {where}, found more: ask for fewer"
-                )
-            rows.append(dict(zip(header, map(_text, row), strict=True)))
-    return LabelTable.of(header, rows, column, where, query.digest)
+        return LabelTable.of(header, _rows(answer, header, where, stop), column, where, query.digest)
+
+
+def _rows(answer: CursorResult[Any], header: Sequence[str], where: str, stop: CancelToken) -> Iterator[dict[str, str]]:
+    """Yield rows as they come; raises DataError (E-DATA-07) once there are too many, or they take too long."""
+    until = time.monotonic() + SECONDS
+    for number, row in enumerate(answer):
+        stop.raise_if_cancelled()
+        if number >= MAX_ROWS or time.monotonic() > until:
+            raise DataError(
+                "E-DATA-07",
+                f"expected at most {MAX_ROWS} rows within {SECONDS:g} s from {where}, found more: ask for fewer",
+            )
+        yield dict(zip(header, map(_text, row), strict=True))
 
 
 def _text(value: object) -> str:
@@ -131,55 +145,69 @@ def _address(query: LabelQuery, file: Path) -> URL:
 
 
 @contextmanager
-def _connected(url: URL) -> Iterator[Connection]:
-    reading = f"-c default_transaction_read_only=on -c statement_timeout={SECONDS * 1000}"
-    options = {"timeout": 30.0} if url.get_backend_name() == "sqlite" else {"options": reading, "connect_timeout": 30}
+def _connected(url: URL, stop: CancelToken) -> Iterator[Connection]:
+    options: dict[str, Any] = {"timeout": float(_CONNECT_S)}
+    if url.get_backend_name() != "sqlite":
+        reading = f"-c default_transaction_read_only=on -c statement_timeout={SECONDS * 1000:.0f}"
+        options = {"options": reading, "connect_timeout": _CONNECT_S, **_ALIVE}
     engine = create_engine(url, connect_args=options, poolclass=NullPool, hide_parameters=True)
     if url.get_backend_name() == "sqlite":
-        event.listen(engine, "connect", _bounded)
+        event.listen(engine, "connect", lambda connection, _: _bounded(connection, stop))
     try:
-        with engine.connect() as db:
+        with engine.connect() as db, stop.on_cancel(partial(_cut_off, db.connection.driver_connection)):
+            stop.raise_if_cancelled()
             yield db
     finally:
         engine.dispose()
 
 
-def _bounded(connection: Any, _: object) -> None:  # noqa: ANN401 - of sqlite3
+def _bounded(connection: Any, stop: CancelToken) -> None:  # noqa: ANN401 - of sqlite3
     until = time.monotonic() + SECONDS
-    connection.set_progress_handler(lambda: time.monotonic() > until, _STEPS)
+    connection.set_progress_handler(lambda: stop.is_cancelled or time.monotonic() > until, _STEPS)
     with closing(connection.cursor()) as cursor:
         cursor.execute("PRAGMA query_only = ON")
 
 
+def _cut_off(driver: Any) -> None:  # noqa: ANN401 - of psycopg, or sqlite3, which asks the token itself
+    """End a query, and its connection, from another thread."""
+    if not isinstance(driver, sqlite3.Connection):
+        with suppress(Exception):  # the server cannot be reached, or the connection is closed
+            driver.cancel_safe(timeout=2.0)
+        with suppress(Exception), socket.fromfd(driver.fileno(), socket.AF_INET, socket.SOCK_STREAM) as line:
+            line.shutdown(socket.SHUT_RDWR)
+
+
 @contextmanager
-def _said(url: URL, file: Path) -> Iterator[None]:
+def _said(url: URL, file: Path, stop: CancelToken) -> Iterator[None]:
     """Raise what a database says as an error of ours."""
     host = url.host or "this machine"
     try:
         yield
-    except OperationalError as error:
-        if _is_away(_line(error)):
+    except DBAPIError as error:
+        stop.raise_if_cancelled()
+        if error.connection_invalidated or _is_away(_line(error)):
             raise UnavailableError(
                 "E-DATA-21", f"expected an answer of the database at {host}, found: {_line(error)}; it is asked again"
             ) from None
-        raise ConfigError("E-DATA-22", f"expected to read the database at {host}, found: {_line(error)}") from None
-    except DBAPIError as error:
+        if isinstance(error, OperationalError):
+            raise ConfigError("E-DATA-22", f"expected to read the database at {host}, found: {_line(error)}") from None
         raise DataError("E-DATA-07", f"expected a query that only reads in {file}, found: {_line(error)}") from None
     except SQLAlchemyError as error:
         raise DataError("E-DATA-07", f"expected a query in {file}, found: {type(error).__name__}: correct it") from None
 
 
 _AWAY = re.compile(
-    "connection (refused|reset|timeout|timed out)|timeout expired|could not|failed to resolve|unreachable|no route|"
-    "starting up|shutting down|too many|terminat|closed the connection|database is locked",
+    "connection (refused|reset|timeout|timed out|is lost|is closed|not open)|timeout expired|failed to resolve|"
+    "could not (connect|translate|receive|send)|unreachable|no route|starting up|shutting down|recovery|"
+    "too many (clients|connections)|connection slots|terminating connection|closed the connection|database is locked",
     re.IGNORECASE,
 )
 """What drivers say of a database that answers later. Whatever else one says, waiting does not mend."""
 
 
 def _is_away(text: str) -> bool:
-    return _AWAY.search(text) is not None and "statement timeout" not in text
+    return _AWAY.search(text) is not None
 
 
 def _line(error: DBAPIError) -> str:
-    return " ".join(str(error.orig).split())[:200]
+    return printable(" ".join(str(error.orig).split()))[:200]

@@ -10,11 +10,12 @@ from __future__ import annotations
 import csv
 import io
 import os
+import re
 import shutil
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,12 +27,12 @@ from fl_core.label_table import KEYS, PATIENT, LabelRow, LabelTable
 from service_core.console import pluralize
 from service_core.storage.digests import Hasher, file_digest
 from service_core.storage.disk import available, disk_error, disk_errors
-from service_core.storage.private_files import private_folder, write_private
+from service_core.storage.private_files import private_folder, sync_path, write_private
 from silo.cancellation import CancelToken
 from silo.events import EmitEvent, event
-from silo.pacs.dicomweb import CutOffError, Facts, Instance, LeftOutError, PacsClient, is_uid
+from silo.pacs.dicomweb import BusyError, Facts, Instance, LeftOutError, PacsClient, is_uid
 from silo.pacs.label_query import read_labels
-from silo.pacs.reference import SCHEME, PacsReference
+from silo.pacs.reference import DICTIONARY, SCHEME, PacsReference
 from silo.storage.home import Home
 from silo.worker.inspection import inspected
 
@@ -40,8 +41,8 @@ Progress = Callable[[int, int], None]
 AGAIN_S, AGAIN_CAP_S, FRESH_S = 2.0, 60.0, 600.0
 """Seconds until a PACS that is away is asked again, at first and at most; how long a list serves new runs."""
 TRIES = 3
+"""How often one object or study is asked for that alone gets an error; then it is left out."""
 _AT_ONCE = 500
-_DICTIONARY = "labels.toml"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS images (
     name TEXT PRIMARY KEY, study TEXT, series TEXT, label TEXT, patient TEXT, split TEXT, listed INTEGER,
@@ -98,7 +99,7 @@ class Mirror:
     home: Home
     reference: PacsReference
     emit: EmitEvent = lambda _: None
-    caged: Callable[[], bool] = lambda: False
+    caged: Callable[[], bool] = lambda: True
     patient: bool = True
     _looked: float = field(default=-FRESH_S, init=False)
 
@@ -138,26 +139,33 @@ class Mirror:
     ) -> None:
         """Have all images of a run here; one that begins gets the newest list. under_way: of runs that keep theirs.
 
-        Without a run: have those of the newest list, which is made where there is none.
+        Without a run, at a start: have those of the newest list, which is made where there is none. Only that waits
+        for a PACS that is away: where there is a list, lost images are fetched now or when a run needs them.
         """
         if self._list_of(run_id) is None:
             if not self.listed or time.monotonic() - self._looked > FRESH_S:
                 self.refresh(stop, progress, under_way)
-            if not run_id:
-                return
-            with closing(self._open()) as db, db:
-                newest = "SELECT ?, list FROM lists ORDER BY made DESC LIMIT 1"
-                db.execute(f"INSERT OR REPLACE INTO runs {newest}", (run_id,))
-            return
+            if run_id:
+                with closing(self._open()) as db, db:
+                    newest = "SELECT ?, list FROM lists ORDER BY made DESC LIMIT 1"
+                    db.execute(f"INSERT OR REPLACE INTO runs {newest}", (run_id,))
+        try:
+            self._fetch_lost(run_id, stop, progress)
+        except UnavailableError as error:
+            if run_id or error.code != "E-DATA-21":
+                raise
+            self.emit(event("pacs", f"images are missing here, and are fetched when a run needs them: {error.message}"))
+
+    def _fetch_lost(self, run_id: str, stop: CancelToken, progress: Progress) -> None:
+        here = {file.name for file in self.folder.iterdir()}
         with closing(self._open()) as db:
             query = "SELECT i.name, study, series, digest FROM members JOIN images i USING (name) WHERE list = ?"
-            kept = db.execute(query, (self._list_of(run_id),))
-            if lost := [row for row in kept if not (self.folder / row[0]).exists()]:
+            if lost := [row for row in db.execute(query, (self._list_of(run_id),)) if row[0] not in here]:
                 progress(0, len(lost))
-                with closing(self._client(stop)) as pacs:
-                    for name, *of, digest in lost:
+                with closing(self._client(stop, patient=bool(run_id))) as pacs:
+                    for name, study, series, digest in lost:
                         with suppress(LeftOutError):  # a record whose file is gone, which the run leaves out
-                            self._retrieve(pacs, name, (of[0], of[1]), stop, digest)
+                            self._retrieve(pacs, name, (study, series), digest)
 
     def refresh(
         self, stop: CancelToken, progress: Progress, under_way: Callable[[str], bool] = lambda _: True
@@ -169,7 +177,7 @@ class Mirror:
         progress(0, 0)
         private_folder(self.folder)
         file, column = self.reference.table
-        labels = self._patiently(partial(read_labels, file, column), stop, "the database of labels")
+        labels = self._patiently(partial(read_labels, file, column, stop), stop, "the database of labels")
         with closing(self._open()) as db:
             look = _Look(self, db, labels, stop, progress)
             with closing(self._client(stop)) as pacs:
@@ -192,51 +200,64 @@ class Mirror:
         db.executescript(_SCHEMA)
         return db
 
-    def _retrieve(
-        self, pacs: PacsClient, name: str, of: tuple[str, str], stop: CancelToken, digest: str = ""
-    ) -> tuple[str, int]:
+    def _retrieve(self, pacs: PacsClient, name: str, of: tuple[str, str], digest: str = "") -> tuple[str, int]:
         """Fetch an object into its file; return its digest and size. digest: what it must be, if not empty."""
         part, answer = self.folder / f".{name}.part", self.folder / ".answer.part"
-        for left in range(TRIES, 0, -1):
-            try:
-                with disk_errors(self.folder):
-                    self._patiently(partial(self._into, pacs, (*of, Path(name).stem), answer, part), stop)
-                break
-            except CutOffError:
-                if left == 1:
-                    raise
-            finally:
-                answer.unlink(missing_ok=True)
-        made = file_digest(part)
-        if digest and made != digest:
-            part.unlink()
-            raise LeftOutError("the PACS has another object under this number than when the run began")
-        part.replace(self.folder / name)
-        return made, (self.folder / name).stat().st_size
 
-    @staticmethod
-    def _into(pacs: PacsClient, uids: tuple[str, str, str], answer: Path, part: Path) -> None:
-        try:
+        @contextmanager
+        def open_files() -> Iterator[tuple[IO[bytes], IO[bytes]]]:
             with _private(answer) as aside, _private(part) as into:
-                pacs.retrieve(*uids, aside, into)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+                yield aside, into
 
-    def _client(self, stop: CancelToken) -> PacsClient:
-        return PacsClient(self.reference, stop, lambda ask: self._patiently(ask, stop))
+        try:
+            with disk_errors(self.folder):
+                pacs.retrieve((*of, Path(name).stem), open_files)
+                made, size = file_digest(part), part.stat().st_size
+                if digest and made != digest:
+                    raise LeftOutError("the PACS has another object under this number than when the run began")
+                _into_place(part, self.folder / name)
+        finally:
+            for path in (answer, part):
+                path.unlink(missing_ok=True)
+        return made, size
 
-    def _patiently(self, ask: Callable[[], T], stop: CancelToken, whom: str = "the PACS") -> T:
-        """Ask until there is an answer, and say for what is waited."""
-        pause, waits = AGAIN_S, ""
+    def _client(self, stop: CancelToken, patient: bool = True) -> PacsClient:
+        return PacsClient(
+            self.reference,
+            stop,
+            lambda ask, otherwise=None: self._patiently(ask, stop, "the PACS", otherwise, patient),
+        )
+
+    def _patiently(
+        self,
+        ask: Callable[[], T],
+        stop: CancelToken,
+        whom: str,
+        otherwise: Callable[[], bool] | None = None,
+        patient: bool = True,
+    ) -> T:
+        """Ask until there is an answer, and say for what is waited.
+
+        otherwise: tells whether other requests get an answer; one that alone gets none is asked TRIES times, and then
+        raises LeftOutError. patient: False as where this mirror is not patient: only a PACS that is busy is waited for.
+        """
+        pause, waits, tried = AGAIN_S, "", 0
         try:
             while True:
                 try:
                     return ask()
                 except UnavailableError as error:
-                    if error.code != "E-DATA-21" or not self.patient:
+                    if error.code != "E-DATA-21":
                         raise
-                    if not waits:
+                    if isinstance(error, BusyError):
+                        pass
+                    elif otherwise is not None and otherwise():
+                        tried += 1
+                        if tried == TRIES:
+                            raise LeftOutError(f"asked {TRIES} times: {error.message}") from None
+                    elif not (patient and self.patient):
+                        raise
+                    if not waits and not tried:
                         waits = f"waits for {whom}: {error.message}"
                         self.emit(event("queue", f"a run {waits}", facts={"waits": waits, "code": error.code}))
                 stop.wait(pause)
@@ -347,13 +368,14 @@ class _Look:
         folder, most = self._mirror.folder, int(self._mirror.reference.cache * 2**30)
         total = self._db.execute("SELECT count(*) FROM images WHERE listed = ?", (self._look,)).fetchone()[0]
         first = self._mirror._looked < 0  # a decoder may have been installed since a file could not be read
+        here = {file.name for file in folder.iterdir()}  # one look at the folder, in place of one at each file
         kept = "SELECT coalesce(sum(bytes), 0) FROM images WHERE coalesce(reason, '') = ''"
         size = self._db.execute(kept).fetchone()[0]
         for done, (name, study, series, digest, reason, before) in enumerate(
             self._listed("study, series, digest, reason, bytes")
         ):
             self._progress(done, total)
-            if digest and ((folder / name).exists() or (reason and not first)):
+            if digest and (name in here or (reason and not first)):
                 continue
             if size > most:
                 raise ConfigError(
@@ -365,7 +387,7 @@ class _Look:
                 raise disk_error(folder, full=True, cause="")
             with self._db:
                 try:
-                    made, bytes_ = self._mirror._retrieve(pacs, name, (study, series), self._stop)
+                    made, bytes_ = self._mirror._retrieve(pacs, name, (study, series))
                 except LeftOutError as error:
                     self._leave_out(Path(name).stem, "objects that the PACS lists and does not give", str(error))
                     self._db.execute("UPDATE images SET digest = '' WHERE name = ?", (name,))
@@ -389,11 +411,11 @@ class _Look:
 
     def write_list(self) -> Listed:
         folder, hasher, images = self._mirror.folder, Hasher(), 0
-        beside = self._mirror.reference.table[0].parent / _DICTIONARY
+        beside = self._mirror.reference.table[0].parent / DICTIONARY
         if beside.is_file():
-            write_private(folder / _DICTIONARY, beside.read_bytes())
+            write_private(folder / DICTIONARY, beside.read_bytes())
         else:
-            (folder / _DICTIONARY).unlink(missing_ok=True)
+            (folder / DICTIONARY).unlink(missing_ok=True)
         part = folder / ".list.part"
         with disk_errors(folder), _private(part) as file:
             hasher.update(_line(file, ("path", "label", "group", "split", "digest")))
@@ -415,7 +437,7 @@ class _Look:
                 "E-DATA-02", f"expected images in {self._mirror.reference.public}, found none: {listed.sentence()}"
             )
         name = f"images-{hasher.hexdigest()[:16]}.csv"
-        part.replace(folder / name)
+        _into_place(part, folder / name)
         with self._db:
             self._db.execute("INSERT OR REPLACE INTO lists VALUES (?, ?)", (name, self._look))
             chosen = "SELECT ?, name FROM images WHERE listed = ? AND digest <> '' AND reason = ''"
@@ -427,6 +449,13 @@ def _private(path: Path) -> IO[bytes]:
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb+")
 
 
+def _into_place(part: Path, place: Path) -> None:
+    """Give a whole file its name. Guarantees: after a power cut the place holds the old or the new file."""
+    sync_path(part)
+    part.replace(place)
+    sync_path(place.parent)
+
+
 def _line(file: IO[bytes], row: tuple[object, ...]) -> bytes:
     text = io.StringIO()
     csv.writer(text).writerow(row)
@@ -435,13 +464,19 @@ def _line(file: IO[bytes], row: tuple[object, ...]) -> bytes:
 
 
 def forget(home: Home, but: Mirror | None) -> None:
-    """Remove the images of every other selection: other data are served now."""
+    """Remove the images of every other selection: other data are served now. What others put there stays."""
     for folder in home.pacs.glob("*"):
-        if but is None or folder != but.folder:
+        if re.fullmatch("[0-9a-f]{12}", folder.name) and folder.is_dir() and (but is None or folder != but.folder):
             shutil.rmtree(folder)
 
 
 def resolved(home: Home, data: str) -> str:
-    """Return the reference that reads the newest list of a PACS's images; any other as it is."""
-    mirror = Mirror.of(home, data)
-    return data if mirror is None else mirror.data()
+    """Return the reference that reads these data: of a PACS the newest list in the home. Loads extensions.
+
+    Raises as `Mirror.of`, `Mirror.data` and `load_of_reference`.
+    """
+    if (mirror := Mirror.of(home, data)) is not None:
+        return mirror.data()
+    from fl_core.extensions import loading
+
+    return loading.load_of_reference(data)

@@ -27,10 +27,11 @@ from fl_core.errors import ConfigError
 from fl_core.suggest import suggest
 
 SCHEME = "dicomweb:"
+DICTIONARY = "labels.toml"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _SERIES = ("all", "first", "largest")
 _DESCRIPTION = "description:"
-_DATE = re.compile(r"(\d{8})?(-)?(\d{8})?")
+_DATE = re.compile(r"[0-9]{8}(-([0-9]{8})?)?|-[0-9]{8}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,8 @@ class PacsReference:
         labels, colon, column = options.get("labels", "").rpartition(":")
         if not (labels and colon and column):
             raise _wrong("labels=FILE:COLUMN, which says what each image shows", repr(options.get("labels", "")))
+        if Path(labels).name == DICTIONARY:
+            raise _wrong(f"labels in a file of another name than {DICTIONARY}, which translates labels", "that name")
         options["labels"] = f"{_absolute(labels)}:{column}"
         for name in ("credentials", "ca", "accessions"):
             if options.get(name):
@@ -83,7 +86,7 @@ class PacsReference:
             raise _wrong("cache of more than 0 and at most 1048576 GiB", "another")
         if made.series not in _SERIES and not made.series.startswith(_DESCRIPTION):
             raise _wrong(f"series={'|'.join(_SERIES)}|{_DESCRIPTION}TEXT", repr(made.series[:40]))
-        if made.date and (not (dates := _DATE.fullmatch(made.date)) or not (dates[1] or dates[3])):
+        if made.date and not _DATE.fullmatch(made.date):
             raise _wrong("date=YYYYMMDD or YYYYMMDD-YYYYMMDD", repr(made.date[:40]))
         if made.credentials and address.scheme == "http" and host not in _LOOPBACK:
             raise _wrong("https with credentials", "http, which shows them to everybody on the way")

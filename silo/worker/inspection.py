@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from fl_core.errors import RefusedError, StateError
+from service_core.console import printable
 from service_core.workers.child import ChildProcess, launch, worker_words
 from service_core.workers.lines import own_streams
 from silo.cancellation import CancelToken
@@ -39,12 +40,12 @@ def inspected(folder: Path, names: Iterable[str], caged: bool, stop: CancelToken
                 answer = child.line.read()
             stop.raise_if_cancelled()
             if answer is not None:
-                yield name, str(answer.get("reason"))[:500]
+                yield name, printable(str(answer.get("reason")))[:500]
                 continue
             ending = child.ending()
             child.line.incoming.close()
             child = None
-            yield name, f"decoding it ended the process: {ending}"
+            yield name, f"decoding it ended the process: {printable(ending)[:500]}"
     finally:
         if child is not None:
             child.end()

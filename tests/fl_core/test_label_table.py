@@ -31,11 +31,20 @@ def test_the_most_exact_key_joins_and_another_names_the_patient(tmp_path: Path) 
         ("AccessionNumber,label,PatientID\nA1,a,P\nA1,a,Q\n", r"1 rows with another \(A1\)"),
         ("AccessionNumber,label,split\nA1,a,validation\n", r"1 rows with another \(A1\)"),
         ("AccessionNumber;label\nA1;a\n", "semicolons"),
+        ("AccessionNumber,label,AccessionNumber\nA1,a,A2\n", "AccessionNumber twice"),
+        ("AccessionNumber,label,split,split\nA1,a,train,test\n", "split twice"),
+        ("", "columns label"),
     ],
 )
 def test_a_table_that_contradicts_itself_is_refused_by_its_rows(tmp_path: Path, text: str, match: str) -> None:
     with pytest.raises(DataError, match=match):
         table(tmp_path, text)
+
+
+def test_the_key_may_be_the_label(tmp_path: Path) -> None:
+    (tmp_path / "labels.csv").write_text("AccessionNumber,note,note\nA1,x,y\n")
+    labels = LabelTable.read(tmp_path / "labels.csv", "AccessionNumber")
+    assert labels.find({"AccessionNumber": "A1"}) == LabelRow("A1")
 
 
 def test_a_row_that_is_there_twice_counts_once(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ class FakePacs:
     def _page(
         self, request: BaseHTTPRequestHandler, rows: list[dict[str, str]], query: Mapping[str, list[str]]
     ) -> None:
-        offset, limit = int(query["offset"][0]), min(int(query["limit"][0]), self.most)
+        offset, limit = int(query.get("offset", ["0"])[0]), min(int(query["limit"][0]), self.most)
         page = rows[offset : offset + limit]
         if not page:
             return send(request, 204)

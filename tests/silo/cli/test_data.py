@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from silo.cli.main import program
+from silo.pacs import mirror
 from tests.silo.admission.test_surveys import write_images
 from tests.support.pacs import dicom, pacs
 
@@ -46,7 +47,9 @@ def called(*words: str, status: int = 0) -> str:
 
 
 @pytest.mark.integration
-def test_images_of_a_pacs_are_fetched_checked_registered_and_counted(tmp_path: Path) -> None:
+def test_images_of_a_pacs_are_fetched_checked_registered_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def call(*words: str, status: int = 0) -> str:
         result = CliRunner().invoke(program().build([words[0]]), [*words, "--home", str(tmp_path / "home"), "--json"])
         assert result.exit_code == status, (result.output, result.exception)
@@ -62,7 +65,22 @@ def test_images_of_a_pacs_are_fetched_checked_registered_and_counted(tmp_path: P
         (tmp_path / "labels.csv").write_text("\n".join([*rows, "A99,a"]))
         reference = f"dicomweb:{source.url}?labels={tmp_path}/labels.csv:finding"
         assert "silo data fetch" in call("data", "check", reference, status=1)
+        caged = list[bool]()
+        decoded = mirror.inspected
+        monkeypatch.setattr(
+            mirror,
+            "inspected",
+            lambda folder, names, must, stop: (caged.append(must), decoded(folder, names, False, stop))[1],
+        )
         found = json.loads(call("data", "fetch", reference))
+        (tmp_path / "home" / "policy.toml").write_text('[worker]\nisolation = "required"\n')
+        call("data", "fetch", reference)
+        assert caged == [False, True]
+        (tmp_path / "home" / "policy.toml").write_text("")
+        said = call("data", "check", reference, "--classes", "a,lesion", "--write-labels")
+        assert "fetch and check again" in said
+        assert '"b" = ""' in (tmp_path / "labels.toml").read_text()
+        (tmp_path / "labels.toml").unlink()
     assert (found["images"], found["studies"], found["unmet"]) == (29, 30, 1)
     assert found["left_out"] == {"objects that cannot be read": 1}
     assert json.loads(call("data", "check", reference))["groups"] == 29

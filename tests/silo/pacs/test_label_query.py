@@ -6,20 +6,27 @@ import os
 import shutil
 import sqlite3
 import subprocess
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from fl_core.errors import ConfigError, DataError, UnavailableError
-from fl_core.label_table import LabelRow
+from fl_core.label_table import LabelRow, LabelTable
+from silo.cancellation import CancelledError, CancelToken
 from silo.pacs import label_query
 from silo.pacs.label_query import read_labels, read_query
 from tests.support import until
 from tests.support.processes import free_port
 
 INJECTED = "x'); DROP TABLE reports; --<script>"
+ENDLESS = (
+    'WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i AS "AccessionNumber", i AS finding FROM n'
+)
+SILENT = f"{ENDLESS} WHERE i < 0"
 QUERY = 'SELECT accession AS "AccessionNumber", finding, patient AS "PatientID" FROM reports'
 
 
@@ -39,21 +46,25 @@ def asked(folder: Path, url: str, query: str = QUERY, more: str = "") -> Path:
     return file
 
 
+def labels_of(file: Path, stop: CancelToken | None = None) -> LabelTable:
+    return read_labels(file, "finding", stop or CancelToken())
+
+
 def test_a_query_gives_the_labels_that_a_table_would(tmp_path: Path) -> None:
     file = asked(tmp_path, f"sqlite:///{database(tmp_path)}")
-    labels = read_labels(file, "finding")
+    labels = labels_of(file)
     assert labels.key == "AccessionNumber"
     assert labels.find({"AccessionNumber": "A1"}) == LabelRow("nevus", "7", "")
     assert labels.find({"AccessionNumber": "A3"}) is None  # without a finding
     (tmp_path / "labels.csv").write_text(f'AccessionNumber,finding,PatientID\nA1,nevus,7\nA2,"{INJECTED}",8\n')
-    assert read_labels(tmp_path / "labels.csv", "finding").rows == labels.rows
+    assert labels_of(tmp_path / "labels.csv").rows == labels.rows
     assert labels.by == read_query(file).digest
 
 
 @pytest.mark.fault("a database", "has a label that is SQL and markup", "a text; nothing is run")
 def test_an_injected_label_is_only_text(tmp_path: Path) -> None:
     file = database(tmp_path)
-    labels = read_labels(asked(tmp_path, f"sqlite:///{file}"), "finding")
+    labels = labels_of(asked(tmp_path, f"sqlite:///{file}"))
     assert labels.find({"AccessionNumber": "A2"}) == LabelRow(INJECTED, "8", "")
     with closing(sqlite3.connect(file)) as db:
         assert db.execute("SELECT count(*) FROM reports").fetchone() == (3,)
@@ -72,7 +83,7 @@ WRITES = (
 def test_a_query_that_writes_is_refused_and_writes_nothing(tmp_path: Path, query: str) -> None:
     file = database(tmp_path)
     with pytest.raises((DataError, ConfigError)):
-        read_labels(asked(tmp_path, f"sqlite:///{file}", query), "finding")
+        labels_of(asked(tmp_path, f"sqlite:///{file}", query))
     with closing(sqlite3.connect(file)) as db:
         assert db.execute("SELECT count(*) FROM reports").fetchone() == (3,)
 
@@ -96,38 +107,65 @@ def test_a_query_that_writes_is_refused_and_writes_nothing(tmp_path: Path, query
 def test_what_cannot_be_asked_is_said_without_a_secret(tmp_path: Path, url: str, query: str, said: str) -> None:
     file = asked(tmp_path, url.replace("{db}", str(database(tmp_path))), query)
     with pytest.raises((ConfigError, DataError)) as refused:
-        read_labels(file, "finding")
+        labels_of(file)
     assert said in str(refused.value)
     assert "hunter2" not in str(refused.value)
 
 
 def test_a_file_that_is_no_query_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="E-DATA-02"):
-        read_labels(tmp_path / "labels.toml", "finding")
+        labels_of(tmp_path / "labels.toml")
     for text in ("url = 3", "url = 'x'", "=", "url='x'\nquery='y'\nport=1"):
         (tmp_path / "labels.toml").write_text(text)
         with pytest.raises(DataError, match="E-DATA-07"):
-            read_labels(tmp_path / "labels.toml", "finding")
+            labels_of(tmp_path / "labels.toml")
 
 
 def test_rows_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(label_query, "MAX_ROWS", 1000)
-    endless = (
-        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
-        'SELECT i AS "AccessionNumber", i AS finding FROM n'
-    )
     with pytest.raises(DataError, match="at most 1000 rows"):
-        read_labels(asked(tmp_path, f"sqlite:///{database(tmp_path)}", endless), "finding")
+        labels_of(asked(tmp_path, f"sqlite:///{database(tmp_path)}", ENDLESS))
+
+
+def test_rows_that_come_too_slowly_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PostgreSQL bounds each piece of an answer, and this the whole."""
+    clock = iter(range(0, 10**6, 60))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    rows = label_query._rows(iter([("A", "b")] * 100), ["AccessionNumber", "finding"], "the query", CancelToken())
+    with pytest.raises(DataError, match="within 600 s from the query"):
+        list(rows)
+
+
+@pytest.mark.fault("a database", "is asked when the service stops", "the query ends at once")
+def test_a_query_ends_when_the_service_stops(tmp_path: Path) -> None:
+    file = asked(tmp_path, f"sqlite:///{database(tmp_path)}", SILENT)
+    assert_ends_at_once(file, lambda: False)
+
+
+def assert_ends_at_once(file: Path, began: Callable[[], bool]) -> None:
+    """Ask a query that would take minutes; began: whether the database works on it."""
+    stop, ended = CancelToken(), list[BaseException]()
+
+    def ask() -> None:
+        try:
+            labels_of(file, stop)
+        except CancelledError as error:
+            ended.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    deadline = time.monotonic() + 1.0
+    while not began() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    stop.cancel("the service is stopped")
+    asking.join(30)
+    assert len(ended) == 1
 
 
 def test_a_query_that_never_answers_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(label_query, "SECONDS", 0.05)
-    silent = (
-        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) "
-        'SELECT i AS "AccessionNumber", i AS finding FROM n WHERE i < 0'
-    )
     with pytest.raises(ConfigError, match=r"E-DATA-22.*interrupted"):
-        read_labels(asked(tmp_path, f"sqlite:///{database(tmp_path)}", silent), "finding")
+        labels_of(asked(tmp_path, f"sqlite:///{database(tmp_path)}", SILENT))
 
 
 @pytest.mark.parametrize(
@@ -139,6 +177,11 @@ def test_a_query_that_never_answers_ends(tmp_path: Path, monkeypatch: pytest.Mon
         ("FATAL: the database system is starting up", True),
         ("terminating connection due to administrator command", True),
         ("database is locked", True),
+        ("the connection is closed", True),
+        ("FATAL: sorry, too many clients already", True),
+        ('unterminated quoted string at or near "\'x"', False),
+        ("could not determine data type of parameter $1", False),
+        ("too many SQL variables", False),
         ('FATAL: password authentication failed for user "ward"', False),
         ('FATAL: database "riss" does not exist', False),
         ("canceling statement due to statement timeout", False),
@@ -204,18 +247,19 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Pa
 def test_postgresql_is_asked_and_only_read(postgres: tuple[str, Path], tmp_path: Path) -> None:
     url, secret = postgres
     more = f"password = '{secret}'"
-    labels = read_labels(asked(tmp_path, url, f"{QUERY} WHERE finding LIKE '%%' OR finding LIKE '%'", more), "finding")
+    labels = labels_of(asked(tmp_path, url, f"{QUERY} WHERE finding LIKE '%%' OR finding LIKE '%'", more))
     assert labels.rows == {"A1": LabelRow("100% nevus", "7"), "A2": LabelRow(INJECTED, "8")}
     for query in (*WRITES, "SET default_transaction_read_only = off; DELETE FROM reports", "SELECT pg_sleep(0), 1/0"):
         with pytest.raises((DataError, ConfigError)):
-            read_labels(asked(tmp_path, url, query, more), "finding")
-    assert len(read_labels(asked(tmp_path, url, QUERY, more), "finding").rows) == 2
+            labels_of(asked(tmp_path, url, query, more))
+    assert len(labels_of(asked(tmp_path, url, QUERY, more)).rows) == 2
     (tmp_path / "wrong").write_text("hunter3")
     (tmp_path / "wrong").chmod(0o600)
     with pytest.raises(ConfigError, match="E-DATA-22") as refused:
-        read_labels(asked(tmp_path, url, QUERY, "password = 'wrong'"), "finding")
+        labels_of(asked(tmp_path, url, QUERY, "password = 'wrong'"))
     assert "hunter3" not in str(refused.value)
     with pytest.raises(ConfigError, match=r"E-DATA-22.*does not exist"):
-        read_labels(asked(tmp_path, url.replace("/postgres", "/nothing"), QUERY, more), "finding")
+        labels_of(asked(tmp_path, url.replace("/postgres", "/nothing"), QUERY, more))
+    assert_ends_at_once(asked(tmp_path, url, f"SELECT pg_sleep(600), x.* FROM ({QUERY}) x", more), lambda: False)
     with pytest.raises(UnavailableError, match="E-DATA-21"):
-        read_labels(asked(tmp_path, f"postgresql://ward@127.0.0.1:{free_port()}/postgres", QUERY, more), "finding")
+        labels_of(asked(tmp_path, f"postgresql://ward@127.0.0.1:{free_port()}/postgres", QUERY, more))

@@ -7,6 +7,7 @@ import io
 import ipaddress
 import json
 import os
+import socket
 import ssl
 import stat
 import subprocess
@@ -360,10 +361,10 @@ def test_while_the_database_of_labels_is_away_a_run_waits_too(bench: Bench, monk
     bench.study(0)
     read, tries = mirror.read_labels, iter(range(9))
 
-    def away(file: Path, column: str) -> LabelTable:
+    def away(file: Path, column: str, stop: CancelToken) -> LabelTable:
         if next(tries) < 2:
             raise UnavailableError("E-DATA-21", "expected an answer of the database at db, found: none")
-        return read(file, column)
+        return read(file, column, stop)
 
     monkeypatch.setattr(mirror, "read_labels", away)
     assert look(bench.mirror(patient=True)).images == 1
@@ -392,6 +393,115 @@ def test_a_pacs_that_dies_in_the_middle_of_the_list_and_of_an_object_loses_nothi
     served = bench.mirror(patient=True)
     found = look(served)
     assert (found.images, found.left_out) == (24, {})
+
+
+def test_a_pacs_that_is_busy_is_asked_again_also_by_a_command(bench: Bench) -> None:
+    for k in range(3):
+        bench.study(k)
+    number, busy = iter(range(10**6)), (408, 429)
+
+    def seldom(request: Any) -> bool:
+        turn = next(number)
+        return turn % 5 < 4 and not send(request, busy[turn % 2])  # more often than one object is asked for
+
+    bench.pacs.before = seldom
+    found = bench.listed()
+    assert (found.images, found.left_out) == (3, {})
+
+
+def hangs_up(request: Any) -> bool:
+    request.close_connection = True
+    return True
+
+
+@pytest.mark.fault(
+    "a hospital's PACS",
+    "gets an error for one object, series or study again and again, and answers otherwise",
+    "that one is left out and named after three tries; it holds up nothing else",
+)
+@pytest.mark.parametrize("patient", [True, False])
+def test_what_alone_gets_an_error_is_left_out_and_holds_up_nothing_else(bench: Bench, patient: bool) -> None:
+    for k in range(6):
+        bench.study(k, series=2)
+    wrong = {
+        "/studies/1.2.1/series": "studies that the PACS lists and does not give",
+        "/series/1.2.2.1/instances": "series that the PACS lists and does not give",
+        "/instances/1.2.3.0.7": "objects that the PACS lists and does not give",
+        "/instances/1.2.4.1.7": "objects that the PACS lists and does not give",
+    }
+
+    def before(request: Any) -> bool:
+        place = request.path.partition("?")[0]
+        if not place.endswith(tuple(wrong)):
+            return False
+        return hangs_up(request) if "1.2.3" in place else not send(request, 503)
+
+    bench.pacs.before = before
+    found = look(bench.mirror(patient=patient))
+    assert found.images == 12 - 2 - 1 - 2
+    named = left_out(found)
+    assert {name: named[name][0] for name in ("1.2.1", "1.2.2.1", "1.2.3.0.7", "1.2.4.1.7")} == dict(
+        zip(("1.2.1", "1.2.2.1", "1.2.3.0.7", "1.2.4.1.7"), wrong.values(), strict=True)
+    )
+    assert "asked 3 times" in named["1.2.4.1.7"][1]
+    for place in wrong:
+        asked = [path for path in bench.pacs.asked if path.partition("?")[0].endswith(place)]
+        assert mirror.TRIES <= len(asked) <= 2 * mirror.TRIES  # a connection that was hung up is opened once more
+    assert not [e for e in bench.told if e.event == "queue"]
+
+
+@pytest.mark.parametrize("away", [True, False])
+def test_the_time_for_a_list_counts_only_while_the_pacs_answers(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, away: bool
+) -> None:
+    for k in range(4):
+        bench.study(k)
+    clock, number = [0.0], iter(range(10**6))
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            return clock[0]
+
+    monkeypatch.setattr(dicomweb, "time", Clock)
+
+    def hours_later(request: Any) -> bool:
+        if next(number) in (2, 3):  # twice: a connection that was hung up is opened once more
+            clock[0] += 7 * 3600
+            return away and hangs_up(request)
+        return False
+
+    bench.pacs.before = hours_later
+    served = bench.mirror(patient=True)
+    if away:
+        assert look(served).images == 4
+    else:
+        with pytest.raises(ConfigError, match=r"E-DATA-22.*within 6 hours"):
+            look(served)
+
+
+def test_a_pacs_that_never_ends_its_greeting_is_cut_off_when_the_service_stops(bench: Bench) -> None:
+    bench.study(1)
+    served, stop, ended = bench.mirror(patient=True), CancelToken(), list[BaseException]()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"dicomweb:https://127.0.0.1:{silent.getsockname()[1]}/?labels={bench.folder}/labels.csv:diagnosis"
+        other = Mirror.of(served.home, address)
+        assert other is not None
+
+        def run() -> None:
+            try:
+                other.refresh(stop, lambda *_: None)
+            except CancelledError as error:
+                ended.append(error)
+
+        looking = threading.Thread(target=run)
+        looking.start()
+        accepted, _ = silent.accept()
+        with accepted:
+            assert accepted.recv(1)  # the greeting of TLS has begun
+            stop.cancel("the service is stopped")
+            looking.join(20)
+    assert len(ended) == 1
 
 
 def test_a_run_that_waits_for_a_pacs_can_be_given_up(bench: Bench) -> None:
@@ -453,6 +563,65 @@ def test_images_that_were_removed_by_hand_are_fetched_again_at_the_start(bench: 
     bench.mirror().prepare("", CancelToken(), lambda *_: None)
     assert (bench.mirror().folder / "1.2.1.0.7.dcm").exists()
     assert bench.pacs.asked[-1].endswith("/instances/1.2.1.0.7")
+
+
+@pytest.mark.fault(
+    "a hospital's PACS",
+    "is away at a start, and images of the newest list are lost",
+    "the service starts, and says so; a run fetches them",
+)
+def test_a_start_waits_for_no_pacs_where_there_is_a_list(bench: Bench) -> None:
+    bench.study(1)
+    look(bench.mirror())
+    served = bench.mirror(patient=True)
+    lost = served.folder / "1.2.1.0.7.dcm"
+    lost.unlink()
+    bench.pacs.stop()
+    served.prepare("", CancelToken(), lambda *_: None)
+    assert not lost.exists()
+    assert [e.event for e in bench.told if "fetched when a run needs them" in e.text] == ["pacs"]
+    bench.pacs.start()
+    served._looked = time.monotonic()  # a run that begins before the list is old
+    served.prepare("run-1", CancelToken(), lambda *_: None)
+    assert lost.exists()
+
+
+def test_files_of_others_beside_the_images_end_nothing(bench: Bench) -> None:
+    bench.study(1)
+    look(served := bench.mirror())
+    (served.home.pacs / "notes.txt").write_text("mine")
+    (served.home.pacs / "export").mkdir()
+    (served.folder / "notes.txt").write_text("mine")
+    (served.home.pacs / "lost").symlink_to("nowhere")
+    look(served)
+    mirror.forget(served.home, but=None)
+    assert sorted(path.name for path in served.home.pacs.iterdir()) == ["export", "lost", "notes.txt"]
+
+
+def test_images_and_lists_are_on_the_disk_before_they_have_their_names(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.study(1)
+    served, steps, replace = bench.mirror(), list[str](), Path.replace
+    monkeypatch.setattr(mirror, "sync_path", lambda path: steps.append(f"sync {path.name}"))
+    monkeypatch.setattr(Path, "replace", lambda self, to: (steps.append(f"name {to.name}"), replace(self, to))[1])
+    look(served)
+    place, listed = served.folder.name, Path(served.data()).name
+    image = "1.2.1.0.7.dcm"
+    assert steps[:3] == [f"sync .{image}.part", f"name {image}", f"sync {place}"]
+    assert steps[3:] == ["sync .list.part", f"name {listed}", f"sync {place}"]
+
+
+def test_images_are_decoded_in_a_cage_unless_somebody_says_otherwise(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.study(1)
+    caged = list[bool]()
+    monkeypatch.setattr(
+        mirror, "inspected", lambda folder, names, must, stop: (caged.append(must), ((n, "") for n in names))[1]
+    )
+    look(bench.mirror())
+    assert caged == [True]
 
 
 # ---- a hostile PACS --------------------------------------------------------------------------------------------------

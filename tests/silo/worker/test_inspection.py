@@ -23,7 +23,7 @@ for number, line in enumerate(sys.stdin):
         os.kill(os.getpid(), 9)
     if name == "slow":
         time.sleep(600)
-    answer = {"reason": "no image" if name == "broken" else ""} if number else {"walls": walls}
+    answer = {"reason": "no \\ud800\\x1b[31mimage" if name == "broken" else ""} if number else {"walls": walls}
     print(json.dumps(answer), flush=True)
 """
 
@@ -49,7 +49,7 @@ def test_an_image_that_ends_its_decoder_or_takes_for_ever_is_the_one_that_cannot
     assert [name for name, why in reasons.items() if not why] == ["a", "b", "c"]
     assert "killed by SIGKILL" in reasons["bomb"]
     assert "ended the process" in reasons["slow"]
-    assert reasons["broken"] == "no image"
+    assert reasons["broken"] == r"no \ud800\x1b[31mimage"
 
 
 def test_without_a_cage_nothing_is_decoded_where_the_policy_requires_one(
