@@ -124,32 +124,29 @@ def show(text: str, figures: list[float], start: float) -> None:
 
 
 def main() -> None:
-    data, start = sys.argv[1], time.process_time()
-    if data == "isic":
+    isic_data, start = sys.argv[1] == "isic", time.process_time()
+    if isic_data:
         isic.use([Path(word) for word in sys.argv[2:]])
-        sets = {"Lite2": [lesions(slice(isic.WIDTH, 2 * isic.WIDTH), seed) for seed in range(5)]}
-        sets["Lite0 and Lite2"] = [lesions(slice(2 * isic.WIDTH), seed) for seed in range(5)]
-        widths, layers = (2048, 4096), 2
+        splits = [standardised(lesions(slice(isic.WIDTH, 2 * isic.WIDTH), seed)) for seed in range(3)]
+        name, width, layers = "1,280 features of Lite2", 2048, 2
     else:
-        sets, widths, layers = {"1,152 patch features": [patches(1152)]}, (2304,), 3
-        show("2,304 patch features", [best(standardised(patches(2304)), False)[0]], start)
-    for name, splits in sets.items():
-        splits = [standardised(split) for split in splits]
-        plain = [best(split, data == "isic") for split in splits]
-        show(name, [score for score, _, _ in plain], start)
-        for gamma in (1e-3, 1e-1):
-            for seed, (split, (_, W, targets)) in enumerate(zip(splits, plain, strict=True)):
-                for layer in range(layers):
-                    split = standardised(deeper(split, W, targets, split[0].shape[1], gamma, 100 * seed + layer))
-                    score, W, targets = best(split, data == "isic")
-                    if seed == 0:
-                        show(f"{name}, residual layer {layer + 1}, gamma {gamma:g}, seed 0", [score], start)
-        for width in widths:
-            for kind in ("cosine", "relu"):
-                for length in LENGTHS if kind == "cosine" else LENGTHS[:1]:
-                    made = (expanded(split, width, kind, length, seed) for seed, split in enumerate(splits))
-                    figures = [best(split, data == "isic")[0] for split in made]
-                    show(f"{name}, expanded to {width}, {kind} {length:g}", figures, start)
+        splits, name, width, layers = [standardised(patches(1152))], "1,152 patch features", 2304, 3
+    plain = [best(split, isic_data) for split in splits]
+    show(name, [score for score, _, _ in plain], start)
+    if not isic_data:
+        show("2,304 patch features", [best(standardised(patches(width)), False)[0]], start)
+    for kind, length in (*(("cosine", length) for length in LENGTHS), ("relu", 1.0)):
+        made = (expanded(split, width, kind, length, seed) for seed, split in enumerate(splits))
+        show(f"{width} {kind} features, length {length:g}", [best(split, isic_data)[0] for split in made], start)
+    for gamma in (1e-3, 1e-1):
+        now = list(zip(splits, plain, strict=True))
+        for layer in range(layers):
+            deep = [
+                standardised(deeper(split, W, targets, split[0].shape[1], gamma, 100 * seed + layer))
+                for seed, (split, (_, W, targets)) in enumerate(now)
+            ]
+            now = [(split, best(split, isic_data)) for split in deep]
+            show(f"{layer + 1} residual layers, gamma {gamma:g}", [found[0] for _, found in now], start)
 
 
 if __name__ == "__main__":

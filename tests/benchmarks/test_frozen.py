@@ -158,7 +158,7 @@ def test_a_pooled_head_is_tuned_on_a_fifth_of_the_training_lesions_of_other_seed
     assert not set(train[2]) & set(test[2])
 
 
-@pytest.mark.parametrize("made", [limits], ids=["limits"])
+@pytest.mark.parametrize("made", [limits, bodies], ids=["limits", "bodies"])
 def test_a_stored_table_is_what_the_store_makes(made: ModuleType) -> None:
     assert (made.FOLDER / made.TABLE).read_text() == made.table(run_store.read(made.FOLDER / made.STORE))
 
