@@ -7,9 +7,11 @@ another key names the patient, and `split` says train or test. Imports no torch:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
+
+from blake3 import blake3
 
 from fl_core.csv_reader import lines_of, read_table
 from fl_core.errors import DataError
@@ -30,12 +32,15 @@ class LabelRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LabelTable:
-    """The rows by their key, but those without a label. met: keys that an image had   by: the digest of a query."""
+    """The rows by their key, but those without a label.
+
+    met: keys that an image had   source: what the labels are from, "table:" or "query:" and a digest.
+    """
 
     key: str
     rows: Mapping[str, LabelRow]
     met: set[str] = field(default_factory=set)
-    by: str = ""
+    source: str = ""
 
     @classmethod
     def read(cls, file: Path, column: str) -> LabelTable:
@@ -43,11 +48,15 @@ class LabelTable:
         _, header = next(lines_of(file), (0, []))
         used = [name for name in (column, *KEYS, _SPLIT) if name == column or name in header]
         rows = read_table(file, list(dict.fromkeys(used)))
-        return cls.of(header, rows, column, str(file))
+        made = cls.of(header, rows, column, str(file))
+        hasher = blake3(made.key.encode())
+        for key, row in sorted(made.rows.items()):
+            hasher.update(repr((key, *row)).encode())
+        return replace(made, source=f"table:{hasher.hexdigest()[:16]}")
 
     @classmethod
     def of(
-        cls, header: Sequence[str], rows: Iterable[Mapping[str, str]], column: str, where: str, by: str = ""
+        cls, header: Sequence[str], rows: Iterable[Mapping[str, str]], column: str, where: str, source: str = ""
     ) -> LabelTable:
         """Join rows to their key; raises DataError (E-DATA-07) as `read`. where: what they are from."""
         if (key := next((name for name in KEYS if name in header), None)) is None:
@@ -67,7 +76,7 @@ class LabelTable:
                 f"expected one label, one patient and a split of train or test for each {key} in {where}, found "
                 f"{len(wrong)} rows with another ({', '.join(wrong[:5])}): correct them",
             )
-        return cls(key, labels, by=by)
+        return cls(key, labels, source=source)
 
     def find(self, facts: Mapping[str, str]) -> LabelRow | None:
         """Return the row of an image, by what its source says of it; None if there is none."""

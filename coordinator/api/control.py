@@ -220,6 +220,10 @@ def data_offer(data: pb.DataOffer) -> DataOffer:
         raise ProtocolError(
             "E-WIRE-06", f"expected a digest of labels in 64 hex digits or none, found {data.labels_digest[:80]!r}"
         )
+    if not re.fullmatch("((table|query):[0-9a-f]{16})?", data.label_source):
+        raise ProtocolError(
+            "E-WIRE-06", f"expected table: or query: and a digest of 16 hex digits, found {data.label_source[:80]!r}"
+        )
     for size in (data.nominal_size, data.train_examples, data.test_examples):
         if not 0 <= size < _MAX_SIZE:
             raise ProtocolError("E-WIRE-06", f"expected a nominal size of 0 or more and below 2**53, found {size:g}")
@@ -236,4 +240,5 @@ def data_offer(data: pb.DataOffer) -> DataOffer:
         data.labels_digest,
         data.coarse_labels,
         data.validation_only,
+        data.label_source,
     )

@@ -108,6 +108,7 @@ def silo_json(info: pb.SiloInfo) -> Mapping[str, object]:
         "classes": list(info.data.classes),
         "nominal_size": info.data.nominal_size,
         "validation_only": info.data.validation_only,
+        "labels": info.data.label_source or None,
         "activity": activity(info),
         "run": info.run_id or None,
         "policy_digest": info.policy_digest or None,

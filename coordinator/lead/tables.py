@@ -222,7 +222,7 @@ def silos_table(silos: Iterable[pb.SiloInfo]) -> Table:
             (
                 s.name,
                 s.state + (", evaluates only" if s.data.validation_only else ""),
-                s.data.name or "-",
+                (s.data.name or "-") + (f", labels {s.data.label_source[:14]}" if s.data.label_source else ""),
                 f"{s.data.nominal_size:.0f}" if s.data.nominal_size else "-",
                 ", ".join(s.data.holds) or "-",
                 doing(s),

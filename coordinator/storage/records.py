@@ -74,6 +74,7 @@ class DataOffer:
         labels_digest: of its label dictionary, if declared
         coarse_labels: whether its dictionary has names that stand for one of several classes
         validation_only: whether it evaluates models and trains none
+        label_source: the digest of the table of labels or the query that its labels come from, if declared
     """
 
     name: str = ""
@@ -88,6 +89,7 @@ class DataOffer:
     labels_digest: str = ""
     coarse_labels: bool = False
     validation_only: bool = False
+    label_source: str = ""
 
 
 @dataclass(frozen=True, slots=True)

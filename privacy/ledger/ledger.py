@@ -231,12 +231,15 @@ class Ledger:
         records: int,
         units: Sequence[str],
         contents: Iterable[str] = (),
+        labels: str = "",
     ) -> bool:
         """Register a version of a collection's data; tell whether it is new.
 
         units: the identity of each unit (a group's name, a record's content)   contents: further identities of the
-        same records; both are stored only as keyed digests. Raises RefusedError (E-BUDGET-04) if a unit or a content is
-        in another collection, StateError (E-BUDGET-07) if the file's units are not the registered ones.
+        same records; both are stored only as keyed digests   labels: the digest of what the labels are from.
+
+        Raises RefusedError (E-BUDGET-04) if a unit or a content is in another collection, StateError (E-BUDGET-07) if
+        the file's units are not the registered ones.
         """
         of_units, every = self._digests(units), self._digests((*units, *contents))
         with self.writing() as (db, account):
@@ -259,6 +262,7 @@ class Ledger:
                 return False
             db.executemany("INSERT INTO unit_digest VALUES(?,?)", [(d, collection) for d in every - registered])
             facts = {"fingerprint": fingerprint, "unit": unit, "records": records, "units": len(of_units)}
+            facts |= {"labels": labels} if labels else {}
             detail = json.dumps(facts | {"digests": _digest_of_units(every | registered)})
             self.chain.write(db, None, collection, "REGISTERED", detail)
         return version is None

@@ -80,8 +80,10 @@ def as_registered(ledger: Ledger | None, dataset: SiloDataset) -> SiloDataset:
     return dataset if ledger.collection_of(version(earlier, TRAIN)) is None else earlier
 
 
-def register(ledger: Ledger, dataset: SiloDataset, name: str) -> dict[str, bool]:
+def register(ledger: Ledger, dataset: SiloDataset, name: str, labels: str = "") -> dict[str, bool]:
     """Register both splits under a name, and the hospital itself; return which collections got a new version.
+
+    labels: the digest of the table or query that the labels are from, which the events name.
 
     Units are identified by their groups and by the contents of their records, so that records that are grouped, named
     or stored differently share their spending. An image re-encoded with loss, cropped or resized is a new record. Data
@@ -90,14 +92,14 @@ def register(ledger: Ledger, dataset: SiloDataset, name: str) -> dict[str, bool]
     """
     dataset = as_registered(ledger, dataset)
     try:
-        return _register(ledger, dataset, name)
+        return _register(ledger, dataset, name, labels)
     except RefusedError:
         if dataset.earlier is None:
             raise
-        return _register(ledger, dataset.earlier(), name)
+        return _register(ledger, dataset.earlier(), name, labels)
 
 
-def _register(ledger: Ledger, dataset: SiloDataset, name: str) -> dict[str, bool]:
+def _register(ledger: Ledger, dataset: SiloDataset, name: str, labels: str) -> dict[str, bool]:
     new = {}
     for split, examples in splits(dataset).items():
         to, contents = collection(name, split), list(content_names(examples))
@@ -105,7 +107,9 @@ def _register(ledger: Ledger, dataset: SiloDataset, name: str) -> dict[str, bool
         former = list(_former_names(examples)) if ledger.chain.unkeyed and examples.groups is None else []
         try:
             every = (*contents, *_other_names(examples), *former)
-            new[to] = ledger.register(to, unit_of(examples), version(dataset, split), len(examples), units, every)
+            new[to] = ledger.register(
+                to, unit_of(examples), version(dataset, split), len(examples), units, every, labels
+            )
         except RefusedError as error:
             raise _naming_files(error, ledger, to, examples, contents, former or contents) from error
     everything = len(dataset.train) + len(dataset.test)

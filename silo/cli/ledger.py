@@ -124,7 +124,10 @@ def register(
     loaded = datasets.load(resolved(home, data), data_root=data_root)
     pacs = Mirror.of(home, data)
     registered = registration.register(
-        ledger, loaded, name or (loaded.origin if pacs is None else pacs.reference.public)
+        ledger,
+        loaded,
+        name or (loaded.origin if pacs is None else pacs.reference.public),
+        "" if pacs is None else pacs.label_source,
     )
     words = {True: "a new version is registered", False: "was registered before"}
     return CommandResult(

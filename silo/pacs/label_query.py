@@ -95,7 +95,7 @@ def ask(file: Path, column: str, stop: CancelToken) -> LabelTable:
             raise DataError(
                 "E-DATA-07", f"expected columns of different names, {column!r} among them, from {where}, found {header}"
             )
-        return LabelTable.of(header, _rows(answer, header, where, stop), column, where, query.digest)
+        return LabelTable.of(header, _rows(answer, header, where, stop), column, where, f"query:{query.digest}")
 
 
 def _rows(answer: CursorResult[Any], header: Sequence[str], where: str, stop: CancelToken) -> Iterator[dict[str, str]]:

@@ -51,6 +51,7 @@ CREATE TABLE IF NOT EXISTS left_out (name TEXT, kind TEXT, reason TEXT);
 CREATE TABLE IF NOT EXISTS members (list TEXT, name TEXT, PRIMARY KEY (list, name)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS lists (list TEXT PRIMARY KEY, made INTEGER);
 CREATE TABLE IF NOT EXISTS runs (run TEXT PRIMARY KEY, list TEXT);
+CREATE TABLE IF NOT EXISTS label_sources (list TEXT PRIMARY KEY, source TEXT);
 """
 """images.reason: why an image cannot be read, '' where it can, NULL before it was tried   listed, made: the number of
 the last look that had it; clocks may be set back."""
@@ -59,7 +60,7 @@ the last look that had it; clocks may be set back."""
 class Listed(NamedTuple):
     """What a look at the PACS found.
 
-    left_out: how many, by kind   file: names what was left out, and why   asked: the digest of the query for labels.
+    left_out: how many, by kind   file: names what was left out, and why   labels: their source, as in `LabelTable`.
     """
 
     studies: int
@@ -70,7 +71,7 @@ class Listed(NamedTuple):
     unmet: int
     nameless: int
     file: Path
-    asked: str = ""
+    labels: str = ""
 
     def sentence(self) -> str:
         parts = [f"{pluralize(self.images, 'image')} of {self.studies} studies listed, {self.fetched} fetched anew"]
@@ -81,8 +82,8 @@ class Listed(NamedTuple):
             parts.append(f"without a label, and not fetched: {self.unlabelled}")
         if self.unmet:
             parts.append(f"labels without an image: {self.unmet}")
-        if self.asked:
-            parts.append(f"labels by the query {self.asked}")
+        if self.labels:
+            parts.append(f"labels by {self.labels}")
         if self.nameless:
             parts.append(f"images without PatientID, whose study counts as a patient: {self.nameless}")
         return "; ".join(parts)
@@ -125,6 +126,15 @@ class Mirror:
     @property
     def listed(self) -> bool:
         return self._list_of("") is not None
+
+    @property
+    def label_source(self) -> str:
+        """What the labels of the newest list are from, as in `LabelTable`; empty before there is one."""
+        if (name := self._list_of("")) is None:
+            return ""
+        with closing(self._open()) as db:
+            row = db.execute("SELECT source FROM label_sources WHERE list = ?", (name,)).fetchone()
+        return "" if row is None else str(row[0])
 
     def _list_of(self, run_id: str) -> str | None:
         if not (self.folder / "index.db").exists():
@@ -274,7 +284,7 @@ class Mirror:
             db.executemany("DELETE FROM runs WHERE run = ?", over)
             kept = "SELECT list FROM runs UNION SELECT * FROM (SELECT list FROM lists ORDER BY made DESC LIMIT 1)"
             old = [name for (name,) in db.execute(f"SELECT list FROM lists WHERE list NOT IN ({kept})")]  # noqa: S608
-            for table in ("members", "lists"):
+            for table in ("members", "lists", "label_sources"):
                 db.executemany(f"DELETE FROM {table} WHERE list = ?", [(name,) for name in old])  # noqa: S608
             newest = "SELECT max(listed) FROM images"
             unused = f"listed < ({newest}) AND name NOT IN (SELECT name FROM members)"  # noqa: S608 - constant
@@ -430,7 +440,7 @@ class _Look:
                 _line(file, row)
         unmet = len(set(self._labels.rows) - self._labels.met)
         counts = self._studies, images, self._fetched, kinds, self._unlabelled, unmet, self._nameless
-        listed = Listed(*counts, left, self._labels.by)
+        listed = Listed(*counts, left, self._labels.source)
         if not images:
             part.unlink()
             raise DataError(
@@ -440,6 +450,7 @@ class _Look:
         _into_place(part, folder / name)
         with self._db:
             self._db.execute("INSERT OR REPLACE INTO lists VALUES (?, ?)", (name, self._look))
+            self._db.execute("INSERT OR REPLACE INTO label_sources VALUES (?, ?)", (name, self._labels.source))
             chosen = "SELECT ?, name FROM images WHERE listed = ? AND digest <> '' AND reason = ''"
             self._db.execute(f"INSERT OR IGNORE INTO members {chosen}", (name, self._look))
         return listed

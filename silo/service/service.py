@@ -334,18 +334,22 @@ class Service:
         """Return the public declarations: no counted size if the policy hides it or requires masks.
 
         A policy that requires masks also hides the classes with examples, since each is a count of one hospital, and
-        the digest of the label dictionary, which would confirm a guess of the whole dictionary.
+        digests of the label dictionary and of the source of labels, which would confirm a guess of the whole.
         """
         assert self._about is not None
         offer = pb.DataOffer()
         offer.CopyFrom(self._about.data)
         offer.holds.extend(self._settings.holds)
         offer.validation_only = not self._controls.trains()
+        offer.label_source = "" if self._pacs is None else self._pacs.label_source
         public = self._controls.tells_data()
+        counts = self._settings.nominal_size is None and not self._controls.hides_size()
+        if offer.label_source.startswith("table:") and not counts:
+            offer.label_source = ""  # it follows from records, as counts do; a query does not
         if self._settings.nominal_size is None and (self._controls.hides_size() or not public):
             offer.nominal_size = offer.train_examples = offer.test_examples = 0.0
         if not public:
-            for field in ("holds", "labels_digest", "coarse_labels"):
+            for field in ("holds", "labels_digest", "coarse_labels", "label_source"):
                 offer.ClearField(field)
         return offer
 

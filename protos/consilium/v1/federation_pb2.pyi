@@ -401,6 +401,7 @@ class DataOffer(_message.Message):
     MASKS_FIELD_NUMBER: _builtins.int
     LABELS_DIGEST_FIELD_NUMBER: _builtins.int
     COARSE_LABELS_FIELD_NUMBER: _builtins.int
+    LABEL_SOURCE_FIELD_NUMBER: _builtins.int
     VALIDATION_ONLY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"digits", "isic2019", "folder", "manifest" """
@@ -415,6 +416,8 @@ class DataOffer(_message.Message):
     """BLAKE3 of its label dictionary, in hex; empty: none, or not declared"""
     coarse_labels: _builtins.bool
     """whether that dictionary has names that stand for one of several classes"""
+    label_source: _builtins.str
+    """"table:" or "query:" and a digest, where labels do not come with the images; or empty"""
     validation_only: _builtins.bool
     """it evaluates models and trains none"""
     @_builtins.property
@@ -445,11 +448,12 @@ class DataOffer(_message.Message):
         masks: _builtins.bool = ...,
         labels_digest: _builtins.str = ...,
         coarse_labels: _builtins.bool = ...,
+        label_source: _builtins.str = ...,
         validation_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "coarse_labels", b"coarse_labels", "holds", b"holds", "labels_digest", b"labels_digest", "masks", b"masks", "metrics", b"metrics", "name", b"name", "nominal_size", b"nominal_size", "shape", b"shape", "test_examples", b"test_examples", "train_examples", b"train_examples", "validation_only", b"validation_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes", "coarse_labels", b"coarse_labels", "holds", b"holds", "label_source", b"label_source", "labels_digest", b"labels_digest", "masks", b"masks", "metrics", b"metrics", "name", b"name", "nominal_size", b"nominal_size", "shape", b"shape", "test_examples", b"test_examples", "train_examples", b"train_examples", "validation_only", b"validation_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -196,6 +196,15 @@ def test_declared_sizes_are_finite_and_not_negative(field: str, size: float) -> 
         data_offer(pb.DataOffer(name="digits", **{field: size}))
 
 
+@pytest.mark.parametrize(
+    "source", ["SELECT * FROM reports", "query:", "query:" + "g" * 16, "table:" + "a" * 17, "a" * 16]
+)
+def test_a_declared_source_of_labels_is_a_digest_alone(source: str) -> None:
+    with pytest.raises(ProtocolError, match="E-WIRE-06"):
+        data_offer(pb.DataOffer(name="manifest", label_source=source))
+    assert data_offer(pb.DataOffer(name="manifest", label_source="query:" + "a" * 16)).label_source
+
+
 def test_a_run_of_two_says_once_what_bounds_one_of_them_and_of_each_round_that_nothing_was_there_to_compare_with(
     tmp_path: Path,
 ) -> None:

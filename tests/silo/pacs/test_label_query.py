@@ -58,7 +58,7 @@ def test_a_query_gives_the_labels_that_a_table_would(tmp_path: Path) -> None:
     assert labels.find({"AccessionNumber": "A3"}) is None  # without a finding
     (tmp_path / "labels.csv").write_text(f'AccessionNumber,finding,PatientID\nA1,nevus,7\nA2,"{INJECTED}",8\n')
     assert labels_of(tmp_path / "labels.csv").rows == labels.rows
-    assert labels.by == read_query(file).digest
+    assert labels.source == f"query:{read_query(file).digest}"
 
 
 @pytest.mark.fault("a database", "has a label that is SQL and markup", "a text; nothing is run")

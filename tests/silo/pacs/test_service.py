@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import csv
+import json
+import re
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,6 +103,40 @@ def test_a_run_on_the_pacs_sends_what_one_on_its_export_sends(
     assert uploaded(hospital) == uploaded(other)
     versions = [one.service.store.run_data.find("run-1").version for one in (hospital, other)]
     assert versions[0] == versions[1]
+
+
+def test_the_registration_names_the_source_of_labels_by_its_digest_and_never_tells_it(
+    tmp_path: Path, source: FakePacs, serving: Serving
+) -> None:
+    from silo.pacs.label_query import read_query
+
+    hospital = serving(images_run(), data=reference(source, tmp_path))
+
+    def declared() -> str:
+        return str(hospital.service._declared_data().label_source)
+
+    assert hospital.control.last.hello.data.label_source == declared()
+    assert re.fullmatch("table:[0-9a-f]{16}", declared())
+    hospital.service._settings = replace(hospital.service._settings, nominal_size=100)
+    assert declared() == ""  # it follows from records, and a declared size says that nothing may
+    hospital.stop()
+    with closing(sqlite3.connect(tmp_path / "ris.db")) as db, db:
+        db.execute("CREATE TABLE reports (AccessionNumber TEXT, diagnosis TEXT)")
+        db.executemany("INSERT INTO reports VALUES (?, ?)", [(f"A{k}", "ab"[k % 2]) for k in range(60)])
+    query = tmp_path / "query.toml"
+    query.write_text(f"url = 'sqlite:///{tmp_path}/ris.db'\nquery = 'SELECT * FROM reports'\n")
+    other = serving(images_run(), tmp_path / "other", data=f"dicomweb:{source.url}?labels={query}:diagnosis")
+    said = f"query:{read_query(query).digest}"
+    hello = other.control.last.hello
+    assert hello.data.label_source == said
+    assert b"reports" not in hello.SerializeToString()
+    served, home = other.service._pacs, other.service._pacs.home
+    ledger = Ledger(home.ledger)
+    register(ledger, datasets.load(served.data()), "own", served.label_source)
+    details = [json.loads(detail) for _, subject, state, detail, _ in ledger.events() if state == "REGISTERED"]
+    assert {detail["labels"] for detail in details if detail["unit"] != "hospital"} == {said}
+    home.policy.write_text("[secagg]\nrequire = true\n")
+    assert other.service._declared_data().label_source == ""
 
 
 def test_a_run_keeps_its_images_over_a_restart_and_the_next_run_has_the_newer_ones(
