@@ -290,8 +290,8 @@ class CoordinatorServer:
             why = (isinstance(error, OSError) and error.strerror) or str(error)
             raise StateError(
                 "E-NET-20",
-                f"expected to listen on {self.bind}, found that this cannot be ({why}): another program has the port, "
-                "or the address is none of this machine's; choose another with --bind",
+                f"expected to listen on {self.bind}, found that it is impossible ({why}): another program uses the "
+                "port, or this machine does not have the address; choose another with --bind",
             ) from error
         return int(port)
 

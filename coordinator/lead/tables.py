@@ -242,7 +242,7 @@ def doing(silo: pb.SiloInfo) -> str:
         return silo.state
     word = activity(silo)
     if word in ("idle", "activity_unspecified"):
-        return "present"
+        return "idle"
     share = f" {100 * min(silo.done, silo.total) // silo.total} %" if silo.total else ""
     return f"{word.replace('_', ' ')} (round {silo.round + 1}){share}"
 

@@ -248,7 +248,7 @@ class SourceIndex:
         train, test = ({c for c, n in zip(self.classes, counts[s], strict=True) if not n} for s in SPLITS)
         none, untested = sorted(train & test), sorted(test - train)
         notes = (
-            (f"classes without an image: {_listed(none)}; right where this hospital has never seen them",)
+            (f"classes without an image: {_listed(none)}; correct if this hospital has never seen them",)
             if none
             else ()
         )

@@ -15,10 +15,10 @@ NOT_MEASURED = (
     "is the accuracy of the class (docs/metrics.md)"
 )
 NOT_SENT = (
-    "specificity, AUC, confusion matrix and calibration were sent by no hospital: a hospital's policy sends correct "
-    'answers alone, unless its policy.toml says send = "clinical" under [evaluation] (docs/metrics.md)'
+    "no hospital sent specificity, AUC, confusion matrix or calibration: by default only correct answers are sent; "
+    'send = "clinical" under [evaluation] in its policy.toml sends more (docs/metrics.md)'
 )
-_TWO_BY_TWO = ("not there", "not there, but said", "there, but not said", "there, and said")
+_TWO_BY_TWO = ("absent", "absent, but predicted", "present, but not predicted", "present and predicted")
 _BOTH = "were found in some test examples and not in others"
 _MISLEADING = 0.1
 """From this expected calibration error on, probabilities must not be used uncorrected."""

@@ -250,7 +250,7 @@ def fairness(scores: Mapping[str, float]) -> float | None:
 # ---- what became of updates ------------------------------------------------------------------------------------------
 
 NO_BOUND = (
-    "nothing to compare these updates with: the length of the initial weights alone bounds them, and rows nothing"
+    "too few updates to compare: only the length of the initial weights bounds them, and nothing bounds prototypes"
 )
 _REFUSALS = ("E-RUN-43", "E-RUN-44", "E-WIRE-05", "E-WIRE-06")
 """Codes of refusals by an update's check; other silos without an update sent none."""

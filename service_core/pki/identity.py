@@ -221,7 +221,9 @@ class Address:
         match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([A-Za-z0-9._-]+)):([0-9]{1,5})", text)
         if match is None or not 0 < int(match[3]) < 65536:
             raise ConfigError(
-                "E-CFG-02", f"expected an address such as fl.example.org:8443 or [2001:db8::1]:8443, found {text!r}"
+                "E-CFG-02",
+                f"expected an address with a port, such as fl.example.org:8443 or [2001:db8::1]:8443, found {text!r}"
+                ": correct it",
             )
         return cls(match[1] or match[2], int(match[3]))
 

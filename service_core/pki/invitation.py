@@ -112,7 +112,7 @@ def _unpack(text: str) -> list[bytes]:
         other = re.match(r"consilium(\d+)\.", text)
         if other:
             raise ConfigError("E-WIRE-01", f"expected an invitation of version 1, found {other[1]}; upgrade the silo")
-        raise ConfigError("E-ID-01", f"expected an invitation that starts with {PREFIX!r}, found {text[:12]!r}...")
+        raise _damaged(f"it starts with {text[:12]!r} instead of {PREFIX!r}")
     encoded = text[len(PREFIX) :]
     try:
         if not re.fullmatch(r"[A-Za-z0-9_-]*", encoded) or len(encoded) > _LIMIT:

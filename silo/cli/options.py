@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fl_core.errors import ConfigError
+from fl_core.errors import ConfigError, StateError
 from fl_core.text import composed, decoded, read_text
 from service_core.command_line import COMMON, RARE, Depends
 from service_core.operations.logs import VARIABLE, LogFormat
@@ -43,6 +43,11 @@ def home_of(home: HomeOption = None) -> Home:
 
 @contextmanager
 def open_store(database: Path, accept_loss: bool = False) -> Iterator[SiloStore]:
+    if not database.parent.exists():
+        raise StateError(
+            "E-STATE-44",
+            f"expected a silo's home in {database.parent}, found none; run `silo join TOKEN`, or name its home",
+        )
     store = SiloStore(database, accept_loss=accept_loss)
     try:
         yield store
@@ -157,7 +162,7 @@ def text_of(file: Path | None) -> str:
         return decoded(sys.stdin.buffer.read()) if file is None or str(file) == "-" else read_text(file)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            "E-CFG-02", f"expected text in the file {file}, found none that can be read: {error}"
+            "E-CFG-02", f"expected a text file at {file}, which cannot be read: {error}; check the path"
         ) from None
 
 

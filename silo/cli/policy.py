@@ -26,7 +26,7 @@ def show_policy(home: SiloHome) -> CommandResult:
     from silo.admission.policy_in_force import in_force
 
     policy = in_force(home)
-    facts = [("file", str(home.policy) if policy.digest else f"{home.policy}: none, the defaults hold")]
+    facts = [("file", str(home.policy) if policy.digest else f"{home.policy}: no file, so the defaults apply")]
     facts += [("digest", policy.digest or "-")]
     for section in ("runs", "privacy", "prototypes", "evaluation", "secagg", "peers", "survey"):
         facts += [
@@ -73,7 +73,7 @@ def check(
         from privacy.ledger.ledger import Ledger
 
         policy.require_collections(Ledger(home.ledger).collections())
-    facts = [("file", str(place)), ("sound", "yes" if policy.digest else "there is none, the defaults hold")]
+    facts = [("file", str(place)), ("sound", "yes" if policy.digest else "there is no file, so the defaults apply")]
     facts += [(f"extension {name}", version) for name, version in registry.installed(policy.runs.extensions).items()]
     if policy.budgets and not home.ledger.exists():
         facts += [("budgets", "not compared with the ledger, which is not there yet: silo ledger register")]

@@ -22,6 +22,7 @@ from fl_core import datasets
 from fl_core.errors import UnavailableError
 from fl_core.rounds.manifest import RunManifest
 from protos.consilium.v1 import federation_pb2 as pb
+from service_core.console import open_file, show_reply
 from service_core.progress import Steps
 from service_core.storage.private_files import write_private, write_public
 from silo.cli.options import open_store
@@ -143,18 +144,22 @@ def run_demo(out: Path, rounds: int, steps: Steps, quiet: bool, verbose: bool) -
             with signals.raising(), _consortium(folder, processes, steps) as client:
                 events = Watcher(live=False) if verbose else None
                 details = {name: _train(client, processes, name, rounds, steps, events) for name in RUNS}
-                steps.show("Results", 0, 2, "reads the ledgers")
+                steps.show("Results", 0, 3, "reads the ledgers")
                 silos = list(client.silos().silos)
                 scores = _local_scores(folder, {name: d.info.run_id for name, d in details.items()})
                 spent = spending(folder, RunManifest.from_json(details[PRIVATE].manifest_json))
-                steps.show("Results", 1, 2, "ends the processes")
+                steps.show("Results", 1, 3, "ends the processes")
         except KeyboardInterrupt:
             steps.say("interrupted: the processes of the demo are being ended")
         finally:
             processes.stop()
             shutil.rmtree(folder)
-            steps.end()
         if signals.received is not None:
             return 128 + signals.received
-    report(out, details, scores, spent, silos, _training_images(), time.monotonic() - started, quiet)
+    steps.show("Results", 2, 3, "writes the page")
+    results = report(out, details, scores, spent, silos, _training_images(), time.monotonic() - started)
+    steps.end()
+    show_reply(results, as_json=quiet)
+    if not quiet:
+        open_file(out / "index.html")
     return 0

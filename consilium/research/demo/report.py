@@ -19,7 +19,7 @@ from fl_core.types.records import update_outcomes
 from privacy.accounting.measures import ACCURACY, plain
 from privacy.accounting.uncertainty import Estimate
 from protos.consilium.v1 import federation_pb2 as pb
-from service_core.console import CommandResult, format_duration, make_table, open_file, show_reply
+from service_core.console import CommandResult, format_duration, make_table
 from service_core.storage.private_files import write_public
 
 PLAIN, REPAIRED, CLOSED, PRIVATE = "fedavg", "fedgela", "analytic", "analytic-private"
@@ -53,9 +53,11 @@ def report(
     silos: Sequence[pb.SiloInfo],
     training_images: Mapping[str, Sequence[int]],
     seconds: float,
-    quiet: bool,
-) -> None:
-    """Print and write all of it. training_images: of each digit at each hospital, which no message carries."""
+) -> CommandResult:
+    """Write all of it, and return what the terminal shows.
+
+    training_images: of each digit at each hospital, which no message carries.
+    """
     ours, private = details[REPAIRED], details[PRIVATE]
     summary = {
         "method": REPAIRED,
@@ -97,12 +99,9 @@ def report(
     tables = [_by_run(details), _by_class(details), _by_hospital(details, scores, silos), _spending(spent)]
     lines = {SHORT[m]: [e.point for e in _series(d)] for m, d in details.items()}
     write_page(out / "index.html", *_headline(details), Holdings(_classes(ours), training_images), lines, tables)
-    page = out / "index.html"
-    link = f"The results, as a page: {page.absolute().as_uri()}"
+    link = f"The results, as a page: {(out / 'index.html').absolute().as_uri()}"
     written = f"{seconds:.0f} s. Beside the page: summary.json, accuracy.png, demo.log"
-    show_reply(CommandResult(summary, [link, make_table(*_in_short(details, spent)), written]), as_json=quiet)
-    if not quiet:
-        open_file(page)
+    return CommandResult(summary, [link, make_table(*_in_short(details, spent)), written])
 
 
 def _headline(details: Mapping[str, pb.RunDetail]) -> tuple[str, str]:

@@ -102,7 +102,7 @@ class TableIndex:
                 "Give both splits rows",
             ),
         )
-        unseen = f"no row of the classes {', '.join(none)}: right where this hospital has never seen them"
+        unseen = f"no row of the classes {', '.join(none)}: correct if this hospital has never seen them"
         notes = (*self.notes, *self.translator.notes())
         label_texts: Sequence[str] = self.labels
         if self.columns is None:

@@ -66,7 +66,7 @@ def test_a_pulse_of_nonsense_keeps_no_lead_out(world: World) -> None:
 
 def test_an_activity_of_a_later_version_is_shown_as_not_said() -> None:
     info = pb.SiloInfo(state="online", activity=99)
-    assert doing(info) == "present"
+    assert doing(info) == "idle"
     assert silo_json(info)["activity"] == "activity_unspecified"
 
 

@@ -52,7 +52,9 @@ def test_usage_and_data_errors_are_one_line_and_status_2(capsys, tmp_path, words
     fails(capsys, code, 2, *words)
 
 
-@pytest.mark.parametrize("words", [["status"], ["fingerprint"], ["page"], ["serve", "--data", "digits/hospital0"]])
+@pytest.mark.parametrize(
+    "words", [["status"], ["approve"], ["fingerprint"], ["page"], ["serve", "--data", "digits/hospital0"]]
+)
 def test_a_home_that_has_not_joined_is_status_1(capsys, tmp_path, words):
     fails(capsys, "E-STATE-44", 1, *words, "--home", str(tmp_path / "home"))
     assert not (tmp_path / "home").exists()

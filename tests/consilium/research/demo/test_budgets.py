@@ -22,6 +22,7 @@ from privacy.ledger.ledger import Ledger, LedgerTask, PlannedRelease
 from privacy.ledger.registration import unit_of
 from privacy.policy import Policy
 from protos.consilium.v1 import federation_pb2 as pb
+from service_core.console import show_reply
 from silo.storage.home import Home
 
 
@@ -129,9 +130,8 @@ def test_the_report_names_models_accuracies_and_what_was_spent(
         "h1": budgets.PrivateRunSpending(7.4, 1e-5, 7.5, 7.1, 2.9),
     }
     silos = [pb.SiloInfo(name=name, fingerprint=name * 20) for name in spent]
-    report(
-        tmp_path, found, {m: {"h0": 0.6, "h1": None} for m in found}, spent, silos, {"h0": [5, 0]}, 12.0, quiet=False
-    )
+    scores = {m: {"h0": 0.6, "h1": None} for m in found}
+    show_reply(report(tmp_path, found, scores, spent, silos, {"h0": [5, 0]}, 12.0), as_json=False)
     printed = capsys.readouterr().out
     assert printed.startswith(f"The results, as a page: {(tmp_path / 'index.html').as_uri()}\n")
     assert printed.count("┏") == 1, "one table; the page has the others"

@@ -201,7 +201,7 @@ def test_a_class_without_images_is_noted_and_hinders_nothing(split_folder: Path)
     shutil.rmtree(split_folder / "test" / "melanoma")
     report = check(f"folder:{split_folder}", DataRequest(classes=["benign", "melanoma", "nevus"]))
     assert report.problems == ()
-    assert "classes without an image: 1 (nevus); right where this hospital has never seen them" in report.notes
+    assert "classes without an image: 1 (nevus); correct if this hospital has never seen them" in report.notes
     assert "classes without a test image: 1 (melanoma)" in report.notes
 
 
