@@ -7,6 +7,7 @@
     python -m benchmarks.comparison fmnist_p5c2_resnet18 --jobs 12 --minutes 8     on a GPU; the same command goes on
 
     python -m benchmarks.comparison fmnist_p5c2_claims --jobs 1   a protocol: of the protocols/, fixed before it runs
+    python -m benchmarks.comparison fmnist_p5c2_claims --recompute 39ac5797   one stored run again: 1 if it differs
 
 Runs are kept in results/NAME.jsonl, the table is results/NAME.md.
 """
@@ -48,8 +49,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", help="cpu, cuda, cuda:N or auto; without it what the comparison names")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run later than after these")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the store and the table")
+    parser.add_argument(
+        "--recompute", metavar="KEY", help="simulate one stored run again and compare it; store nothing"
+    )
     given = parser.parse_args(argv)
     try:
+        if given.recompute:
+            differs, text = recompute(given.out / f"{given.name}.jsonl", given.recompute, given.data_root)
+            print(text)
+            raise SystemExit(int(differs))
         if given.name == "list":
             print("\n".join(f"{name}: {settings.load(name).title}" for name in settings.names()))
             print("\n".join(f"{name}: protocol, {protocol.load(name).title}" for name in protocol.names()))
@@ -126,6 +134,37 @@ def stored_rows(fixed: Protocol, store: Path) -> dict[str, Searched]:
         except DataError as error:
             missing = error
     raise missing
+
+
+def recompute(store: Path, key: str, data_root: Path | None = None) -> tuple[bool, str]:
+    """Simulate a stored run again; return whether a number differs, and a sentence that names machines and numbers.
+
+    key: how the run's key begins. The last bits of a model are those of one kind of processor and versions.
+    Raises DataError (E-DATA-02) unless one run of the store has this key.
+    """
+    found = [run for name, run in run_store.read(store).items() if name.startswith(key)]
+    if len(found) != 1:
+        raise DataError("E-DATA-02", f"expected one run of {store} whose key begins with {key}, found {len(found)}")
+    (kept,) = found
+    also = {"protocol": kept["protocol"], "hits": "test_images" in kept} if "protocol" in kept else {}
+    trial = study.Trial(
+        str(kept["key"]),
+        method="",
+        lr=0.0,
+        seed=int(str(kept["seed"])),
+        words=tuple(str(word) for word in kept["words"]),  # type: ignore[attr-defined]
+        data_root=data_root,
+        diagnostics=tuple(name for name in settings.DIAGNOSTICS if name in kept),
+        also=also,
+    )
+    again = study.measure(trial)
+    apart = sorted({*kept, *again} - {"cpu_seconds", "made", "device", "machine"})
+    apart = [name for name in apart if kept.get(name) != again.get(name)]
+    result = (
+        f"differs in {', '.join(apart)}" if apart else f"equal in every number and in its model {kept.get('model')}"
+    )
+    where = f"stored on {kept.get('device', 'a machine that is not named')}, here {run_store.machine()}"
+    return bool(apart), f"{store.name}, run {kept['key']}, seed {kept['seed']}: {result}; {where}"
 
 
 def stored_runs(store: Path) -> study.Complete:

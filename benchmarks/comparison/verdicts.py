@@ -24,7 +24,7 @@ from scipy.stats import t as student
 from benchmarks.comparison import report, study
 from benchmarks.comparison.protocol import BASELINE, Claim, Protocol, network_of
 from benchmarks.comparison.search import Searched, of_network
-from benchmarks.comparison.settings import CURVES
+from benchmarks.comparison.settings import CURVES, DIAGNOSTICS
 from benchmarks.run_store import Run
 from privacy.accounting.uncertainty import LAST
 
@@ -189,6 +189,8 @@ def page(protocol: Protocol, rows: Mapping[str, Searched]) -> str:
             "",
             *_table(rows, measure),
         ]
+    if protocol.diagnostics:
+        lines += ["", "**Features of all test images within the final global model**", "", *_features(protocol, rows)]
     chosen = [
         [name, str(len(row.trials)), f"`{' '.join(row.chosen[0])}`", f"{row.chosen[1]:g}", _percent(_scores(row, m))]
         for m in protocol.measures[:1]
@@ -233,6 +235,15 @@ def _table(rows: Mapping[str, Searched], measure: str) -> list[str]:
         body.append([name, score, *(["", ""] if row.table is base else [str(gap), parts]), best])
     head = ["method", "test images", "minus FedAvg", "standard errors: seeds, test images", "rounds to FedAvg's best"]
     return report.table(head, body)
+
+
+def _features(protocol: Protocol, rows: Mapping[str, Searched]) -> list[str]:
+    """Write mean and standard deviation over seeds of what runs say of features; "-" where fewer than two have any."""
+    body = []
+    for name, row in rows.items():
+        seen = [[_number(run, what) for run in row.table.values() if what in run] for what in protocol.diagnostics]
+        body.append([name, *(f"{fmean(v):.3g} ± {variance(v) ** 0.5:.2g}" if len(v) > 1 else "-" for v in seen)])
+    return report.table(["method", *(DIAGNOSTICS[what] for what in protocol.diagnostics)], body)
 
 
 def _scores(row: Searched, measure: str) -> list[float]:

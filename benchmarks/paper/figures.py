@@ -17,7 +17,8 @@ import yaml
 
 from benchmarks import run_store
 from benchmarks.comparison.report import table as rows_of_table
-from benchmarks.paper import one_hot, study
+from benchmarks.paper import study, variants
+from benchmarks.paper.drawn import DRAWN
 from benchmarks.paper.frame import replaced
 from benchmarks.paper.measures import MEASURES
 from benchmarks.paper.probes import PROBES
@@ -96,7 +97,7 @@ class Figure:
                 data_root=data_root,
                 how=SimulationEngine(workers=1),  # runs are what is computed side by side
             )
-            with one_hot.known():
+            with variants.known():
                 found[cell] = study.at_seeds(asked, self.seeds)
         return found
 
@@ -126,8 +127,8 @@ def load(file: Path = FILE) -> tuple[dict[str, Figure], list[Item]]:
     items = [Item(**{k: tuple(v) if isinstance(v, list) else v for k, v in item.items()}) for item in raw["items"]]
     for item in items:
         for name in item.figures:
-            if name not in figures:
-                raise ConfigError("E-CFG-01", f"{file.name}: there is no figure {name!r}: {suggest(name, figures)}")
+            if name not in (valid := [*figures, *DRAWN]):
+                raise ConfigError("E-CFG-01", f"{file.name}: there is no figure {name!r}: {suggest(name, valid)}")
         if item.state == "not made" and not item.why:
             raise ConfigError("E-CFG-02", f"{file.name}: expected figures, tables or why of {item.item!r}, found none")
     return figures, items
@@ -150,13 +151,13 @@ def _figure(name: str, raw: Mapping[str, object], where: str) -> Figure:
     return found
 
 
-def chosen(names: str, figures: Mapping[str, Figure]) -> list[Figure]:
-    """Return the figures of names with commas between, or all; raises ConfigError (E-CFG-01) on an unknown one."""
-    listed = list(figures) if names == "all" else [name for name in names.split(",") if name]
+def chosen(names: str, valid: Sequence[str]) -> list[str]:
+    """Return the names with commas between, or all; raises ConfigError (E-CFG-01) on an unknown one."""
+    listed = list(valid) if names == "all" else [name for name in names.split(",") if name]
     for name in listed:
-        if name not in figures:
-            raise ConfigError("E-CFG-01", f"there is no figure={name}: {suggest(name, figures)}")
-    return [figures[name] for name in listed]
+        if name not in valid:
+            raise ConfigError("E-CFG-01", f"there is no figure={name}: {suggest(name, valid)}")
+    return listed
 
 
 def compute(figure: Figure, out: Path, jobs: int, data_root: Path | None = None) -> None:
@@ -168,7 +169,7 @@ def compute(figure: Figure, out: Path, jobs: int, data_root: Path | None = None)
 def measured(point: study.Point) -> Run:
     """Measure a run; one that the round loop itself ends is kept with its reason, as in benchmarks/comparison."""
     try:
-        with one_hot.known():
+        with variants.known():
             return study.measure(point)
     except FederationError as error:
         if error.code != "E-RUN-03":  # too few updates that are finite: what training came to
@@ -261,5 +262,6 @@ def written(text: str, out: Path) -> str:
     """Put the list and all figures between the marks of a page; raises as `stored` where a run is missing."""
     figures, items = load()
     parts = [listed(items), "", *(section(stored(figure, out)) for figure in figures.values())]
+    parts += [make().section(name) for name, make in DRAWN.items()]
     before, _, rest = text.partition(BEGIN)
     return "\n".join([f"{before}{BEGIN}", *parts, f"{END}{rest.partition(END)[2]}"])

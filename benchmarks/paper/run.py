@@ -28,6 +28,7 @@ from pathlib import Path
 
 from benchmarks import run_store
 from benchmarks.paper import curves, drawings, figures, report, study, tables
+from benchmarks.paper.drawn import DRAWN
 from consilium.research.simulate.checkpoints import Checkpoints
 from consilium.research.simulate.engine import SimulationEngine
 from fl_core.errors import ConfigError, DataError, FederationError
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         if given.words == ["figure=list"]:
             print("\n".join(f"{f.name}: {f.title}" for f in figures.load()[0].values()))
+            print("\n".join(f"{name}: drawn without runs of its own" for name in DRAWN))
             return
         words = parsed(given.words)
         (run_figures if "figure" in words else run)(words, given.data_root)
@@ -99,7 +101,15 @@ def run(words: dict[str, str], data_root: Path | None = None) -> None:
 def run_figures(words: dict[str, str], data_root: Path | None = None) -> None:
     """Compute what figures lack, draw them and print their numbers."""
     out = Path(words["out"]) / "figures"
-    for figure in figures.chosen(words["figure"], figures.load()[0]):
+    known = figures.load()[0]
+    for name in figures.chosen(words["figure"], [*known, *DRAWN]):
+        if name in DRAWN:
+            out.mkdir(parents=True, exist_ok=True)
+            drawn = DRAWN[name]()
+            drawn.save(out / f"{name}.png")
+            print("\n".join(["", f"{name}: {drawn.title}", *drawn.rows]), flush=True)
+            continue
+        figure = known[name]
         print(f"\n{figure.name}: {figure.title}", flush=True)
         if words["run"] == "true":
             figures.compute(figure, out, int(words["jobs"]), data_root)

@@ -5,18 +5,22 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from matplotlib import pyplot as plt
 
-from benchmarks.paper import drawings, figures, probes, run, study, tables
+from benchmarks.paper import drawings, drawn, figures, probes, run, study, tables
+from benchmarks.paper.drawn import DRAWN
 from benchmarks.paper.figures import Cell, Figure, Found
-from benchmarks.paper.one_hot import OneHotFedMR, known
+from benchmarks.paper.variants import OneHotFedMR, UnevenClasses, known, reweighed
 from benchmarks.run_store import read
 from consilium.research.simulate import runner
 from consilium.research.simulate.engine import SimulationEngine
+from consilium.testing import check_partition
 from coordinator.config.hydra_config import compose_simulation
 from fl_core.methods.disjoint.fedmr import FedMR
+from fl_core.methods.shared.class_vectors import adaptation
 from fl_core.types import tensor_maps
 from fl_core.types.values import State
 from tests.support import some
@@ -43,7 +47,7 @@ def test_the_list_has_each_table_and_figure_of_the_papers_once_and_says_what_is_
         stored += [COMPARISONS / f"{name}.md" for name in item.comparisons]
         assert all(file.exists() for file in stored), item
         assert item.state == "stored" or item.why, item
-    assert {name for item in ITEMS for name in item.figures} == set(FIGURES)
+    assert {name for item in ITEMS for name in item.figures} == {*FIGURES, *DRAWN}
 
 
 def test_the_page_has_the_list() -> None:
@@ -57,6 +61,51 @@ def test_every_figure_is_drawn_and_its_part_of_the_page_is_what_the_store_makes(
     assert (STORE / f"{name}.png").is_file()
     drawings.save(found, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", sorted(DRAWN))
+def test_what_needs_no_run_is_drawn_and_on_the_page(name: str, tmp_path: Path) -> None:
+    made = DRAWN[name]()
+    assert made.section(name) in figures.PAGE.read_text()
+    made.save(tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert (STORE / f"{name}.png").is_file()
+
+
+def test_the_papers_weights_shift_by_45_degrees_and_centres_take_most_of_what_training_shifts() -> None:
+    assert drawn.shift(*drawn.IN_PAPER.values()) == pytest.approx(45.0, abs=1e-6)
+    x, y = drawn.discs()
+    assert float(((x - drawn.CENTRES[y]) ** 2).sum(1).max()) <= drawn.RADIUS**2
+    whole = drawn.weights(x, y, 100.0)
+    alone, aided = (drawn.shift(whole, drawn.averaged(x, y, 100.0, centres=c)) for c in (False, True))
+    assert aided < 2 < 8 < alone
+    assert drawn.weights(x[y < 2], y[y < 2])[2].tolist() == [0.0, 0.0]
+
+
+def test_adaptation_gives_directions_of_a_missing_class_to_those_that_are_there() -> None:
+    """Three unit vectors 120 degrees apart: a missing class keeps the 60 degrees where both others are negative."""
+    plain, adapted = (np.bincount(drawn.regions((100, 100, 0), adapt), minlength=3) / 36_000 for adapt in (False, True))
+    assert plain.tolist() == pytest.approx([1 / 3] * 3, abs=1e-3)
+    assert adapted.tolist() == pytest.approx([5 / 12, 5 / 12, 1 / 6], abs=1e-3)
+
+
+def test_uneven_classes_are_a_partition_of_one_silo() -> None:
+    check_partition(UnevenClasses)
+    y = np.repeat(np.arange(3), 40)
+    ((train, test),) = UnevenClasses().partition(y, y, 3, 5)
+    assert np.bincount(y[train]).tolist() == [40, 20, 10]
+    assert test.tolist() == list(range(120))
+
+
+@pytest.mark.parametrize(
+    ("power", "phi"),
+    [(1.0, [2.25, 0.75, 0.0]), (2.0, [2.7, 0.3, 0.0]), (0.0, [3 * 8.487736 / 9.604736, 3 * 1.117 / 9.604736, 0.0])],
+)
+def test_other_forms_of_phi_are_their_closed_forms(power: float, phi: list[float]) -> None:
+    """Of 30 and 10 images of three classes: q = 3/4, 1/4, 0; exp(9/4) - 1 = 8.4877, exp(3/4) - 1 = 1.1170."""
+
+    found = adaptation(reweighed(torch.tensor([30.0, 10.0, 0.0]), power))
+    assert found.tolist() == pytest.approx(phi, rel=1e-4)
 
 
 @pytest.mark.slow
