@@ -8,6 +8,6 @@ for (const nav of document.querySelectorAll("nav.md-nav[aria-labelledby]")) {
 }
 function repair() {
   for (const table of document.querySelectorAll(".md-typeset__scrollwrap:not([tabindex])")) table.tabIndex = 0;
-  for (const buttons of document.querySelectorAll("nav.md-code__nav:not([role])")) buttons.setAttribute("role", "group");
+  document.querySelectorAll("nav.md-code__nav").forEach((buttons, k) => (buttons.ariaLabel = `Code block ${k + 1}`));
 }
 new MutationObserver(repair).observe(document.body, { childList: true, subtree: true }); // the theme adds them later

@@ -75,16 +75,16 @@ def test_the_search_finds_pages_without_a_server(site: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_serious_keeps_anybody_from_reading_the_site(site: Path, scheme: str) -> None:
+def test_nobody_is_kept_from_reading_the_site(site: Path, scheme: str) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
     with chromium() as browser:
-        context = browser.new_context(color_scheme=scheme)
-        for name in ("index", "roles/hospital", "reference/silo", "tutorials/researcher", "privacy/epsilon"):
+        context = browser.new_context(color_scheme=scheme, viewport={"width": 390, "height": 844})
+        for name in ("index", "roles/hospital", "reference/silo", "all-pages", "privacy/epsilon"):
             page = context.new_page()
             page.goto((site / f"{name}.html").as_uri())
             found = Axe().run(page).response["violations"]
-            assert [(v["id"], v["nodes"][0]["html"]) for v in found if v["impact"] in ("serious", "critical")] == []
+            assert [(v["id"], v["nodes"][0]["html"]) for v in found if v["impact"] != "minor"] == []
 
 
 def test_the_site_names_every_command_and_loads_nothing_from_elsewhere(site: Path) -> None:
