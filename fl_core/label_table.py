@@ -1,7 +1,7 @@
 """A table of labels by a number of the hospital's, joined to images by what their source says of them.
 
-The key is the column whose name is one of `KEYS`, the most exact one where there are several. `PatientID` beside
-another key names the patient, and `split` says train or test. Imports no torch: a service reads it.
+The key is the column whose name is one of `KEYS`, the most exact one where there are several, or one that is declared.
+`PatientID` beside another key names the patient, and `split` says train or test. Imports no torch: a service reads it.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class LabelTable:
     source: str = ""
 
     @classmethod
-    def read(cls, file: Path, column: str) -> LabelTable:
+    def read(cls, file: Path, column: str, keys: Sequence[str] = KEYS) -> LabelTable:
         """Read a CSV file; raises DataError (E-DATA-02, E-DATA-07) as `read_table`, and on rows that contradict."""
         _, header = next(lines_of(file), (0, []))
-        used = [name for name in (column, *KEYS, _SPLIT) if name == column or name in header]
+        used = [name for name in (column, *keys, PATIENT, _SPLIT) if name == column or name in header]
         rows = read_table(file, list(dict.fromkeys(used)))
-        made = cls.of(header, rows, column, str(file))
+        made = cls.of(header, rows, column, str(file), keys=keys)
         hasher = blake3(made.key.encode())
         for key, row in sorted(made.rows.items()):
             hasher.update(repr((key, *row)).encode())
@@ -56,12 +56,18 @@ class LabelTable:
 
     @classmethod
     def of(
-        cls, header: Sequence[str], rows: Iterable[Mapping[str, str]], column: str, where: str, source: str = ""
+        cls,
+        header: Sequence[str],
+        rows: Iterable[Mapping[str, str]],
+        column: str,
+        where: str,
+        source: str = "",
+        keys: Sequence[str] = KEYS,
     ) -> LabelTable:
         """Join rows to their key; raises DataError (E-DATA-07) as `read`. where: what they are from."""
-        if (key := next((name for name in KEYS if name in header), None)) is None:
+        if (key := next((name for name in keys if name in header), None)) is None:
             raise DataError(
-                "E-DATA-07", f"expected one of the columns {', '.join(KEYS)} in {where}, found none: export one of them"
+                "E-DATA-07", f"expected one of the columns {', '.join(keys)} in {where}, found none: export one of them"
             )
         labels, wrong = dict[str, LabelRow](), list[str]()
         for row in rows:

@@ -81,7 +81,7 @@ def _labels_written(reference: str, local: str, classes: Sequence[str] | None) -
     """
     from fl_core import datasets
     from fl_core.datasets import label_dictionary
-    from silo.pacs.reference import SCHEME, PacsReference
+    from silo.pacs.reference import parse
 
     place = datasets.parse(local)
     if place.path is None or classes is None:
@@ -91,8 +91,8 @@ def _labels_written(reference: str, local: str, classes: Sequence[str] | None) -
             "--write-labels: name both",
         )
     folder, then = (place.path if place.source == "folder" else place.path.parent), "check again"
-    if reference.startswith(SCHEME):
-        folder, then = PacsReference.parse(reference).table[0].parent, "fetch and check again (silo data fetch)"
+    if (listed := parse(reference)) is not None:
+        folder, then = listed.table[0].parent, "fetch and check again (silo data fetch)"
     file = folder / label_dictionary.FILE
     report = datasets.check(local)
     totals = [sum(column) for column in zip(*report.counts.values(), strict=True)]
@@ -129,7 +129,9 @@ def describe(
 @data.command()
 @command
 def fetch(reference: Reference, *, home: SiloHome) -> CommandResult:
-    """List the images of a PACS, fetch what is new into the home, and say what is left out.
+    """List the images of a PACS, or of a folder with labels in a table, and say what is left out.
+
+    What is new in a PACS is fetched into the home.
 
     Before the first check or registration; a service fetches by itself.
     """
@@ -142,7 +144,8 @@ def fetch(reference: Reference, *, home: SiloHome) -> CommandResult:
     caged = lambda: policy_in_force.in_force(home).worker.isolation == REQUIRED  # noqa: E731
     if (mirror := Mirror.of(home.make(), reference, patient=False, caged=caged)) is None:
         raise ConfigError(
-            "E-CFG-01", f"expected dicomweb:URL?..., found {reference[:80]!r}: data that lie here need no fetching"
+            "E-CFG-01",
+            f"expected dicomweb:URL?... or folder:PATH?labels=..., found {reference[:80]!r}: others need no fetching",
         )
     with home.locked():
         listed = mirror.refresh(CancelToken(), lambda *_: None)

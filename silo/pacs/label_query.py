@@ -27,7 +27,7 @@ from sqlalchemy.pool import NullPool
 from fl_core.converter import ConversionError, structure
 from fl_core.errors import ConfigError, DataError, UnavailableError
 from fl_core.errors.extras import require
-from fl_core.label_table import LabelTable
+from fl_core.label_table import KEYS, LabelTable
 from fl_core.text import composed, read_text
 from service_core.console import printable
 from service_core.storage.private_files import read_private
@@ -55,9 +55,9 @@ class LabelQuery:
         return blake3(self.query.encode()).hexdigest()[:16]
 
 
-def read_labels(file: Path, column: str, stop: CancelToken) -> LabelTable:
+def read_labels(file: Path, column: str, stop: CancelToken, keys: Sequence[str] = KEYS) -> LabelTable:
     """Read a table of labels, or ask for it; raises as `LabelTable.read` and `ask`."""
-    return ask(file, column, stop) if file.suffix == SUFFIX else LabelTable.read(file, column)
+    return ask(file, column, stop, keys) if file.suffix == SUFFIX else LabelTable.read(file, column, keys)
 
 
 def read_query(file: Path) -> LabelQuery:
@@ -75,7 +75,7 @@ def read_query(file: Path) -> LabelQuery:
     return query
 
 
-def ask(file: Path, column: str, stop: CancelToken) -> LabelTable:
+def ask(file: Path, column: str, stop: CancelToken, keys: Sequence[str] = KEYS) -> LabelTable:
     """Ask the database for its rows, as text, each column by its name in the query. stop: ends it at once.
 
     Raises UnavailableError (E-DATA-21) where it does not answer; ConfigError (E-DATA-22) where it refuses; DataError
@@ -95,7 +95,7 @@ def ask(file: Path, column: str, stop: CancelToken) -> LabelTable:
             raise DataError(
                 "E-DATA-07", f"expected columns of different names, {column!r} among them, from {where}, found {header}"
             )
-        return LabelTable.of(header, _rows(answer, header, where, stop), column, where, f"query:{query.digest}")
+        return LabelTable.of(header, _rows(answer, header, where, stop), column, where, f"query:{query.digest}", keys)
 
 
 def _rows(answer: CursorResult[Any], header: Sequence[str], where: str, stop: CancelToken) -> Iterator[dict[str, str]]:

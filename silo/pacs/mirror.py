@@ -1,19 +1,22 @@
 """The images of a PACS in the hospital's home, and the list of them that a run keeps.
 
 A folder for each selection: `UID.dcm` by the number of an object, lists of images in the form of `manifest:`, and an
-index of what was fetched. To a worker it is a list of image files as any other, so that a run on a PACS is the run on
-its export. A run reads the list that it began with; what the PACS has later is in the next run's.
+index of what was fetched. Of a folder whose labels come from a table or a query there are the lists alone. To a
+worker it is a list of image files as any other, so that a run on a PACS is the run on its export. A run reads
+the list that it began with; what comes later is in the next run's.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 import os
 import re
 import shutil
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,7 +27,7 @@ from typing import IO, NamedTuple, TypeVar
 from fl_core.csv_reader import half_of
 from fl_core.errors import ConfigError, DataError, UnavailableError
 from fl_core.label_table import KEYS, PATIENT, LabelRow, LabelTable
-from service_core.console import pluralize
+from service_core.console import pluralize, printable
 from service_core.storage.digests import Hasher, file_digest
 from service_core.storage.disk import available, disk_error, disk_errors
 from service_core.storage.private_files import private_folder, sync_path, write_private
@@ -32,9 +35,9 @@ from silo.cancellation import CancelToken
 from silo.events import EmitEvent, event
 from silo.pacs.dicomweb import BusyError, Facts, Instance, LeftOutError, PacsClient, is_uid
 from silo.pacs.label_query import read_labels
-from silo.pacs.reference import DICTIONARY, SCHEME, PacsReference
+from silo.pacs.reference import DICTIONARY, FOLDER, FolderReference, PacsReference, parse
 from silo.storage.home import Home
-from silo.worker.inspection import inspected
+from silo.worker.inspection import inspected, listed_images
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
@@ -60,7 +63,8 @@ the last look that had it; clocks may be set back."""
 class Listed(NamedTuple):
     """What a look at the PACS found.
 
-    left_out: how many, by kind   file: names what was left out, and why   labels: their source, as in `LabelTable`.
+    left_out: how many, by kind   file: names what was left out, and why   labels: their source, as in `LabelTable`
+    in_folder: the images lie in a folder of the hospital's, and studies counts them.
     """
 
     studies: int
@@ -72,20 +76,24 @@ class Listed(NamedTuple):
     nameless: int
     file: Path
     labels: str = ""
+    in_folder: bool = False
 
     def sentence(self) -> str:
         parts = [f"{pluralize(self.images, 'image')} of {self.studies} studies listed, {self.fetched} fetched anew"]
+        if self.in_folder:
+            parts = [f"{pluralize(self.images, 'image')} of {self.studies} in the folder listed"]
         if self.left_out:
             counts = ", ".join(f"{n} {kind}" for kind, n in sorted(self.left_out.items()))
             parts.append(f"left out: {counts} (named in {self.file})")
         if self.unlabelled:
-            parts.append(f"without a label, and not fetched: {self.unlabelled}")
+            parts.append(f"without a label, and not {'listed' if self.in_folder else 'fetched'}: {self.unlabelled}")
         if self.unmet:
             parts.append(f"labels without an image: {self.unmet}")
         if self.labels:
             parts.append(f"labels by {self.labels}")
         if self.nameless:
-            parts.append(f"images without PatientID, whose study counts as a patient: {self.nameless}")
+            unit = "key" if self.in_folder else "study"
+            parts.append(f"images without PatientID, whose {unit} counts as a patient: {self.nameless}")
         return "; ".join(parts)
 
 
@@ -98,7 +106,7 @@ class Mirror:
     """
 
     home: Home
-    reference: PacsReference
+    reference: PacsReference | FolderReference
     emit: EmitEvent = lambda _: None
     caged: Callable[[], bool] = lambda: True
     patient: bool = True
@@ -106,8 +114,14 @@ class Mirror:
 
     @classmethod
     def of(cls, home: Home, data: str, **more: object) -> Mirror | None:
-        """Return the mirror of a reference, None if it names no PACS; raises as `PacsReference.parse`."""
-        return cls(home, PacsReference.parse(data), **more) if data.startswith(SCHEME) else None  # type: ignore[arg-type]
+        """Return the mirror of a reference, None for data that are read as they lie; raises as `reference.parse`."""
+        reference = parse(data)
+        return None if reference is None else cls(home, reference, **more)  # type: ignore[arg-type]
+
+    @property
+    def source(self) -> PacsReference | None:
+        """The PACS, if the images are in one."""
+        return self.reference if isinstance(self.reference, PacsReference) else None
 
     @property
     def folder(self) -> Path:
@@ -167,6 +181,8 @@ class Mirror:
             self.emit(event("pacs", f"images are missing here, and are fetched when a run needs them: {error.message}"))
 
     def _fetch_lost(self, run_id: str, stop: CancelToken, progress: Progress) -> None:
+        if self.source is None:
+            return
         here = {file.name for file in self.folder.iterdir()}
         with closing(self._open()) as db:
             query = "SELECT i.name, study, series, digest FROM members JOIN images i USING (name) WHERE list = ?"
@@ -187,14 +203,18 @@ class Mirror:
         progress(0, 0)
         private_folder(self.folder)
         file, column = self.reference.table
-        labels = self._patiently(partial(read_labels, file, column, stop), stop, "the database of labels")
+        asked = partial(read_labels, file, column, stop, self.reference.keys)
+        labels = self._patiently(asked, stop, "the database of labels")
         with closing(self._open()) as db:
             look = _Look(self, db, labels, stop, progress)
-            with closing(self._client(stop)) as pacs:
-                look.search(pacs)
-                self._forget(db, under_way)
-                look.fetch(pacs)
-            look.inspect()
+            if self.source is None:
+                look.search_folder()
+            else:
+                with closing(self._client(stop)) as pacs:
+                    look.search(pacs, self.source)
+                    self._forget(db, under_way)
+                    look.fetch(pacs, self.source)
+                look.inspect()
             listed = look.write_list()
             self._forget(db, under_way)
         self._looked = time.monotonic()
@@ -232,8 +252,9 @@ class Mirror:
         return made, size
 
     def _client(self, stop: CancelToken, patient: bool = True) -> PacsClient:
+        assert self.source is not None
         return PacsClient(
-            self.reference,
+            self.source,
             stop,
             lambda ask, otherwise=None: self._patiently(ask, stop, "the PACS", otherwise, patient),
         )
@@ -290,7 +311,7 @@ class Mirror:
             unused = f"listed < ({newest}) AND name NOT IN (SELECT name FROM members)"  # noqa: S608 - constant
             names = [name for (name,) in db.execute(f"SELECT name FROM images WHERE {unused}")]  # noqa: S608
             db.execute(f"DELETE FROM images WHERE {unused}")  # noqa: S608 - constant
-        for name in (*old, *names):
+        for name in (*old, *(Path(name).with_suffix(".toml").name for name in old), *(names if self.source else ())):
             (self.folder / name).unlink(missing_ok=True)
 
 
@@ -304,12 +325,44 @@ class _Look:
         self._studies = self._unlabelled = self._nameless = self._fetched = 0
         earlier = "SELECT max(listed) FROM (SELECT listed FROM images UNION SELECT made FROM lists)"
         self._look = (db.execute(earlier).fetchone()[0] or 0) + 1
+        with db:
+            db.execute("DELETE FROM left_out")
 
-    def search(self, pacs: PacsClient) -> None:
+    def search_folder(self) -> None:
+        """List the images of a folder that have a label, each by the most exact name that the table has for it."""
+        folder = Path(self._mirror.reference.public.removeprefix(FOLDER))
+        if not folder.is_dir():
+            raise DataError("E-DATA-02", f"expected a folder of images at {folder}, found none: check the path")
+        names = dict(listed_images(folder, self._mirror.caged(), self._stop))
+        times = Counter(word for name in names for word in {Path(name).name, Path(name).stem})
         with self._db:
-            self._db.execute("DELETE FROM left_out")
+            for name, reason in names.items():
+                if reason:
+                    self._leave_out(name, "files that cannot be read", reason)
+                elif not name.isprintable():
+                    self._leave_out(printable(name), "files whose name is no text", "rename it")
+                else:
+                    self._studies += 1
+                    self._add_file(name, times)
+
+    def _add_file(self, name: str, times: Mapping[str, int]) -> None:
+        path = Path(name)
+        words = (path.as_posix(), path.name, path.stem, *(parent.name for parent in path.parents))
+        found = ((word, self._labels.find({self._labels.key: word})) for word in words)
+        word, row = next(((word, row) for word, row in found if row is not None), ("", None))
+        if row is None:
+            self._unlabelled += 1
+        elif word in (path.name, path.stem) and word != path.as_posix() and times[word] > 1:
+            self._leave_out(name, "images with the name of others", f"write its path in place of {word} into the table")
+        else:
+            self._nameless += not row.patient
+            patient = row.patient or word
+            self._insert((name, "", "", row.label, patient, row.split or half_of(patient).value, self._look))
+            self._db.execute("UPDATE images SET digest = '-', reason = '' WHERE name = ?", (name,))
+
+    def search(self, pacs: PacsClient, source: PacsReference) -> None:
         seen = set[str]()
-        for accession in self._mirror.reference.accession_numbers() or [""]:
+        for accession in source.accession_numbers() or [""]:
             for study in pacs.studies(accession):
                 uid = study["StudyInstanceUID"]
                 if uid in seen:
@@ -354,7 +407,9 @@ class _Look:
         if earlier is not None and earlier[0] == self._look:
             self._leave_out(instance.uid, "objects listed twice", f"again in series {instance.series}")
             return
-        values = (name, instance.study, instance.series, row.label, patient, split, self._look)
+        self._insert((name, instance.study, instance.series, row.label, patient, split, self._look))
+
+    def _insert(self, values: tuple[str | int, ...]) -> None:
         known = ", ".join(f"{c} = excluded.{c}" for c in ("study", "series", "label", "patient", "split", "listed"))
         columns = "INSERT INTO images (name, study, series, label, patient, split, listed) VALUES (?, ?, ?, ?, ?, ?, ?)"
         self._db.execute(f"{columns} ON CONFLICT (name) DO UPDATE SET {known}", values)
@@ -374,8 +429,8 @@ class _Look:
             yield from rows
             last = rows[-1][0]
 
-    def fetch(self, pacs: PacsClient) -> None:
-        folder, most = self._mirror.folder, int(self._mirror.reference.cache * 2**30)
+    def fetch(self, pacs: PacsClient, source: PacsReference) -> None:
+        folder, most = self._mirror.folder, int(source.cache * 2**30)
         total = self._db.execute("SELECT count(*) FROM images WHERE listed = ?", (self._look,)).fetchone()[0]
         first = self._mirror._looked < 0  # a decoder may have been installed since a file could not be read
         here = {file.name for file in folder.iterdir()}  # one look at the folder, in place of one at each file
@@ -390,7 +445,7 @@ class _Look:
             if size > most:
                 raise ConfigError(
                     "E-CFG-02",
-                    f"expected at most {self._mirror.reference.cache:g} GiB of images of the PACS, found more: ask for "
+                    f"expected at most {source.cache:g} GiB of images of the PACS, found more: ask for "
                     "fewer (modality, date, description, accessions), or for more room (cache=GIB)",
                 )
             if available(folder) < 0:
@@ -440,13 +495,17 @@ class _Look:
                 _line(file, row)
         unmet = len(set(self._labels.rows) - self._labels.met)
         counts = self._studies, images, self._fetched, kinds, self._unlabelled, unmet, self._nameless
-        listed = Listed(*counts, left, self._labels.source)
+        listed = Listed(*counts, left, self._labels.source, self._mirror.source is None)
         if not images:
             part.unlink()
             raise DataError(
                 "E-DATA-02", f"expected images in {self._mirror.reference.public}, found none: {listed.sentence()}"
             )
         name = f"images-{hasher.hexdigest()[:16]}.csv"
+        if self._mirror.source is None:
+            where = json.dumps(self._mirror.reference.public.removeprefix(FOLDER), ensure_ascii=False)
+            text = f'folder = {where}\nlabel = "label"\ngroup = "group"\nsplit = "split"\n'
+            write_private((folder / name).with_suffix(".toml"), text.encode())
         _into_place(part, folder / name)
         with self._db:
             self._db.execute("INSERT OR REPLACE INTO lists VALUES (?, ?)", (name, self._look))

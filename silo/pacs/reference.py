@@ -1,4 +1,4 @@
-"""`dicomweb:URL?OPTION=VALUE&...`: which images of a PACS are a hospital's data.
+"""`dicomweb:URL?OPTION=VALUE&...`: which images of a PACS are a hospital's data; and folders of images with labels.
 
 | option | value |
 |---|---|
@@ -11,22 +11,29 @@
 | `credentials` | a file of mode 0600: `user:password`, or `Bearer TOKEN` |
 | `ca` | the hospital's own authority, PEM |
 | `cache` | GiB of images in the home at most (default 50) |
+
+`folder:PATH?labels=FILE:COLUMN`: images in a folder that a table or a query of the same kind has labels for. A cell of
+its column `file`, or of another one (`by=COLUMN`), names an image by its path below the folder, its file's name with or
+without the ending, or a folder that it lies in.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from blake3 import blake3
 
 from fl_core.csv_reader import read_lines
 from fl_core.errors import ConfigError
+from fl_core.label_table import KEYS
 from fl_core.suggest import suggest
 
-SCHEME = "dicomweb:"
+SCHEME, FOLDER = "dicomweb:", "folder:"
 DICTIONARY = "labels.toml"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _SERIES = ("all", "first", "largest")
@@ -63,17 +70,7 @@ class PacsReference:
             host = None
         if host is None or address.scheme not in ("http", "https") or address.username is not None or address.fragment:
             raise _wrong("dicomweb:https://HOST/PATH?OPTION=VALUE&... without a user and password", "something else")
-        options = dict(parse_qsl(address.query, keep_blank_values=True))
-        names = [f.name for f in fields(cls) if f.name != "url"]
-        if unknown := sorted(set(options) - set(names)):
-            hint = suggest(unknown[0], names)
-            raise ConfigError("E-CFG-01", f"a PACS has no option {unknown[0][:40]!r}: {hint}")
-        labels, colon, column = options.get("labels", "").rpartition(":")
-        if not (labels and colon and column):
-            raise _wrong("labels=FILE:COLUMN, which says what each image shows", repr(options.get("labels", "")))
-        if Path(labels).name == DICTIONARY:
-            raise _wrong(f"labels in a file of another name than {DICTIONARY}, which translates labels", "that name")
-        options["labels"] = f"{_absolute(labels)}:{column}"
+        options = _options(address.query, [f.name for f in fields(cls) if f.name != "url"], "a PACS")
         for name in ("credentials", "ca", "accessions"):
             if options.get(name):
                 options[name] = str(_absolute(options[name]))
@@ -106,8 +103,12 @@ class PacsReference:
     @property
     def table(self) -> tuple[Path, str]:
         """Return the file of labels, and the column in it."""
-        file, _, column = self.labels.rpartition(":")
-        return Path(file), column
+        return _table(self.labels)
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """Return the columns that may join labels to images."""
+        return KEYS
 
     @property
     def modalities(self) -> list[str]:
@@ -130,9 +131,69 @@ class PacsReference:
         return sorted({line.strip() for line in [self.accession, *lines]} - {""})
 
 
+@dataclass(frozen=True, slots=True)
+class FolderReference:
+    """A folder of images whose labels come from elsewhere. Files are absolute."""
+
+    path: str
+    labels: str
+    by: str = "file"
+
+    @classmethod
+    def parse(cls, text: str) -> FolderReference:
+        """Read a reference; raises as `PacsReference.parse`."""
+        path, _, query = text.removeprefix(FOLDER).rpartition("?")
+        return cls(str(_absolute(path)), **_options(query, ["labels", "by"], "a folder with labels"))
+
+    @property
+    def key(self) -> str:
+        """Name the selection, as that of a PACS."""
+        return blake3("\n".join((self.path, self.labels, self.by)).encode()).hexdigest()[:12]
+
+    @property
+    def public(self) -> str:
+        return f"{FOLDER}{self.path}"
+
+    @property
+    def table(self) -> tuple[Path, str]:
+        return _table(self.labels)
+
+    @property
+    def keys(self) -> Sequence[str]:
+        return (self.by,)
+
+
+def parse(data: str) -> PacsReference | FolderReference | None:
+    """Read a reference whose images are listed in the home; None for data that are read as they lie."""
+    if data.startswith(SCHEME):
+        return PacsReference.parse(data)
+    path, mark, query = data.removeprefix(FOLDER).rpartition("?")
+    if not data.startswith(FOLDER) or "labels" not in dict(parse_qsl(query, keep_blank_values=True)):
+        return None
+    return None if Path(path + mark + query).expanduser().exists() else FolderReference.parse(data)
+
+
+def _options(query: str, names: Sequence[str], whose: str) -> dict[str, Any]:
+    """Read the options of a reference; the file of labels is absolute then."""
+    options: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True))
+    if unknown := sorted(set(options) - set(names)):
+        raise ConfigError("E-CFG-01", f"{whose} has no option {unknown[0][:40]!r}: {suggest(unknown[0], names)}")
+    labels, colon, column = options.get("labels", "").rpartition(":")
+    if not (labels and colon and column):
+        raise _wrong("labels=FILE:COLUMN, which says what each image shows", repr(options.get("labels", "")))
+    if Path(labels).name == DICTIONARY:
+        raise _wrong(f"labels in a file of another name than {DICTIONARY}, which translates labels", "that name")
+    return options | {"labels": f"{_absolute(labels)}:{column}"}
+
+
+def _table(labels: str) -> tuple[Path, str]:
+    file, _, column = labels.rpartition(":")
+    return Path(file), column
+
+
 def _absolute(path: str) -> Path:
     return Path(path).expanduser().absolute()
 
 
 def _wrong(expected: str, found: str) -> ConfigError:
-    return ConfigError("E-CFG-02", f"expected {expected} in the reference to a PACS, found {found}: docs/data.md")
+    return ConfigError("E-CFG-02", f"expected {expected} in the reference to images, found {found}: docs/data.md")

@@ -52,11 +52,29 @@ def inspected(folder: Path, names: Iterable[str], caged: bool, stop: CancelToken
             child.line.incoming.close()
 
 
-def _started(folder: Path, caged: bool) -> ChildProcess:
+def listed_images(folder: Path, caged: bool, stop: CancelToken) -> Iterator[tuple[str, str]]:
+    """Yield each image below a folder, by its path in it, and "", or what cannot be read there, and why.
+
+    Files that are no images are passed over. caged, raises: as `inspected`.
+    """
+    child = _started(folder, caged, list=True)
+    try:
+        with stop.on_cancel(child.kill):
+            while (answer := child.line.read()) is not None and "name" in answer:
+                yield str(answer["name"]), str(answer["reason"])
+        stop.raise_if_cancelled()
+        if answer is None:
+            raise StateError("E-RUN-55", f"expected a process that lists images, found that {child.ending()}")
+    finally:
+        child.end()
+        child.line.incoming.close()
+
+
+def _started(folder: Path, caged: bool, **more: object) -> ChildProcess:
     child = ChildProcess(partial(launch, worker_words(__name__)))
     answer = None
     with suppress(OSError, ValueError), child.within(START_S):
-        child.line.send(folder=str(folder))
+        child.line.send(folder=str(folder), **more)
         answer = child.line.read()
     if answer is None:
         raise StateError("E-RUN-55", f"expected a process that decodes images, found that {child.ending()}")
@@ -80,6 +98,16 @@ def main() -> None:
     from fl_core.datasets.decoding.pixels import open_image
 
     line.send(walls=walls)
+    if setup.get("list"):
+        from fl_core.datasets.sources.class_folders import list_images
+
+        contents = list_images(root := Path(setup["folder"]))
+        for path in contents.images:
+            line.send(name=str(path.relative_to(root)), reason="")
+        for problem in contents.problems:
+            for name in problem.first:
+                line.send(name=name, reason=problem.what)
+        line.send(end=True)
     while (message := line.read()) is not None:
         reason = ""
         try:

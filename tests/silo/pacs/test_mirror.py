@@ -361,10 +361,10 @@ def test_while_the_database_of_labels_is_away_a_run_waits_too(bench: Bench, monk
     bench.study(0)
     read, tries = mirror.read_labels, iter(range(9))
 
-    def away(file: Path, column: str, stop: CancelToken) -> LabelTable:
+    def away(*words: Any) -> LabelTable:
         if next(tries) < 2:
             raise UnavailableError("E-DATA-21", "expected an answer of the database at db, found: none")
-        return read(file, column, stop)
+        return read(*words)
 
     monkeypatch.setattr(mirror, "read_labels", away)
     assert look(bench.mirror(patient=True)).images == 1

@@ -139,6 +139,20 @@ def test_the_registration_names_the_source_of_labels_by_its_digest_and_never_tel
     assert other.service._declared_data().label_source == ""
 
 
+def test_a_run_on_a_folder_with_labels_in_a_table_is_a_run_on_images(tmp_path: Path, serving: Serving) -> None:
+    rows = ["number,diagnosis,PatientID"]
+    for k in range(40):
+        (tmp_path / "images").mkdir(exist_ok=True)
+        (tmp_path / "images" / f"{k}.dcm").write_bytes(dicom(f"1.2.{k}", seed=k, shade=k % 2 * 90))
+        rows.append(f"{k},{'ab'[k % 2]},P{k}")
+    (tmp_path / "table.csv").write_text("\n".join(rows))
+    hospital = serving(images_run(), data=f"folder:{tmp_path}/images?labels={tmp_path}/table.csv:diagnosis&by=number")
+    hospital.train()
+    assert frozen(hospital, "run-1") == 40
+    assert hospital.control.last.hello.data.name == "manifest"
+    assert hospital.control.last.hello.data.label_source.startswith("table:")
+
+
 def test_a_run_keeps_its_images_over_a_restart_and_the_next_run_has_the_newer_ones(
     tmp_path: Path, source: FakePacs, serving: Serving
 ) -> None:
