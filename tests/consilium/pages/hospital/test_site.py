@@ -16,7 +16,7 @@ from consilium.web.serve import PageServer
 from service_core.audit_log.lines import LogEntry
 from service_core.audit_log.log import FOLDER, AuditLog, last_lines
 from silo.cli.main import run as silo
-from silo.storage.home import Home, Served
+from silo.storage.home import Home, ServeOptions
 from silo.storage.store import SiloStore
 from tests.support.audit_log import verified
 from tests.support.fake_coordinator import enrolled, manifest
@@ -253,7 +253,7 @@ def test_hostile_names_stay_text_wherever_they_come_from(home, show) -> None:
     store.end_run("run" + HOSTILE, "failed", HOSTILE)
     store.record_departure(HOSTILE)
     store.close_database()
-    home.note_served(Served(HOSTILE, "", ""))
+    home.note_served(ServeOptions(HOSTILE, "", ""))
     report = {
         "origin": HOSTILE,
         "classes": [HOSTILE],
@@ -311,7 +311,7 @@ def test_the_version_follows_what_is_shown_and_nothing_else(home) -> None:
         seen = [page.version()]
         page.facts()
         assert page.version() == seen[0]
-        for change in (_policy, _decided, _budget, lambda h: h.note_served(Served("x"))):
+        for change in (_policy, _decided, _budget, lambda h: h.note_served(ServeOptions("x"))):
             change(home)
             seen.append(page.version())
         assert len(set(seen)) == len(seen)
@@ -404,7 +404,7 @@ def test_a_kept_check_that_is_damaged_counts_as_none(home, show, raw) -> None:
 
 
 def test_a_check_of_other_data_is_not_shown(home, show) -> None:
-    home.note_served(Served("digits/p3c4/2"))
+    home.note_served(ServeOptions("digits/p3c4/2"))
     text = show(home).text()
     assert "They have not been checked yet." in text
     assert "scans/0041.png" not in text
@@ -429,7 +429,7 @@ def test_the_button_checks_the_data_in_another_process_and_the_page_shows_what_i
 def test_a_check_that_cannot_be_made_is_shown_as_the_command_says_it(home, show) -> None:
     from tests.support import until
 
-    home.note_served(Served("folder:/nowhere"))
+    home.note_served(ServeOptions("folder:/nowhere"))
     shown = show(home)
     assert shown.page.data.start()
     until(lambda: not shown.page.data.running)
