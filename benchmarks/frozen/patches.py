@@ -33,7 +33,6 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "Fashion-MNIST, all 60,000": ("images=fmnist-6000-1000", "model.width=2304"),
     "CIFAR-10, all 50,000": ("images=cifar10-5000-1000", "model.width=2304"),
     "Fashion-MNIST, all 60,000, twice the filters": ("images=fmnist-6000-1000", "model.width=4608"),
-    "CIFAR-10, all 50,000, twice the filters": ("images=cifar10-5000-1000", "model.width=4608"),
     "Fashion-MNIST, 64 images a class, cosines": ("images=fmnist-64-1000", "model.kind=cosine", "model.width=1024"),
     "CIFAR-10, 500 images a class, cosines": ("images=cifar10-500-1000", "model.kind=cosine", "model.width=1024"),
 }

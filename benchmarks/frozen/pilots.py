@@ -1,7 +1,8 @@
 """What two ideas add to the closed form, before either is built: measured on validation images, by numpy alone.
 
-    python -m benchmarks.frozen.pilots fmnist                           Fashion-MNIST, all 60,000, on patch features
-    python -m benchmarks.frozen.pilots isic LITE0.npz LITE2.npz         Fed-ISIC2019, on features of two frozen networks
+    python -m benchmarks.frozen.pilots fmnist ROOT                 Fashion-MNIST, all 60,000, on patch features
+    python -m benchmarks.frozen.pilots cifar10 ROOT                CIFAR-10, all 50,000
+    python -m benchmarks.frozen.pilots isic LITE0.npz LITE2.npz    Fed-ISIC2019, on features of EfficientNet-Lite2
 
 expand: D cosine or ReLU features of the standardised features (Rahimi and Recht, NIPS 2007), then ridge.
 residual: layers z + relu(z G) M, each M in closed form from the last layer's residuals, as in DeepAFL (ICLR 2026).
@@ -21,11 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.frozen import isic
-from benchmarks.paper import images
+from benchmarks.frozen import isic, limits
+from benchmarks.frozen import patches as rows
 from fl_core import rng
-from fl_core.models.random_features import RandomFeatures
-from fl_core.types.records import Schema
 
 LAMBDAS = tuple(10.0 ** (k / 2) for k in range(-10, 5))
 LENGTHS = (0.5, 1.0, 2.0)
@@ -93,19 +92,12 @@ def deeper(split: Split, W: Tensor, targets: Tensor, width: int, gamma: float, s
     return z + F @ M, y, of_test + of_F @ M, truth
 
 
-def patches(width: int) -> Split:
-    """Patch features of Fashion-MNIST's training images, of which a fifth are validation images."""
-    x, y = (images._idx(images._DEBIAN, f"train-{part}") for part in ("images-idx3-ubyte", "labels-idx1-ubyte"))
-    apart = np.array([images.is_validation(image) for image in x])
-    schema = Schema((1, 28, 28), tuple(map(str, range(10))))
-    torch.manual_seed(0)
-    body = RandomFeatures(width=width, kind="patches").build(schema).body.eval()
-    pixels = (torch.from_numpy(x.astype(np.float32) / 255).unsqueeze(1) - 0.2860) / 0.3530
-    with torch.no_grad():
-        z = torch.cat([body(part) for part in torch.split(pixels, 256)])
-    classes = torch.from_numpy(y.astype(np.int64))
-    at, held = torch.from_numpy(~apart), torch.from_numpy(apart)
-    return z[at], classes[at], z[held], classes[held]
+def patches(data: str, width: int, root: Path) -> Split:
+    """Patch features of a run's training images, of which a fifth are validation images."""
+    words = (*rows.WORDS, f"images={data}-{6000 if data == 'fmnist' else 5000}-1000", f"model.width={width}")
+    (z, y, _), _ = limits.of_patches(words, 0, root)
+    apart = np.isin(np.arange(len(y)), rng.numpy_stream(0, "pilots").permutation(len(y))[: len(y) // 5])
+    return _parted(z, y, apart)
 
 
 def lesions(columns: slice, seed: int) -> Split:
@@ -113,9 +105,12 @@ def lesions(columns: slice, seed: int) -> Split:
     found = isic.read()
     train = ~isic.validation(found["lesion"], seed)
     z, y, lesion = found["z"][train][:, columns], found["y"][train], found["lesion"][train]
-    apart: NDArray[np.bool_] = isic.validation(lesion, seed)
-    parts = (z[~apart], y[~apart].astype(np.int64), z[apart], y[apart].astype(np.int64))
-    return tuple(map(torch.from_numpy, parts))  # type: ignore[return-value]
+    return _parted(z, y, isic.validation(lesion, seed))
+
+
+def _parted(z: NDArray[np.float32], y: NDArray[np.int64], apart: NDArray[np.bool_]) -> Split:
+    a, b, c, d = map(torch.from_numpy, (z[~apart], y[~apart], z[apart], y[apart]))
+    return a, b.long(), c, d.long()
 
 
 def show(text: str, figures: list[float], start: float) -> None:
@@ -130,11 +125,12 @@ def main() -> None:
         splits = [standardised(lesions(slice(isic.WIDTH, 2 * isic.WIDTH), seed)) for seed in range(3)]
         name, width, layers = "1,280 features of Lite2", 2048, 2
     else:
-        splits, name, width, layers = [standardised(patches(1152))], "1,152 patch features", 2304, 3
+        data, root, width, layers = sys.argv[1], Path(sys.argv[2]), 2304, 3
+        splits, name = [standardised(patches(data, 1152, root))], "1,152 patch features"
     plain = [best(split, isic_data) for split in splits]
     show(name, [score for score, _, _ in plain], start)
     if not isic_data:
-        show("2,304 patch features", [best(standardised(patches(width)), False)[0]], start)
+        show("2,304 patch features", [best(standardised(patches(data, width, root)), False)[0]], start)
     for kind, length in (*(("cosine", length) for length in LENGTHS), ("relu", 1.0)):
         made = (expanded(split, width, kind, length, seed) for seed, split in enumerate(splits))
         show(f"{width} {kind} features, length {length:g}", [best(split, isic_data)[0] for split in made], start)

@@ -9,12 +9,13 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from sklearn.linear_model import Ridge
 
 from benchmarks import run_store
 from benchmarks.comparison import settings, study
-from benchmarks.frozen import bodies, isic, limits, whole
+from benchmarks.frozen import bodies, isic, limits, pilots, whole
 from benchmarks.frozen import run as frozen
-from fl_core import datasets
+from fl_core import datasets, rng
 from fl_core.errors import DataError
 from tests.support.data import isic_row, write_csv, write_isic
 
@@ -161,6 +162,24 @@ def test_a_pooled_head_is_tuned_on_a_fifth_of_the_training_lesions_of_other_seed
 @pytest.mark.parametrize("made", [limits, bodies], ids=["limits", "bodies"])
 def test_a_stored_table_is_what_the_store_makes(made: ModuleType) -> None:
     assert (made.FOLDER / made.TABLE).read_text() == made.table(run_store.read(made.FOLDER / made.STORE))
+
+
+def test_pilots_solve_what_they_say() -> None:
+    """Ridge as scikit-learn has it, and the minimum of a residual layer's loss, at which its gradient is 0."""
+    drawn = torch.Generator().manual_seed(0)
+    z, targets, W = (torch.randn(shape, generator=drawn) for shape in ((80, 5), (80, 3), (5, 3)))
+    z, targets = z - z.mean(0), targets - targets.mean(0)
+    for ridge, found in zip(pilots.LAMBDAS, pilots.solved(z, targets, torch.ones(80)), strict=True):
+        wanted = Ridge(alpha=80 * ridge, fit_intercept=False).fit(z.numpy(), targets.numpy()).coef_.T
+        assert np.allclose(found.numpy(), wanted, atol=1e-5)
+    answers = torch.zeros(80, dtype=torch.long)
+    deep = pilots.deeper((z, answers, z, answers), W, targets, 7, 0.01, 0)[0]
+    F = torch.relu(z @ torch.randn(5, 7, generator=rng.stream(0, "residual")) / 5**0.5)
+    M = torch.linalg.lstsq(F, deep - z).solution.requires_grad_()
+    scale = 0.01 * 80 * float(torch.linalg.eigvalsh(W @ W.T)[-1])
+    ((targets - z @ W - F @ M @ W).square().sum() + scale * M.square().sum()).backward()
+    assert float(M.grad.abs().max()) < 1e-2
+    assert float(M.detach().abs().max()) > 0.01
 
 
 def test_the_table_is_what_the_store_makes(tmp_path: Path) -> None:
