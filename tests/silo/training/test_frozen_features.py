@@ -23,6 +23,7 @@ from fl_core.rounds.manifest import RunManifest
 from fl_core.rounds.memory_need import LiveTensors
 from fl_core.rounds.run_setup import RunSetup
 from fl_core.training import local_data, memory
+from fl_core.training.frozen_features import feature_batches
 from fl_core.training.local_data import PlainLocalData
 from fl_core.types.enums import TaskKind
 from fl_core.types.interfaces import RoundData
@@ -242,27 +243,39 @@ def test_memory_does_not_grow_with_the_number_of_images(tmp_path):
     assert 0 < held[1] <= held[0]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("gone", [[], [5]], ids=["all", "without one"])
-def test_second_moments_of_4608_features_take_the_same_memory_for_any_number_of_images(tmp_path, gone, monkeypatch):
-    width, held, method, images = 4608, [], Analytic(), schema((1, 8, 8))
-    model = behind_body(build_model("random_features", {"width": width}, images, 0), "random_features")
-    monkeypatch.setattr(local_data, "EVAL_BATCH", 32)  # a file of a few blocks of rows need not be large
+def test_4608_features_and_their_second_moments_take_the_same_memory_for_any_number_of_images(
+    tmp_path, gone, monkeypatch
+):
+    width, built, summed, method, images = 4608, [], [], Analytic(), schema((1, 8, 8))
+    network = build_model("random_features", {"width": width}, images, 0)
+    model = behind_body(network, "random_features")
+    monkeypatch.setattr(local_data, "EVAL_BATCH", 32)  # so that a few hundred images are many batches
     for n in (100, 400):
-        examples, live = Endless(n), LiveTensors(CPU, None)
-        block = Block(list(range(n)), np.random.default_rng(n).random((n, width), dtype=np.float32))
+        examples = Endless(n)
         cache = FeatureCache(tmp_path / str(n), 1 << 30)
-        kept = cache.get(FeatureKey("o", "d", "r", "s", "m"), n, lambda block=block: iter([block]))
+
+        def blocks(examples=examples):
+            for batch in feature_batches(network.body, examples, CPU):
+                yield Block(batch.positions.tolist(), batch.rows.flatten(1).numpy())
+
+        with LiveTensors(CPU, None) as live:
+            kept = cache.get(FeatureKey("o", "d", "r", "s", "m"), n, blocks)
+        built.append(max(live.after))
+        few = 8 * n * 8  # numbers of examples, and labels
+        with LiveTensors(CPU, None) as live:
+            train = trainer._of_features(examples, kept, gone, 1)
+        assert max(live.after) < kept.rows.nbytes + few  # the file, mapped and not read into memory
         context = RoundContext(1, len(images.classes), rounds=1, cohort=1).for_silo(0, 0)
         broadcast = method.broadcast(method.init_server(model, context))
-        with LiveTensors(CPU, None) as chosen:
-            train = trainer._of_features(examples, kept, gone, 1)
-        few = 8 * n * 8  # numbers of examples, and labels
-        assert max(chosen.after) < kept.rows.nbytes + few  # the file, mapped and not read into memory
-        with live:
+        with LiveTensors(CPU, None) as live:
             data = PlainLocalData(RoundData(train, train, manifest().train, context))
             sums = method.local(model, broadcast, {}, data, context).bundle[analytic.MOMENTS].total["a"]
-        left = np.delete(np.round(block.rows.astype(np.float64) * 2**14) / 2**14, gone, axis=0)
-        assert float(sums[0]) == (left[:, 0] ** 2).sum()
+        summed.append(max(live.after))
+        left = np.delete(np.round(kept.rows[:, 0].astype(np.float64) * 2**14) / 2**14, gone)
+        assert float(sums[0]) == (left**2).sum() > 1
         assert len(train) == n - len(gone)
-        held.append(max(live.after))
-    assert 0 < held[1] <= held[0] + few
+    assert 0 < built[1] <= built[0]
+    assert 0 < summed[1] <= summed[0] + few
+    assert summed[1] < 5 * 8 * width**2  # four matrices, and a little
