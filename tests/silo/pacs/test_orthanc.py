@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fl_core.errors import ConfigError
+from silo.cancellation import CancelToken
 from silo.cli.options import open_store
 from silo.pacs.mirror import Mirror
 from silo.storage.home import Home
@@ -58,6 +60,12 @@ def test_a_pacs_from_its_list_to_surveys_models_and_evaluations(tmp_path: Path, 
     password.write_text(USER)
     password.chmod(0o600)
     data = f"dicomweb:{source.url}?modality=CT,MR&labels={labels}:label&credentials={password}"
+    (wrong := tmp_path / "wrong").write_text("ward:another")
+    wrong.chmod(0o600)
+    refused = Mirror.of(Home(tmp_path / "refused").make(), data.replace(str(password), str(wrong)))
+    assert refused is not None
+    with pytest.raises(ConfigError, match=r"E-DATA-22.*credentials=FILE"):
+        refused.refresh(CancelToken(), lambda *_: None)
     with world(tmp_path) as made:
         names = ["clinic", "export", "copy"]
         made.init()

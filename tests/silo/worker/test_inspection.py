@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -77,6 +78,21 @@ def test_it_ends_at_once_when_the_task_is_given_up(tmp_path: Path, monkeypatch: 
     stop.cancel("the run was aborted")
     with pytest.raises(CancelledError):
         next(reading)
+
+
+@pytest.mark.integration
+def test_the_process_that_decodes_has_no_socket_and_can_open_none(tmp_path: Path) -> None:
+    try:
+        child = inspection._started(tmp_path, caged=True)
+    except RefusedError as error:
+        pytest.skip(str(error))  # this machine gives it no wall, which is tried from inside
+    try:
+        opened = [os.readlink(file) for file in Path(f"/proc/{child.pid}/fd").iterdir()]  # noqa: PTH115 - no path
+        assert len(opened) >= 3
+        assert not [place for place in opened if place.startswith("socket:")]
+    finally:
+        child.end()
+        child.line.incoming.close()
 
 
 @pytest.mark.integration
