@@ -85,7 +85,8 @@ def main() -> None:
             with picture.serve() as server:
                 for screen in picture.screens:
                     visit = Visit(browser, server, **SCREENS[screen])
-                    visit.page.goto(f"http://{server.host}{picture.path}")
+                    answer = visit.page.goto(f"http://{server.host}{picture.path}")
+                    assert answer.ok, f"{name}: the page answered {answer.status}"
                     _save(visit.page.screenshot(), f"{name}-{screen}")
                     visit.context.close()
 

@@ -21,7 +21,7 @@ Make = Callable[[Schema], nn.Module]
 def split(model: nn.Module, schema: Schema) -> SplitModel:
     """Divide a network (B, *shape) -> (B, C) into a body and its head, the `nn.Linear` that is called last.
 
-    The module is taken over: layers that work in place do so no more. A SplitModel is what it is. Raises ConfigError
+    The module is taken over: in-place layers are made out-of-place. A SplitModel is what it is. Raises ConfigError
     (E-CFG-08) where the network does not take these examples, or its answer is not that of such a layer, with one
     output per class.
     """

@@ -67,7 +67,7 @@ class ChecksTensors(Protocol):
 class WeightsFile:
     """What was read from a file of weights. sha256: of its bytes; classes: of its head, where the file names them.
 
-    facts: what `coordinator export` wrote beside them; of unknown origin like all the rest.
+    facts: what `coordinator export` wrote beside them; as untrusted as the file.
     """
 
     tensors: Tensors

@@ -17,7 +17,7 @@ from fl_core.types.records import Schema
 from fl_core.types.values import Tensors
 
 MAX_LAYERS = 16
-"""Of a projection: each is a module, which takes time even where it has no numbers."""
+"""Most layers of a projection: each is a module, which takes time even without parameters."""
 HIDDEN = 256
 """Units between the two layers of `adapter=mlp`."""
 Adapter = Literal["none", "linear", "mlp"]
@@ -123,7 +123,7 @@ class HeadOptions:
                 raise ConfigError(
                     "E-CFG-02",
                     f"expected model.adapter or model.projection, found {self.adapter} and {list(widths)}, which are "
-                    "layers of one place: leave one out",
+                    "the same layers: leave one out",
                 )
             widths = (body_dim,) if self.adapter == "linear" else (HIDDEN, body_dim)
         return assemble(body, body_dim, widths, len(schema.classes), head_bias=self.head_bias)

@@ -1,6 +1,6 @@
 """The memory of tensors while they live, which torch tells of each operation.
 
-A module of its own, since it is made of torch: `memory_need` also runs where there is none, and counts otherwise.
+A separate module, since it needs torch: `memory_need` also runs without torch, and then counts in another way.
 """
 
 from __future__ import annotations

@@ -333,7 +333,7 @@ class RunManifest:
             raise ProtocolError("E-WIRE-06", f"{error}: one side must be upgraded or repaired") from error
 
     def require_possible(self) -> None:
-        """Raise ConfigError (E-CFG-02) on numbers that no run has, whoever made the manifest.
+        """Raise ConfigError (E-CFG-02) on impossible numbers, whoever made the manifest.
 
         Rounds beyond what a message can say would keep leads from every list of runs; a process that asks its system
         for a million threads is ended by it.

@@ -106,7 +106,7 @@ class RunSetup:
         if start is None or start.weights is None or start.weights.fresh != fresh:
             raise ProtocolError(
                 "E-WIRE-06",
-                f"expected weights that leave out what the manifest says, found {len(fresh)} modules without any "
+                f"expected weights for all but the modules that the manifest names, found none for {len(fresh)} "
                 f"({', '.join(fresh[:3])}): ask the lead",
             )
         tensor_maps.load_state(run.network, weights)

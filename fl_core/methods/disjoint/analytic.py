@@ -641,7 +641,7 @@ def _judged(z: Tensor, y: Tensor, heads: Tensor) -> Tensors:
 
 
 def held_out(x: Tensor) -> Tensor:
-    """Tell of each example (B, ...) whether it is of the fifth that beta is chosen on: by a hash of its numbers."""
+    """Return for each example (B, ...) whether it is in the fifth on which beta is chosen, by a hash of its numbers."""
     rows = x.detach().cpu().contiguous().flatten(1).numpy()
     keys = [int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=8).digest(), "little") for row in rows]
     return torch.tensor([key % 5 == 0 for key in keys], dtype=torch.bool)

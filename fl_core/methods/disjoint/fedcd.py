@@ -17,8 +17,8 @@ of prototypes are multiplied by |b|/n_k, which keeps the ratio: of K equal silos
 weight of 1/(K + 1). Shuffled among the examples instead, as algorithm 1 may be read, each prototype joins a batch with
 chance |b|/n_k and its whole importance.
 
-theta, phi, P^g and sum_k n^k_j go down; theta, phi, P^k and n^k_j go up. A class of which no fine class is known yet is
-clustered by each silo that holds it, on the received model, before it trains: in the first round all of them.
+theta, phi, P^g and sum_k n^k_j go down; theta, phi, P^k and n^k_j go up. Before it trains,
+each silo clusters those of its classes that have no fine classes yet, on the received model; in round 1 all of them.
 What the paper leaves open: aggregation by sums, assignment by the nearest P^g in every batch, prototypes in every batch
 with their importance scaled to it (others: `importance`). No official code is known.
 

@@ -52,7 +52,7 @@ def vacant_distillation(f: Tensor, g: Tensor, vacant: Tensor) -> Tensor:
 
 
 def lowered_logits(f: Tensor, y: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [y_i != c] (f_c - log(C pi_c)) (B, K) and pi (K,) of the K classes that counts (C,) say are there."""
+    """Return [y_i != c] (f_c - log(C pi_c)) (B, K) and pi (K,) of the K classes present by counts (C,)."""
     present = counts > 0
     pi = counts[present] / counts[present].sum()
     is_target = one_hot(y, len(counts))[:, present].bool()

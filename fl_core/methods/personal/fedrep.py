@@ -9,7 +9,7 @@ ICML 2021, Algorithm 1.
 Each phase has an optimizer of its own, and what is frozen gets no step, no momentum and no decay: with one optimizer
 for both, as released, "frozen" weights may go on moving by old momentum, depending on the version of torch.
 
-GA is measured of the personal models, as FedPer's: under the initial head the averaged body guesses.
+GA is measured on the personal models, as for FedPer: with the initial head the averaged body only guesses.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def effective_records(weighted: Tensor, root: Tensor) -> Tensor:
     """Return how many records of equal weight leave as much to an error as weighted ones: n where all weights are 1.
 
     A record's leverage is about f w_i / sum w, so its mean over weights is f sum w^2 / (sum w)^2 (Kish, "Survey
-    Sampling", 1965). A few records of a rare class that weigh much leave less than their number says.
+    Sampling", 1965). A few heavily weighted records of a rare class count as fewer than they are.
 
     weighted: w_c n_c (C,)   root: of the weights w_c (C,)
     """
