@@ -142,7 +142,8 @@ def fetch(reference: Reference, *, home: SiloHome) -> CommandResult:
 
     startup.end_on_interrupt()
     caged = lambda: policy_in_force.in_force(home).worker.isolation == REQUIRED  # noqa: E731
-    if (mirror := Mirror.of(home.make(), reference, patient=False, caged=caged)) is None:
+    say = lambda told: typer.echo(told.text, err=True) if told.event == "queue" else None  # noqa: E731
+    if (mirror := Mirror.of(home.make(), reference, emit=say, patient=False, caged=caged)) is None:
         raise ConfigError(
             "E-CFG-01",
             f"expected dicomweb:URL?... or folder:PATH?labels=..., found {reference[:80]!r}: others need no fetching",

@@ -348,8 +348,8 @@ class _Look:
     def _add_file(self, name: str, times: Mapping[str, int]) -> None:
         path = Path(name)
         words = (path.as_posix(), path.name, path.stem, *(parent.name for parent in path.parents))
-        found = ((word, self._labels.find({self._labels.key: word})) for word in words)
-        word, row = next(((word, row) for word, row in found if row is not None), ("", None))
+        answers = ((word, self._labels.find({self._labels.key: word})) for word in words)
+        word, row = next(((word, row) for word, row in answers if row is not None), ("", None))
         if row is None:
             self._unlabelled += 1
         elif word in (path.name, path.stem) and word != path.as_posix() and times[word] > 1:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from silo.cli.main import program
 from silo.pacs import mirror
 from tests.silo.admission.test_surveys import write_images
-from tests.support.pacs import dicom, pacs
+from tests.support.pacs import dicom, pacs, send
 
 
 @pytest.mark.parametrize(("named", "said"), [(True, "groups 10"), (False, "none: patients are not named")])
@@ -72,7 +72,12 @@ def test_images_of_a_pacs_are_fetched_checked_registered_and_counted(
             "inspected",
             lambda folder, names, must, stop: (caged.append(must), decoded(folder, names, False, stop))[1],
         )
-        found = json.loads(call("data", "fetch", reference))
+        busy = iter([True, True])
+        source.before = lambda request: next(busy, False) and not send(request, 429)
+        said, _, facts = call("data", "fetch", reference).partition("{")
+        assert "waits for the PACS" in said
+        assert "busy (HTTP 429)" in said
+        found = json.loads(f"{{{facts}")
         (tmp_path / "home" / "policy.toml").write_text('[worker]\nisolation = "required"\n')
         call("data", "fetch", reference)
         assert caged == [False, True]
