@@ -118,22 +118,10 @@ def show(text: str, figures: list[float], start: float) -> None:
     print(f"{text}: {np.mean(figures):.1f}{spread} %   ({time.process_time() - start:.0f} CPU s)", flush=True)
 
 
-def main() -> None:
-    isic_data, start = sys.argv[1] == "isic", time.process_time()
-    if isic_data:
-        isic.use([Path(word) for word in sys.argv[2:]])
-        splits = [standardised(lesions(slice(isic.WIDTH, 2 * isic.WIDTH), seed)) for seed in range(3)]
-        name, width, layers = "1,280 features of Lite2", 2048, 2
-    else:
-        data, root, width, layers = sys.argv[1], Path(sys.argv[2]), 2304, 3
-        splits, name = [standardised(patches(data, 1152, root))], "1,152 patch features"
-    plain = [best(split, isic_data) for split in splits]
+def layered(name: str, splits: list[Split], weighed: bool, layers: int, start: float) -> None:
+    """Show ridge on some features, and behind residual layers of as many hidden units."""
+    plain = [best(split, weighed) for split in splits]
     show(name, [score for score, _, _ in plain], start)
-    if not isic_data:
-        show("2,304 patch features", [best(standardised(patches(data, width, root)), False)[0]], start)
-    for kind, length in (*(("cosine", length) for length in LENGTHS), ("relu", 1.0)):
-        made = (expanded(split, width, kind, length, seed) for seed, split in enumerate(splits))
-        show(f"{width} {kind} features, length {length:g}", [best(split, isic_data)[0] for split in made], start)
     for gamma in (1e-3, 1e-1):
         now = list(zip(splits, plain, strict=True))
         for layer in range(layers):
@@ -141,8 +129,26 @@ def main() -> None:
                 standardised(deeper(split, W, targets, split[0].shape[1], gamma, 100 * seed + layer))
                 for seed, (split, (_, W, targets)) in enumerate(now)
             ]
-            now = [(split, best(split, isic_data)) for split in deep]
-            show(f"{layer + 1} residual layers, gamma {gamma:g}", [found[0] for _, found in now], start)
+            now = [(split, best(split, weighed)) for split in deep]
+            show(f"{name}, {layer + 1} residual layers, gamma {gamma:g}", [found[0] for _, found in now], start)
+
+
+def main() -> None:
+    of_isic, start = sys.argv[1] == "isic", time.process_time()
+    if of_isic:
+        isic.use([Path(word) for word in sys.argv[2:]])
+        splits = [standardised(lesions(slice(isic.WIDTH, 2 * isic.WIDTH), seed)) for seed in range(3)]
+        name, width, layers = "1,280 features of Lite2", 2048, 2
+    else:
+        data, root = sys.argv[1], Path(sys.argv[2])
+        splits = [standardised(patches(data, 1152, root))]
+        name, width, layers = "1,152 patch features", 2304, 3
+    layered(name, splits, of_isic, layers, start)
+    for kind, length in (*(("cosine", length) for length in LENGTHS), ("relu", 1.0)):
+        made = (expanded(split, width, kind, length, seed) for seed, split in enumerate(splits))
+        show(f"{width} {kind} features, length {length:g}", [best(split, of_isic)[0] for split in made], start)
+    if not of_isic:
+        layered("2,304 patch features", [standardised(patches(data, 2304, root))], of_isic, layers, start)
 
 
 if __name__ == "__main__":
