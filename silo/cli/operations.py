@@ -126,8 +126,8 @@ def restore(
             2,
             (
                 "audit log",
-                f"line {line} says so; the coordinator, where it holds a later one, reports it once, as it should; "
-                f"silo log verify --against FILE then wants --restored {line}",
+                f"line {line} notes the restore. A coordinator that holds a later line reports this once, which is expected. "
+                f"After this, silo log verify --against FILE needs --restored {line}",
             ),
         )
     return CommandResult(facts, [KeyValues(shown)])
