@@ -541,8 +541,8 @@ def _end_reason(run: StoredRun) -> str:
     charged = ""
     if DerivedFacts.of(run).private:
         charged = (
-            ". What its rounds were charged stays in each hospital's ledger, also of rounds since the backup (there: "
-            "silo ledger show); a new run is charged beside it"
+            ". Each hospital's ledger keeps the charges of its rounds, also of those since the backup (there: "
+            "silo ledger show); a new run adds its own"
         )
     return (
         f"E-RUN-54: the coordinator was restored, found {rounds} closed in what is left, and hospitals answer no round "

@@ -126,8 +126,8 @@ def restore(
             2,
             (
                 "audit log",
-                f"line {line} notes the restore. A coordinator that holds a later line reports this once, which is expected. "
-                f"After this, silo log verify --against FILE needs --restored {line}",
+                f"line {line} notes the restore. A coordinator that holds a later line reports this once, as "
+                f"expected. After this, silo log verify --against FILE needs --restored {line}",
             ),
         )
     return CommandResult(facts, [KeyValues(shown)])

@@ -299,8 +299,8 @@ class CagedWorker:
                 if home.shares_ledger and self._place.machine != machine():
                     raise StateError(
                         "E-RUN-55",
-                        f"expected a ledger that this home has for itself with a worker on another machine, found "
-                        f"{home.ledger}: services that share one run on one machine, with their workers",
+                        f"expected a ledger of this home alone, since its worker is on another machine, found "
+                        f"{home.ledger}: services that share a ledger must run on one machine, with their workers",
                     )
                 folders = home.path, home.ledger.parent, home.ledger_key.parent
                 with (

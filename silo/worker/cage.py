@@ -263,7 +263,7 @@ def _filter_calls() -> None:
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _WRITE_FILE, _WRITES, _REFER, _TRUNCATE = 1 << 1, sum(1 << bit for bit in (1, *range(4, 13))), 1 << 13, 1 << 14
 _DEVICES = ("null", "zero", "nvidia*", "dri", "kfd", "dxg")
-"""What a GPU is reached by, and what programs write to as to nothing; not /dev/shm, which others read."""
+"""Device files of GPUs, and harmless ones such as /dev/null; not /dev/shm, which others read."""
 _TCP, _ABSTRACT_SOCKETS_AND_SIGNALS = 0b11, 0b11
 """Bits of linux/landlock.h: writing, removing and making files; binding and connecting; both scopes."""
 
