@@ -81,10 +81,10 @@ class WatchedRun:
 
     @cached_property
     def paces(self) -> tuple[Chart, ...]:
-        """Draw how long each hospital's update took to be there, over the rounds of training."""
+        """Draw how long each hospital's update took to arrive, over the rounds of training."""
         trained = [r for r in self.detail.rounds if r.kind == pb.TRAIN and r.arrivals]
         took = {r.round + 1: {a.silo: _seconds(a.at_unix - r.opened_unix) for a in r.arrivals} for r in trained}
-        x, title = sorted(took), "Seconds until each hospital's update was there"
+        x, title = sorted(took), "Seconds until each hospital's update arrived"
         seconds = {name: [took[k].get(name) for k in x] for name in self.compared.members[:_MAX_PACES]}
         groups = _sixes(tuple(seconds)) if len(x) > 1 else []
         return tuple(
