@@ -19,6 +19,7 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 import tarfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -219,3 +220,7 @@ def _first(source: Path, target: Path, limits: Mapping[str, int]) -> set[str]:
                 lines.writerow(row)
                 kept.add(row["image"])
     return kept
+
+
+if __name__ == "__main__":  # python -m benchmarks.paper.images images=fmnist-250-test1000 says where they lie
+    print(root_of(sys.argv[1:], None))
