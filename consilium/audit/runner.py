@@ -31,7 +31,7 @@ from service_core.storage.private_files import replace_file
 FLAGGED, QUIET = 2.0, 0.8
 """With 500 canaries training without privacy is refuted up to 2 at least, private training at epsilon 1 up to 0.8."""
 RETRIES = 2
-"""A correct claim is refuted once in twenty: only one that is refuted at three seeds fails."""
+"""At 95 % confidence a true claim is refuted for one seed in twenty: an audit fails once three seeds refute it."""
 PLAIN = "no privacy"
 
 

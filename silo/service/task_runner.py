@@ -168,7 +168,7 @@ class TaskRunner:
             self.emit(event("killed", text, key, {"code": "E-RUN-46", "kills": kills}))
 
     def _note_killed(self, task: QueuedTask | PreflightTask, error: WorkerEndedError) -> None:
-        """Have a task done again whose worker ended, as after a kill of the whole service."""
+        """Repeat a task whose worker died, as after a kill of the whole service."""
         log.error("%s: the worker failed: %s", task.key, error)
         if isinstance(task, PreflightTask):
             text = f"expected a worker that survives a preflight, found that {error}: give it more memory"
