@@ -119,7 +119,7 @@ def test_silos_that_leave_together_are_one_change_of_the_database(
     dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored: list[set[str]] = []
-    monkeypatch.setattr(dispatcher.store.members, "seen", lambda names: stored.append(set(names)))
+    monkeypatch.setattr(dispatcher.store.members, "mark_connected", lambda names: stored.append(set(names)))
     here = [session(f"silo{number}") for number in range(20)]
     for each in here:
         dispatcher.attach(each)
@@ -134,7 +134,7 @@ def test_silos_that_leave_together_are_one_change_of_the_database(
 def test_silos_that_stay_are_seen_once_a_minute(dispatcher: Dispatcher, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a silo that stays for a year is told at each new session of all runs that ended in it."""
     stored: list[set[str]] = []
-    monkeypatch.setattr(dispatcher.store.members, "seen", lambda names: stored.append(set(names)))
+    monkeypatch.setattr(dispatcher.store.members, "mark_connected", lambda names: stored.append(set(names)))
     dispatcher.attach(session("north"))
     began = time.monotonic()
     for now in (0.0, 61.0, 62.0, 121.9, 122.5):
@@ -152,10 +152,10 @@ def test_who_left_is_stored_once_the_disk_takes_it(dispatcher: Dispatcher, monke
     north = session("north")
     dispatcher.attach(north)
     dispatcher.detach(north)
-    monkeypatch.setattr(dispatcher.store.members, "seen", full)
+    monkeypatch.setattr(dispatcher.store.members, "mark_connected", full)
     with pytest.raises(UnavailableError):
         dispatcher.store_last_seen()
-    monkeypatch.setattr(dispatcher.store.members, "seen", lambda names: stored.append(set(names)))
+    monkeypatch.setattr(dispatcher.store.members, "mark_connected", lambda names: stored.append(set(names)))
     dispatcher.store_last_seen()
     assert stored == [{"north"}]
 

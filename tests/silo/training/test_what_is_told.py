@@ -43,6 +43,7 @@ TOLD = {
     "DataOffer.metrics": DECLARED,
     "DataOffer.masks": DECLARED,
     "DataOffer.labels_digest": DECLARED,
+    "DataOffer.label_source": DECLARED,
     "DataOffer.coarse_labels": DECLARED,
     "DataOffer.validation_only": STATED,
     "Hello.staged": DECLARED,
