@@ -45,7 +45,8 @@ def test_the_demos_report_withholds_what_noise_hides(
         [pb.SiloInfo(name="h0", fingerprint="ab" * 20)],
         dict.fromkeys((PLAIN, REPAIRED, CLOSED, PRIVATE), detail),
     )
-    report(tmp_path, details, {m: {"h0": None} for m in details}, spent, silos, {"h0": [1, 1]}, 12.0, quiet=False)
+    scores = {m: {"h0": None} for m in details}
+    console.show_reply(report(tmp_path, details, scores, spent, silos, {"h0": [1, 1]}, 12.0), False)
     truthful(capsys.readouterr().out)
     machine(json.dumps(json.loads((tmp_path / "summary.json").read_text())), 6)
 

@@ -45,10 +45,10 @@ def test_it_is_counted_without_noise_on_all_test_images_and_equal_words_give_equ
 def test_the_preview_says_the_interval_where_the_budget_goes_and_without_it_how_to_get_it() -> None:
     said = asked(*CLOSED, "privacy.reserve_rounds=1", "--expect", "2")
     assert "% (guessing: 10 %), from 2 runs on digits, dealt to 6 hospitals of" in said
-    assert "of epsilon 8 hospital0 plans" in said
+    assert "of epsilon 8, hospital0 plans" in said
     assert "privacy.reserve_rounds=0" in said
     assert "the same command with --expect 3" in asked(*CLOSED)
-    assert "nothing is kept to repeat" in asked(*CLOSED)  # a run of one release is submitted again
+    assert "nothing is reserved to repeat" in asked(*CLOSED)  # a run of one release is submitted again
     facts = json.loads(asked(*CLOSED, "--expect", "1", "--json"))["expected"]
     assert facts["teaches"] == (facts["balanced_accuracy"][0] > 0.15)
 

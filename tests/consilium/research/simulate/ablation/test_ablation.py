@@ -155,7 +155,7 @@ def test_runs_that_were_made_outlast_a_rewriting_that_is_interrupted(
 def test_help_says_what_it_does_and_with_which_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert program().run(["ablation", "--help"]) == 0
     said = "".join(capsys.readouterr().out.split())
-    assert "scale=paper|small|smoke" in said
+    assert "scale=fmnist|paper|small|smoke" in said
     assert "epsilons=" in said
 
 
