@@ -8,6 +8,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -30,11 +31,13 @@ def blocks(text: str) -> list[tuple[list[str], str]]:
 
 
 def images(folder: Path, classes: dict[str, tuple[int, int, int]], each: int = 20) -> None:
+    """Make images of a colour for each class, of other shades and with grain."""
+    draw = np.random.default_rng(0)
     for name, colour in classes.items():
         (folder / name).mkdir(parents=True)
         for k in range(each):
-            shade = tuple(min(255, c + k) for c in colour)
-            Image.new("RGB", (48, 40), shade).save(folder / name / f"{k}.jpg")  # type: ignore[arg-type]
+            grain = draw.normal(np.array(colour) + k % 20, 8, (40, 48, 3))
+            Image.fromarray(np.uint8(grain.clip(0, 255))).save(folder / name / f"{k}.jpg")
 
 
 class Machine:

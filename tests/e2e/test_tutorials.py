@@ -59,7 +59,7 @@ def test_the_tutorial_for_hospitals(tmp_path: Path) -> None:
         lead.run(f"coordinator init study --address 127.0.0.1:{port}")
         lead.run(f"coordinator invite south --out {south.folder}/south.token")
         lead.serve(f"coordinator serve --bind 127.0.0.1:{port}")
-        images(south.folder / "images", {c: COLOURS[c] for c in ("nevus", "keratosis")}, 50)
+        images(south.folder / "images", {c: COLOURS[c] for c in ("nevus", "keratosis")}, 200)
         joined(other, lead, "other", ["melanoma", "nevus"])
         other.run("silo ledger register --data folder:images --name skin")
         other.run("silo ledger budget set skin --epsilon 8 --delta 1e-5 --reason trial")
