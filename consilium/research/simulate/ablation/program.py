@@ -149,7 +149,7 @@ def _report(plan: AblationPlan) -> list[Check]:
     report.write(plan.folder / "cells.csv", cells)
     text = report.table5(accuracy, grid, str(first.data["name"]), split)
     write_public(plan.folder / "table5.md", f"{text}\n{report.by_epsilon(accuracy, grid)}".encode())
-    report.draw(accuracy, grid, plan.folder / "acc_vs_eps.png", f"{first.data['name']}, {split}, {first.rounds} rounds")
+    report.draw(accuracy, grid, plan.folder / "acc_vs_eps.png", f"{first.data['name']}, {split}")
     helps = report.full_share_helps(accuracy, grid)
     checks = [
         report.monotone(accuracy, grid),

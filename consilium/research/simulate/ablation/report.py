@@ -210,7 +210,8 @@ def draw(accuracy: Accuracy, grid: Grid, file: Path, title: str) -> None:
             high = [m + h for m, h in zip(mean, half, strict=True)]
             panel.fill_between(x, low, high, color=f"C{number}", alpha=0.12, linewidth=0)
         panel.set_xticks(list(places.values()), ["inf" if math.isinf(e) else f"{e:g}" for e in places])
-        panel.set_title(f"{100 * share:g} % submit prototypes")
+        if len(grid.shares) > 1:  # of one share nothing is compared, and the methods may have no prototypes
+            panel.set_title(f"{100 * share:g} % submit prototypes")
         panel.set_xlabel("epsilon")
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", alpha=0.3)
