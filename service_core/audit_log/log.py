@@ -20,7 +20,7 @@ from service_core.storage import private_files
 from service_core.storage.chain import BUSY_S, Chain, ChainHead, Row, sqlite_disk_errors, transaction
 from service_core.storage.disk import disk_errors
 from service_core.storage.generation import open_untouched
-from service_core.storage.migration import migrate, statements
+from service_core.storage.migration import migrate, set_journal_mode, statements
 
 FOLDER = "audit"
 LOG_FILE = f"{FOLDER}/log.sqlite"
@@ -29,7 +29,6 @@ RESTORED = "restored"
 OWN = "this log"
 """`who` of lines about the log itself."""
 _READ = 1000
-_RETRY_S = 0.05
 _ANCHOR = "anchor.json"
 """Of 0.1.0: number and hash of the newest line that was on the disk."""
 _SCHEMA = """
@@ -182,7 +181,7 @@ class AuditLog:
             db = sqlite3.connect(self.file, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
             db.text_factory = lambda raw: raw.decode(errors="replace")  # `verify` reports text that is not UTF-8
             try:
-                _use_wal(db)
+                set_journal_mode(db, "WAL", BUSY_S)
                 db.execute("PRAGMA synchronous = NORMAL")  # only `sync` waits for the disk
                 synced = db.total_changes
                 migrate(db, self._create, (), ("event", "kept"))
@@ -257,20 +256,6 @@ class AuditLog:
         db.execute("DELETE FROM sqlite_sequence WHERE name = 'event'")
         db.execute("INSERT INTO sqlite_sequence VALUES ('event', ?)", (last,))
         self._write(db, LogEntry(OWN, "taken over", about, outcome="noticed"))
-
-
-def _use_wal(db: sqlite3.Connection) -> None:
-    """Switch to WAL. SQLite does not wait for other processes here, so this retries."""
-    due = time.monotonic() + BUSY_S
-    while True:
-        try:
-            db.execute("PRAGMA journal_mode = WAL")
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > due:
-                raise
-            time.sleep(_RETRY_S)
-        else:
-            return
 
 
 def last_number(db: sqlite3.Connection) -> int:

@@ -7,11 +7,13 @@ Never edit a released step. Write it in plain SQL: the tables in the code are th
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Callable, Collection, Sequence
 
 from fl_core.errors import StateError
 
 Step = Callable[[sqlite3.Connection], object]
+_RETRY_S = 0.02
 
 
 def user_version(db: sqlite3.Connection) -> int:
@@ -21,6 +23,24 @@ def user_version(db: sqlite3.Connection) -> int:
 
 def set_user_version(db: sqlite3.Connection, version: int) -> None:
     db.execute(f"PRAGMA user_version = {version}")
+
+
+def set_journal_mode(db: sqlite3.Connection, mode: str, seconds: float) -> None:
+    """Choose WAL or DELETE for a file, once no other process reads or writes it.
+
+    seconds: how long to try again, since SQLite does not always wait here: not for a process that opens the file too
+    Raises sqlite3.OperationalError (SQLITE_BUSY).
+    """
+    due = time.monotonic() + seconds
+    while True:
+        try:
+            db.execute(f"PRAGMA journal_mode = {mode}")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > due:
+                raise
+            time.sleep(_RETRY_S)
+        else:
+            return
 
 
 def statements(script: str) -> list[str]:

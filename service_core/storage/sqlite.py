@@ -48,7 +48,7 @@ from service_core.storage.generation import (
     open_read_only,
     open_untouched,
 )
-from service_core.storage.migration import Step, migrate
+from service_core.storage.migration import Step, migrate, set_journal_mode
 from service_core.storage.unfinished import require_finished
 
 log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class Database:
 
     def _choose_journal(self, db: sqlite3.Connection, mode: str) -> None:
         try:
-            db.execute(f"PRAGMA journal_mode = {mode}")
+            set_journal_mode(db, mode, BUSY_SECONDS)
         except sqlite3.OperationalError as error:
             if error.sqlite_errorname != "SQLITE_BUSY":
                 raise

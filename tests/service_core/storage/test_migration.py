@@ -11,7 +11,8 @@ from threading import Barrier
 import pytest
 
 from fl_core.errors import StateError
-from service_core.storage.migration import Step, migrate
+from service_core.storage import migration
+from service_core.storage.migration import Step, migrate, set_journal_mode
 
 
 def create(db: sqlite3.Connection) -> None:
@@ -30,8 +31,8 @@ def add_made(db: sqlite3.Connection) -> None:
 STEPS: tuple[Step, ...] = (add_size, add_made)
 
 
-def connect(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(path, timeout=30, isolation_level=None)
+def connect(path: Path, timeout: float = 30) -> sqlite3.Connection:
+    return sqlite3.connect(path, timeout=timeout, isolation_level=None)
 
 
 def open_file(path: Path, steps: tuple[Step, ...] = STEPS) -> list[tuple[object, ...]]:
@@ -106,3 +107,27 @@ def test_a_newer_file_or_another_one_is_left_alone_and_the_error_says_what_to_do
     with pytest.raises(StateError, match=f"E-STATE-22.*{said}"):
         open_file(tmp_path / "db")
     assert (tmp_path / "db").read_bytes() == before
+
+
+def test_a_file_gets_its_journal_once_another_process_has_finished_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = list[float]()
+    path = tmp_path / "db"
+    with closing(connect(path, 0)) as db, closing(connect(path, 0)) as reader:
+        create(db)
+        reader.execute("BEGIN")
+        reader.execute("SELECT name FROM things").fetchall()
+
+        def finish(seconds: float) -> None:
+            waits.append(seconds)
+            if len(waits) == 2:
+                reader.execute("COMMIT")
+
+        monkeypatch.setattr(migration.time, "sleep", finish)
+        set_journal_mode(db, "WAL", 60)
+        assert len(waits) == 2
+        assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        reader.execute("SELECT name FROM things").fetchall()  # it has the log open now
+        with pytest.raises(sqlite3.OperationalError, match="locked"):
+            set_journal_mode(db, "DELETE", 0)
