@@ -23,7 +23,8 @@ $(STAMP): requirements.lock pyproject.toml
 	  $(PYTHON) -m venv $(VENV)/.uv && $(VENV)/.uv/bin/pip install --quiet uv; }
 	@UV="$(PYTHON) -m uv"; $$UV --version >/dev/null 2>&1 || UV=$(VENV)/.uv/bin/uv; \
 	test -x $(BIN)/python || $$UV venv --quiet --allow-existing --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" $(VENV); \
-	$$UV pip sync --compile-bytecode --python $(BIN)/python --require-hashes requirements.lock && \
+	test -t 2 || QUIET=--quiet; \
+	$$UV pip sync $$QUIET --compile-bytecode --python $(BIN)/python --require-hashes requirements.lock && \
 	$$UV pip install --quiet --python $(BIN)/python --no-deps --editable .
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip >/dev/null 2>&1 || \
 	  echo "this Python has no pip of its own: install extras with uv (uv pip install --python $(BIN)/python ...)"
