@@ -246,7 +246,7 @@ def listed(items: Sequence[Item]) -> str:
     """Write the list of all items as a table."""
     return "\n".join(
         rows_of_table(
-            ["paper", "what", "state", "where, or why not"], [[i.paper, i.item, i.state, _where(i)] for i in items]
+            ["paper", "table or figure", "state", "where it is, and what differs or is missing"], [[i.paper, i.item, i.state, _where(i)] for i in items]
         )
     )
 
@@ -255,7 +255,7 @@ def _where(item: Item) -> str:
     made = [f"[{name}](#{name})" for name in item.figures]
     made += [f"`table={name} scale=small`" for name in item.tables]
     made += [f"[{name}](../benchmarks/comparison/results/{name}.md)" for name in item.comparisons]
-    return "; ".join(filter(None, (", ".join(made), item.why)))
+    return ": ".join(filter(None, (", ".join(made), item.why)))
 
 
 def written(text: str, out: Path) -> str:
