@@ -246,7 +246,8 @@ def listed(items: Sequence[Item]) -> str:
     """Write the list of all items as a table."""
     return "\n".join(
         rows_of_table(
-            ["paper", "table or figure", "state", "where it is, and what differs or is missing"], [[i.paper, i.item, i.state, _where(i)] for i in items]
+            ["paper", "table or figure", "state", "where it is, and what differs or is missing"],
+            [[i.paper, i.item, i.state, _where(i)] for i in items],
         )
     )
 

@@ -271,7 +271,7 @@ def test_the_pictures_readme_has_true_numbers() -> None:
     text = PICTURE.read_text()
     flat = " ".join(text.split())
     right, gaussian, right_8, gaussian_8, limit_8, limit = re.search(
-        r"is right in (.+? %) at most .+? and in (.+? %) at most .+? at epsilon 8 in (.+? %) and (.+? %)\."
+        r"is right in at most (.+? %) .+? and in at most (.+? %) .+? At epsilon 8 these are (.+? %) and (.+? %)\."
         r".+?\(limit (.+? %)\).+?\(limit (.+? %)\)",
         flat,
     ).groups()  # type: ignore[union-attr]
@@ -282,6 +282,6 @@ def test_the_pictures_readme_has_true_numbers() -> None:
     says_at_most(limit_8, limits.gaussian_picked(8.0, DELTA))
     says_at_most(limit, limits.gaussian_picked(1.0, DELTA))
     strongest = picture.attacks(json.loads(picture.AUDIT.read_text()))[0].auc
-    for training, said in (("epsilon 8", "two records in {:.0f} %"), ("epsilon 1", "at epsilon 1 in {:.0f} %")):
+    for training, said in (("epsilon 8", "two records in {:.0f} %"), ("epsilon 1", "in {:.0f} % at epsilon 1")):
         assert said.format(100 * np.mean(strongest[training])) in flat
-    assert f"without privacy in {100 * np.mean(strongest['no privacy']):.0f} %" in flat
+    assert f"in {100 * np.mean(strongest['no privacy']):.0f} % without privacy" in flat
