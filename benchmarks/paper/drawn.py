@@ -52,7 +52,7 @@ class Drawn:
 
     def section(self, name: str) -> str:
         """Write the figure's part of the page."""
-        command = f"{self.title}: `python -m benchmarks.paper figure={name}`"
+        command = f"{self.title}. Command: `python -m benchmarks.paper figure={name}`"
         picture = f"![{self.title}](../benchmarks/paper/results/figures/{name}.png)"
         return "\n".join([f"## {name}", "", command, "", picture, "", *self.rows, ""])
 

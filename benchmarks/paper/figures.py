@@ -31,6 +31,11 @@ FILE = Path(__file__).with_name("figures.yaml")
 PAGE = Path(__file__).parents[2] / "docs/paper-figures.md"
 STORE = "runs.jsonl"
 DRAWINGS = ("bars", "sweep", "curves", "points", "matrix")
+UNTOUCHED = (
+    "Updates were aggregated with aggregator=mean. Over all runs of the table: updates refused 0; updates cut 0; rows "
+    "of prototypes cut 0; values clipped by the fixed-point grid 0."
+)
+"""What the head of the page says of all figures."""
 BEGIN, END = "<!-- python -m benchmarks.paper figure=all run=false -->", "<!-- end -->"
 
 Cell = tuple[str, str, str]
@@ -62,10 +67,19 @@ class Figure:
     probe: str = ""
 
     @property
-    def title(self) -> str:
+    def setting(self) -> str:
         seeds = f"{len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"
         drawn = f", drawn is seed {self.seeds[0]}" if self.draw in ("points", "matrix") and len(self.seeds) > 1 else ""
-        return f"{self.paper}, {self.shows}: {self.scale}, {seeds}{drawn}"
+        return f"{self.scale}, {seeds}{drawn}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.paper}, {self.shows}: {self.setting}"
+
+    @property
+    def caption(self) -> str:
+        command = f"`python -m benchmarks.paper figure={self.name}`"
+        return f"{self.paper}, {self.shows}. Setting: {self.setting}. Command: {command}"
 
     def cells(self) -> Iterator[tuple[Cell, tuple[str, ...]]]:
         """Yield what the figure compares, and the words of each."""
@@ -232,14 +246,14 @@ def _text(values: Sequence[float], digits: int, seeds: int) -> str:
 
 
 def section(found: Found) -> str:
-    """Write a figure's part of the page: its command, picture and numbers, and what became of its updates."""
+    """Write a figure's part of the page: its caption, picture and numbers, and its updates unless all are untouched."""
     figure, by_label = found.figure, dict[str, list[Run]]()
     for (label, *_), runs in found.runs.items():
         by_label.setdefault(label, []).extend(runs.values())
     picture = f"![{figure.paper}, {figure.shows}](../benchmarks/paper/results/figures/{figure.name}.png)"
-    command = f"{figure.title}: `python -m benchmarks.paper figure={figure.name}`"
-    said = run_store.outcomes_text(by_label)
-    return "\n".join([f"## {figure.name}", "", command, "", picture, "", *numbers(found), "", said, ""])
+    outcomes = run_store.outcomes_text(by_label)
+    updates = [] if outcomes == UNTOUCHED else [outcomes, ""]
+    return "\n".join([f"## {figure.name}", "", figure.caption, "", picture, "", *numbers(found), "", *updates])
 
 
 def listed(items: Sequence[Item]) -> str:
