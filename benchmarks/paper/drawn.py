@@ -127,8 +127,8 @@ def circles() -> Drawn:
         [
             *table(["shift of the second class's weights, degrees", *(f"weight decay 1/{c:g}" for c in decays)], rows),
             "",
-            "The 45 degrees follow from the weights that the paper prints. A softmax trained on all classes has other weights "
-            "for the second class, and the shift is smaller.",
+            "The 45 degrees follow from the weights that the paper prints. A softmax trained on all classes has "
+            "other weights for the second class, and the shift is smaller.",
         ],
         {"directions of the weights (-: all classes, --: mean of silos, :: with centres)": draw},
     )
