@@ -29,7 +29,7 @@ from service_core.version import PROTOCOL, software
 COMMON, RARE = "Options of many commands", "Rarely needed"
 """Panels of options, below those that a command is usually called with."""
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.", rich_help_panel=COMMON)]
-BackupFolder = Annotated[Path, typer.Argument(help="A new or empty folder, best on another disk.", metavar="TO")]
+BackupFolder = Annotated[Path, typer.Argument(help="A new or empty folder, preferably on another disk.", metavar="TO")]
 AcceptLoss = Annotated[bool, typer.Option("--accept-loss", help="Continue with an incomplete database.")]
 
 

@@ -35,10 +35,10 @@ SUMMARY = "audit.json"
 @command
 def audit(
     data: Annotated[str, typer.Option("--data", help="Data to attack, as for `silo serve`.", metavar="REF")],
-    out: Annotated[Path, typer.Option("--out", help="A new or empty folder for the pictures and audit.json.")],
+    out: Annotated[Path, typer.Option("--out", help="A new or empty folder for the plots and audit.json.")],
     epsilon: Annotated[float, typer.Option("--epsilon", help="The epsilon that is claimed and tested.")] = 8.0,
     delta: Annotated[
-        float, typer.Option("--delta", help="The delta that is claimed, less than 1 / (10 records).")
+        float, typer.Option("--delta", help="The delta that is claimed; less than 1 / (10 x number of records).")
     ] = 1e-5,
     only: Annotated[
         list[str] | None, typer.Option("--only", help="Audit to run; may be repeated. Default: all.", metavar="AUDIT")
@@ -46,19 +46,20 @@ def audit(
     seeds: Annotated[int, typer.Option("--seeds", help="How often each audit is repeated.")] = 1,
     image_size: Annotated[
         int | None,
-        typer.Option("--image-size", help=f"Side of the images in pixels. Default: {PIXELS}, or the data's."),
+        typer.Option("--image-size", help=f"Width of the square images in pixels. Default: {PIXELS}, or the data's."),
     ] = None,
     data_root: DataRootOption = None,
     classes: Annotated[
-        str | None, typer.Option("--classes", help="The label space, if the data need it.", metavar="A,B,...")
+        str | None, typer.Option("--classes", help="The classes, if the data do not define them.", metavar="A,B,...")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Attack training on this hospital's images, with and without privacy; exit status 1 when a claim is refuted.
+    """Attack training on this hospital's images, with and without privacy. The exit status is 1 if a claim is refuted.
 
-    First a coordinator that chooses the model attacks made-up records, bit by bit. Then, on this hospital's images,
-    planted ones give a lower bound on epsilon; losses may tell members; updates tell classes; prototypes tell images. A
-    claim that holds proves nothing. Nothing is sent or charged, and the folder is for this hospital's eyes alone.
+    First a simulated coordinator that chooses the model attacks artificial records. Then attacks on this hospital's
+    images measure four things: a lower bound on epsilon from planted images, and how well losses reveal which images
+    were trained on, updates reveal classes, and prototypes reveal images. If no attack refutes a claim, that does not
+    prove it. Nothing is sent or charged. Keep the folder at this hospital.
     """
     from consilium.audit.runner import AUDITS, AuditSettings
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from consilium.model.predictor import Predictor
 
 Data = Annotated[
-    str | None, typer.Option("--data", help="Labelled data by reference, as silos serve them: folder:PATH, table:FILE.")
+    str | None, typer.Option("--data", help="Labelled data, named as for `silo serve`: folder:PATH, table:FILE.")
 ]
 Split = Annotated[str, typer.Option("--split", help="Which part of --data: train, test or all.")]
 DataRoot = Annotated[
@@ -30,11 +30,14 @@ DataRoot = Annotated[
 ]
 CalibrationFile = Annotated[
     Path | None,
-    typer.Option("--calibration", help="What `calibrate` wrote. Default: the one beside the model, if any."),
+    typer.Option(
+        "--calibration",
+        help="The calibration that `calibrate` wrote. Default: the file in the model's folder, if there is one.",
+    ),
 ]
 FALSE_FLAGS = 0.1
 MAX_SHOWN = 200
-"""Rows that are printed; files get all."""
+"""Number of rows to print; files contain all rows."""
 
 
 ModelFile = Annotated[Path, typer.Argument(help="The .safetensors file of `coordinator export`.", metavar="MODEL")]
@@ -60,14 +63,15 @@ class ModelArguments:
 def _named(
     model: ModelFile,
     card: Annotated[
-        Path | None, typer.Option("--card", help="The card that names the file. Default: MODEL.md, beside it.")
+        Path | None, typer.Option("--card", help="The card of the model file. Default: MODEL.md in its folder.")
     ] = None,
     sha256: Annotated[
-        str | None, typer.Option("--sha256", help="SHA-256 of the file, if it has no card, as after a simulation.")
+        str | None,
+        typer.Option("--sha256", help="SHA-256 of the file, if it has no card (for example, after a simulation)."),
     ] = None,
     extension: Annotated[
         list[str] | None,
-        typer.Option("--extension", help="An installed distribution whose method or model the file names."),
+        typer.Option("--extension", help="An installed package with the method or model that the file names."),
     ] = None,
 ) -> ModelArguments:
     return ModelArguments(model, card, sha256, extension or ())
@@ -80,18 +84,21 @@ Named = Annotated[ModelArguments, Depends(_named)]
 def predict(
     model: ModelFile,
     inputs: Annotated[
-        list[Path] | None, typer.Argument(help="Images, folders of them, DICOM, or a table.", metavar="INPUT...")
+        list[Path] | None,
+        typer.Argument(help="Images, DICOM files, folders with images, or a table.", metavar="INPUT..."),
     ] = None,
     out: Annotated[
         list[Path] | None, typer.Option("--out", help="Write predictions to FILE.csv or FILE.json. May be repeated.")
     ] = None,
     sr: Annotated[
         Path | None,
-        typer.Option("--sr", metavar="FOLDER", help="Write a Structured Report of each DICOM image there."),
+        typer.Option(
+            "--sr", metavar="FOLDER", help="Write a DICOM Structured Report for each DICOM image into this folder."
+        ),
     ] = None,
     calibration: CalibrationFile = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Show probabilities as in the hospitals' evaluation, without calibration.")
+        bool, typer.Option("--raw", help="Show uncalibrated probabilities, as the hospitals' evaluation uses them.")
     ] = False,
     data: Data = None,
     split: Split = "test",
@@ -99,10 +106,10 @@ def predict(
     *,
     named: Named,
 ) -> CommandResult:
-    """Classify images or rows with an exported model; exit status 2 if any could not be classified.
+    """Classify images or rows with an exported model. The exit status is 2 if any could not be classified.
 
-    Probabilities, a set of classes at the calibration's coverage, and "none of the classes". With --data, whose labels
-    are known, also how often that was right, by class.
+    Shows probabilities and, with a calibration, a set of likely classes and whether an image belongs to none of the
+    classes. With labelled data (--data) it also shows how often the answers were right, by class.
     """
     from consilium.model import output, structured_report
     from consilium.model.predictor import Predictor, tally
@@ -149,17 +156,18 @@ def calibrate(
         str, typer.Option("--data", help="Labelled images that the model was not trained on: folder:PATH.")
     ],
     split: Split = "test",
-    coverage: Annotated[float, typer.Option(help="How often the set must hold the right class.")] = 0.9,
+    coverage: Annotated[float, typer.Option(help="How often the set must contain the right class.")] = 0.9,
     false_flags: Annotated[
         float | None,
         typer.Option(
             "--false-flags",
-            help="How often an image of a known class may be called none of them. Default: 0.1; of a model of several "
-            "labels at once nothing is called that.",
+            help="Share of images of known classes that may be reported as none of the classes. Default: 0.1. Not for "
+            "models that answer several labels.",
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="File to write. Default: beside the model, where `predict` looks.")
+        Path | None,
+        typer.Option("--out", help="File to write. Default: in the model's folder, where `predict` finds it."),
     ] = None,
     data_root: DataRoot = None,
     *,
@@ -167,8 +175,8 @@ def calibrate(
 ) -> CommandResult:
     """Calibrate a model with labelled images of this hospital: probabilities, sets of classes, none of the classes.
 
-    The file that it writes holds class means of features and no image, and is for this hospital. What it promises is
-    promised of images like these.
+    The file contains class means of features, but no image. Use it only at this hospital: its guarantees hold for
+    images like those in the calibration.
     """
     from consilium.model import calibration, output
     from consilium.model.predictor import calibrated
@@ -209,10 +217,10 @@ def page(
     *,
     named: Named,
 ) -> None:
-    """Show a page for dropping images on, until Ctrl-C; only this user of this machine reaches it.
+    """Show a page that classifies the images you drop on it, until Ctrl-C. Only you, on this machine, can open it.
 
-    The link works once, within ten minutes; the file always holds a fresh one. What was dropped is deleted when it was
-    classified, and the answers are gone when the page ends.
+    The link works once, within ten minutes; the file always contains a new link. Images are deleted as soon as they are
+    classified, and the answers when the command ends.
     """
     from consilium.model.page.site import PredictionPage
     from consilium.model.predictor import Predictor

@@ -25,11 +25,14 @@ Authority = Annotated[
     str | None,
     typer.Option(
         "--authority",
-        help="The authority's fingerprint, as `silo fingerprint` shows it or the lead reads it out. Default: that of "
-        "this home.",
+        help="The authority's fingerprint, from `silo fingerprint` or from the lead. Default: the authority of this "
+        "home.",
     ),
 ]
-Home = Annotated[Path | None, typer.Option("--home", help="The folder of this side. Default: as for other commands.")]
+Home = Annotated[
+    Path | None,
+    typer.Option("--home", help="The home of this hospital or coordinator. Default: as for other commands."),
+]
 Pinned = Callable[[Path | None], str]
 """The fingerprint of the authority that a home has pinned; raises where there is no home."""
 
@@ -54,10 +57,10 @@ def make_app(pinned: Pinned, records: Records, help: str) -> typer.Typer:
     @app.command("verify")
     @command
     def verify(file: File, authority: Authority = None, home: Home = None) -> CommandResult:
-        """Say whether a lead of the consortium signed this card as it is; exit status 2 where not.
+        """Check that a lead of the consortium signed this card in its present form. The exit status is 2 if not.
 
-        The files that it names are checked against it where they lie beside it, a page against the card within it, and
-        the card against this side's own records; exit status 1 where one does not agree.
+        If the files that the card names are in the same folder, they are checked, too. A page is checked against the
+        card inside it, and the card against the records of this home. The exit status is 1 if one does not agree.
         """
         wanted = _digits(authority) if authority else pinned(home)
         signed = SignedCard.read(file)
@@ -95,10 +98,10 @@ def make_app(pinned: Pinned, records: Records, help: str) -> typer.Typer:
         authority: Authority = None,
         home: Home = None,
     ) -> CommandResult:
-        """Check a card, then write its page, an impact assessment and technical documentation.
+        """Check a card, then write its page, a data protection impact assessment and technical documentation.
 
-        Both (GDPR, Article 35; AI Act, Annex IV) are filled in as far as the card can answer, and say whom to ask for
-        the rest.
+        The assessment (GDPR, Article 35) and the documentation (AI Act, Annex IV) contain all answers that the card
+        has, and say whom to ask for the rest.
         """
         signed = SignedCard.read(file)
         card, _ = signed.verify(_digits(authority) if authority else pinned(home))

@@ -33,24 +33,27 @@ def export(
     formats: Annotated[
         list[str] | None,
         typer.Option(
-            "--format", help="Also write the model as onnx, or as torch (a program of plain torch). May be repeated."
+            "--format",
+            help="Also write the model as onnx, or as torch (a program that needs only torch). May be repeated.",
         ),
     ] = None,
     licence: Annotated[
         str,
-        typer.Option(help="Licence of the model, an SPDX name or your words, for the card and the files of --format."),
+        typer.Option(
+            help="Licence of the model, as an SPDX name or in your words, for the card and the files of --format."
+        ),
     ] = "",
     intended_use: Annotated[
         str, typer.Option("--intended-use", help="What the model is for, in your words, for the card.")
     ] = "",
     survey: Annotated[
         str | None,
-        typer.Option("--survey", metavar="RUN", help="Repeat in the card what hospitals answered to this survey."),
+        typer.Option("--survey", metavar="RUN", help="Include the answers to this survey in the card."),
     ] = None,
     temperature: Annotated[
         bool,
         typer.Option(
-            "--temperature", help="Let `consilium predict` use a temperature estimated from hospitals' counts."
+            "--temperature", help="Estimate a temperature from the hospitals' counts, for `consilium predict`."
         ),
     ] = False,
     extension: Extensions = None,
@@ -59,7 +62,7 @@ def export(
 ) -> CommandResult:
     """Write a run's newest model as safetensors, with its card; with --format also for other programs.
 
-    RUN.md and RUN.card.html are the card for people, and RUN.card.json is the card as you signed it: whoever has the
+    RUN.md and RUN.card.html are the card for people. RUN.card.json is the card with your signature: anybody who has the
     authority's fingerprint can check it (card verify) and write documents from it (card write).
     """
     from fl_core.extensions import loading

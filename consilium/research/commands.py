@@ -24,14 +24,19 @@ def simulate(
     multirun: Annotated[
         bool, typer.Option("--multirun", "-m", help="Run all combinations of values: seed=0,1,2.")
     ] = False,
-    jobs: Annotated[int, typer.Option(help="With -m: simulations at a time. 0 means one per core.", min=0)] = 0,
+    jobs: Annotated[
+        int, typer.Option(help="With -m: number of simulations at a time. 0 means one per core.", min=0)
+    ] = 0,
     engine: Annotated[
-        str, typer.Option(help="Where silos train: `local` is this machine, `ray` several.", rich_help_panel=RARE)
+        str,
+        typer.Option(
+            help="Where silos train: `local` is on this machine, `ray` on several machines.", rich_help_panel=RARE
+        ),
     ] = "local",
     workers: Annotated[
         int,
         typer.Option(
-            help="Processes that train the silos of a round. 0 uses all cores where that pays.",
+            help="Number of processes that train the silos of a round. 0 uses all cores if that is faster.",
             min=0,
             rich_help_panel=RARE,
         ),
@@ -40,16 +45,17 @@ def simulate(
     deterministic: Annotated[
         bool,
         typer.Option(
-            "--deterministic", help="Use only kernels whose results repeat to the last bit.", rich_help_panel=RARE
+            "--deterministic", help="Use only computations that give the same bits each time.", rich_help_panel=RARE
         ),
     ] = False,
     spill: Annotated[
-        Path | None, typer.Option(help="Folder for the silos' states, if memory is short.", rich_help_panel=RARE)
+        Path | None, typer.Option(help="Folder for the silos' states, to save memory.", rich_help_panel=RARE)
     ] = None,
     fine_tune: Annotated[
         int,
         typer.Option(
-            help="Also fine-tune the best global model at each silo for so many epochs (PA).",
+            help="Number of epochs to fine-tune the best global model at each silo, to measure personalised accuracy "
+            "(PA).",
             min=0,
             rich_help_panel=RARE,
         ),
@@ -63,14 +69,16 @@ def simulate(
     checkpoint_every: Annotated[
         int | None,
         typer.Option(
-            help=f"With --out: rounds that are lost at most when it is killed. Default: {EVERY}, or a minute's.",
+            help=f"With --out: number of rounds between two checkpoints. Default: {EVERY}, or a minute's.",
             min=1,
             rich_help_panel=RARE,
         ),
     ] = None,
     config_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder with your own configurations, laid out like configs/.", rich_help_panel=RARE),
+        typer.Option(
+            help="Folder with your own configurations, in the same structure as configs/.", rich_help_panel=RARE
+        ),
     ] = None,
     tracker: Trackers = None,
     ray_address: Annotated[
@@ -85,11 +93,11 @@ def simulate(
     ] = 0.0,
     as_json: Json = False,
 ) -> CommandResult | None:
-    """Run a federation in this process, with the code that the hospitals run.
+    """Simulate a federation in this process, with the code that hospitals run.
 
-    On your own images, dealt to simulated hospitals: data=folder data.path=/data/images (one folder per class), or
-    data=manifest data.path=/data/images.csv (columns path, label, group, split), with federation=p5c2 or another.
-    Several paths are a hospital each: data.path=[north/images,south/images].
+    To divide your own images among simulated hospitals: data=folder data.path=/data/images (one folder per class), or
+    data=manifest data.path=/data/images.csv (columns path, label, group, split), with federation=p5c2 or another
+    division. If you give several paths, each is one hospital: data.path=[north/images,south/images].
     """
     from consilium.research.engines.ray import Cluster
     from consilium.research.simulate.answer import answer
@@ -109,10 +117,10 @@ def simulate(
 @command
 def methods(
     papers: Annotated[
-        bool, typer.Option("--papers", help="Show the paper, the equations, the needs and the tables of each.")
+        bool, typer.Option("--papers", help="Show paper, equations, requirements and benchmark tables of each method.")
     ] = False,
 ) -> CommandResult:
-    """List the methods: what the server must see, whether the loss mixes examples, what a silo sends."""
+    """List the methods: what the server must see, whether the loss mixes examples, and what a silo sends."""
     from consilium.research import listings
 
     return listings.papers() if papers else listings.methods()
@@ -121,10 +129,10 @@ def methods(
 @command
 def models(
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Count for these examples, such as data=isic2019.")
+        list[str] | None, typer.Argument(help="Count parameters for these examples, such as data=isic2019.")
     ] = None,
 ) -> CommandResult:
-    """List the models with their parameter counts: as the papers use them, or all that fit the chosen data."""
+    """List the models with their numbers of parameters, for the data of the papers or for the chosen data."""
     from consilium.research import listings
 
     return listings.models(overrides or ())
@@ -134,9 +142,9 @@ def models(
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the summary and the picture.")] = Path("runs/demo"),
     rounds: Annotated[
-        int, typer.Option(help="Rounds of FedAvg and FedGELA; the other two models need one and two.", min=1)
+        int, typer.Option(help="Rounds of FedAvg and FedGELA. The other two models need one and two rounds.", min=1)
     ] = 20,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print each event of the runs as well.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also print each event of the runs.")] = False,
     as_json: Json = False,
 ) -> None:
     """Run a whole federation on this machine: a coordinator, six hospitals, four models. It ends with a page."""
@@ -156,15 +164,18 @@ data.callback()(lambda: None)
 @command
 def split(
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Data and division, such as data=cifar10 federation=p10c3.")
+        list[str] | None,
+        typer.Argument(help="Data and their division among silos, such as data=cifar10 federation=p10c3."),
     ] = None,
     data_root: Annotated[Path | None, typer.Option(help="Folder that holds the data sets.")] = None,
     published: Annotated[
         bool, typer.Option("--published", help="Use the published class counts. No data on disk are needed.")
     ] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw silos by classes into this PNG file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the examples of each silo and class into this PNG file.")
+    ] = None,
 ) -> CommandResult:
-    """Show which silo gets how many training examples of which class, as a table and as a picture."""
+    """Show how many training examples of each class each silo gets, as a table and as a picture."""
     from consilium.research.simulate import partition_plot
     from coordinator.config.hydra_config import compose_spec
 

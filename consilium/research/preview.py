@@ -58,23 +58,27 @@ def preview(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Settings of the run, such as privacy=dp_record privacy.epsilon=4.")
     ] = None,
-    sizes: Annotated[str | None, typer.Option(help="Declared sizes, one per hospital, such as 300,250,120.")] = None,
-    online: Annotated[bool, typer.Option("--online", help="Use the sizes that the hospitals online declare.")] = False,
+    sizes: Annotated[
+        str | None, typer.Option(help="Declared numbers of training examples, one per hospital, such as 300,250,120.")
+    ] = None,
+    online: Annotated[
+        bool, typer.Option("--online", help="Use the sizes that the connected hospitals declare.")
+    ] = False,
     data_root: Annotated[Path | None, typer.Option(help="Folder that holds the data sets.")] = None,
     expected: Annotated[
         int,
         typer.Option(
-            "--expect", help="Also simulate it N times on data of this machine, and show the accuracies.", min=0
+            "--expect", help="Also simulate the run N times with data on this machine, and show the accuracies.", min=0
         ),
     ] = 0,
     *,
     home: Place,
 ) -> CommandResult:
-    """Show what a run would cost each hospital, before anyone starts: its epsilon, and the noise that this takes.
+    """Show what a run would cost each hospital before it starts: the epsilon it spends, and the noise it adds.
 
-    A run of several rounds keeps a reserve (privacy.reserve_rounds) to repeat a round after a crash. "epsilon" is spent
-    if nothing is repeated, "with reserve" if all of the reserve is used. The ledgers stop the run at the
-    requested epsilon.
+    A run of several rounds keeps a reserve (privacy.reserve_rounds) to repeat a round after a crash.
+    The column "epsilon" is what the run spends if no round is repeated, "with reserve" if the whole reserve is used.
+    The ledgers stop the run at the requested epsilon.
 
     --expect 3 simulates the run three times and shows the range of accuracies. It needs data on this machine, such as a
     public set like the hospitals' own (data=folder data.path=... federation=p5c2).

@@ -31,9 +31,10 @@ _HEADS_CHARS = 40
 
 @command
 def compare(runs: Runs, home: Place) -> CommandResult:
-    """Show runs side by side: their configurations, what their models reached, and which differ by more than chance.
+    """Show runs side by side: their configurations, their scores, and which scores differ by more than chance.
 
-    Only last evaluations (as in `show`) at the same hospitals, with the same number of test images, are compared.
+    Only the last evaluations (as in `show`) are compared, and only if they have the same hospitals and the same number
+    of test images.
     """
     comparison = compare_runs([ComparedRun.of(detail) for detail in _details(home, runs)])
     return CommandResult(comparison_json(comparison), _compared(comparison))
@@ -95,7 +96,7 @@ def plot(
     *,
     home: Place,
 ) -> CommandResult:
-    """Draw the curves of runs into one picture. What noise hides is a gap."""
+    """Draw the curves of runs into one picture. A curve has a gap where noise hides the value."""
     from consilium.research import plots
 
     drawn = plots.plot(_details(home, runs), measure or (), out)

@@ -23,7 +23,7 @@ Bind = Annotated[
     typer.Option(
         "--bind",
         metavar="HOST:PORT",
-        help="Loopback address to listen on. Default: one of its own, and any free port.",
+        help="Loopback address to listen on. Default: an address of its own, and any free port.",
     ),
 ]
 Browser = Annotated[

@@ -29,7 +29,9 @@ from service_core.pki.offline_signing import Admission, SigningRequest
 from service_core.pki.roster import Roster
 from service_core.storage import private_files
 
-Out = Annotated[Path | None, typer.Option(help="Output file; default NAME.admission or roster.admission here.")]
+Out = Annotated[
+    Path | None, typer.Option(help="Output file. Default: NAME.admission or roster.admission in the current folder.")
+]
 
 ca = typer.Typer(
     no_args_is_help=True,
@@ -54,9 +56,10 @@ def _read(file: Path) -> str:
 @ca.command()
 @command
 def service(
-    out: Annotated[Path, typer.Option(help="Folder to write; it becomes HOME/pki of the service.")], home: SigningPlace
+    out: Annotated[Path, typer.Option(help="Folder to write. Copy it to the service's machine as HOME/pki.")],
+    home: SigningPlace,
 ) -> CommandResult:
-    """Write the files for the service's machine, without the authority's key, with a new certificate each time."""
+    """Write the files for the service's machine: a new certificate, but not the authority's key."""
     with _authority(home) as (authority, _, _):
         authority.write_service(out)
         fingerprint = authority.fingerprint()
@@ -75,7 +78,7 @@ def sign(
     *,
     home: SigningPlace,
 ) -> CommandResult:
-    """Certify a hospital's key. The answer goes to the hospital, and to the service (`coordinator ca admit`)."""
+    """Certify a hospital's key. Give the file it writes to the hospital and to the service (`coordinator ca admit`)."""
     with _authority(home) as (authority, members, _):
         answer = sign_request(authority, members, name, SigningRequest.from_json(_read(request)))
     return _written(answer, out or Path(f"{name}.admission"))
@@ -101,9 +104,9 @@ def change_passphrase(
     *,
     home: SigningPlace,
 ) -> CommandResult:
-    """Change or set the passphrase of the authority's key; without a file or variable it is asked for.
+    """Set or change the passphrase of the authority's key. Without a file or variable the command asks for it.
 
-    Restart a running service, which needs the new passphrase.
+    Then restart a running service, because it needs the new passphrase.
     """
     authority = Authority.open(home)
     authority.unlock()
@@ -129,7 +132,7 @@ def admit(
     file: Annotated[Path, typer.Argument(help="The file that `coordinator ca sign` or `ca roster` wrote.")],
     home: Place,
 ) -> CommandResult:
-    """Import what the authority signed into the service on this machine; also while it runs."""
+    """Import a file that the authority signed into the service on this machine, also while the service runs."""
     with _authority(home) as (_, _, store):
         admitted: Roster = import_roster(home, store, Admission.from_json(_read(file)))
     names = [member.name for member in admitted.members]
@@ -199,7 +202,7 @@ def revoke(
     *,
     home: Place,
 ) -> CommandResult:
-    """Exclude a lead: its open watches end within seconds, and its runs continue."""
+    """Exclude a lead. Its open `watch` commands end within seconds; its runs continue."""
     with _opened(home) as store:
         of_home = Leads(home, store)
         of_home.revoke(name, reason)

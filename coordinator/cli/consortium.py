@@ -137,7 +137,7 @@ def revoke(
     *,
     home: Place,
 ) -> CommandResult:
-    """Exclude a hospital: from its next call on, and within 5 s from its open streams. Others are not affected."""
+    """Exclude a hospital from its next call on; its open connections end within 5 s."""
     Authority.open(home)
     with closing(CoordinatorStore(home)) as store:
         Membership(home, store).revoke(name, reason)
@@ -155,7 +155,8 @@ def serve(
             "--round-trip",
             metavar="MS",
             min=0,
-            help="Longest round trip to a hospital, in ms: from 8 on, one upload needs more memory to fill 1 Gbit/s.",
+            help="Longest network round trip to a hospital, in ms. From 8 ms on, the service uses more memory per "
+            "upload to reach 1 Gbit/s.",
         ),
     ] = 0.0,
     log_format: LogFormatOption = None,

@@ -24,7 +24,7 @@ def logs(
     home: Place,
     client: Client,
 ) -> None:
-    """Show a run's history, oldest first: its events, and the lines of the audit log that name it."""
+    """Show a run's history, oldest first: its events and its lines in the audit log."""
     rounds = client.show(run).info.rounds
     if follow:
         silent_from_now()

@@ -34,7 +34,9 @@ def evaluate(
     model: Annotated[str, typer.Argument(help="A run's id or name, `latest`, or a file of weights (./FILE).")],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="For a file: settings that it does not contain, such as data=folder model=resnet18."),
+        typer.Argument(
+            help="If you measure a file: settings that it does not contain, such as data=folder model=resnet18."
+        ),
     ] = None,
     on: Annotated[
         str, typer.Option("--on", metavar="all|NAMES", help="Hospitals to ask: all, or names separated by commas.")
@@ -43,7 +45,7 @@ def evaluate(
         bool,
         typer.Option(
             "--by-hospital",
-            help="Ask each hospital to show its own results; needs a run without masks.",
+            help="Ask each hospital to show its own results. This needs a run without secure aggregation.",
         ),
     ] = False,
     beside: Annotated[
@@ -51,8 +53,8 @@ def evaluate(
         typer.Option(
             "--beside",
             metavar="RUN",
-            help="Also measure the last model of this run on the same images; of method=local each hospital's local "
-            "model.",
+            help="Also measure the last model of this run on the same images. For a run of method=local, each "
+            "hospital measures its own local model.",
         ),
     ] = None,
     detach: Annotated[bool, typer.Option(help="Submit and return; follow it later with `watch`.")] = False,
@@ -63,7 +65,8 @@ def evaluate(
 ) -> CommandResult:
     """Measure a stored or exported model at the hospitals. Only correct answers and scores are sent, no update.
 
-    It is a run without rounds: hospitals admit it by the same policy, and `show`, `compare` and the page show it.
+    An evaluation is a run without training rounds: each hospital's policy decides about it, and `show`, `compare` and
+    the page show its results.
     """
     from fl_core.extensions import loading
 

@@ -59,7 +59,8 @@ def _referenced(database: Path) -> set[str]:
 def backup(
     target: BackupFolder,
     authority_key: Annotated[
-        bool, typer.Option("--with-authority-key", help="Copy pki/ca.key as well: its owner can admit anybody.")
+        bool,
+        typer.Option("--with-authority-key", help="Also copy pki/ca.key. Anybody who has this key can admit members."),
     ] = False,
     *,
     home: Place,
@@ -135,7 +136,7 @@ Bind = Annotated[str, typer.Option(help="The address that `coordinator serve` wi
 def doctor(bind: Bind = "0.0.0.0:8443", *, home: AnyPlace) -> CommandResult:
     """Check what may keep the service from working; changes nothing. Exit status 1 if there is a problem.
 
-    Checks versions, clock, disk, modes of files, database, certificates, the port, the proxy, and the way to the
+    Checks versions, clock, disk, file permissions, database, certificates, port and proxy, and the connection to the
     service if it runs.
     """
     return checks.report(checks.run_checks(_Coordinator(home, bind).checks()))

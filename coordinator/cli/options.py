@@ -21,7 +21,7 @@ Home = Annotated[
     ),
 ]
 LogFormatOption = Annotated[
-    LogFormat | None, typer.Option("--log-format", help=f"One line per event, as text or JSON; default ${VARIABLE}.")
+    LogFormat | None, typer.Option("--log-format", help=f"Format of log lines: text or JSON. Default: ${VARIABLE}.")
 ]
 MetricsOption = Annotated[
     str | None,
@@ -35,7 +35,7 @@ Extensions = Annotated[
     list[str] | None,
     typer.Option(
         "--extension",
-        help="An installed distribution whose methods, models and data runs may use.",
+        help="An installed package whose methods, models and data runs may use.",
         rich_help_panel=COMMON,
     ),
 ]

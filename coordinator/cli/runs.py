@@ -54,7 +54,8 @@ def run(
         typer.Option(
             "--from",
             metavar="RUN",
-            help="Start from the last model of this run, with its configuration and the present hospitals.",
+            help="Start from the last model of this run, with its configuration and the hospitals that are connected "
+            "now.",
         ),
     ] = None,
     detach: Annotated[bool, typer.Option(help="Submit and return; follow it later with `watch`.")] = False,
@@ -107,7 +108,7 @@ def _listed(manifest: str) -> str:
 
 @command
 def watch(run: Run = "latest", tracker: Trackers = None, as_json: Json = False, *, client: Client) -> CommandResult:
-    """Follow a run, also after an interrupted `run`; ends with the run. Closed rounds are shown again."""
+    """Follow a run until it ends, for instance after an interrupted `run`. Closed rounds are shown again."""
     if not tracker:
         return _follow(client, run, as_json)
     info = client.show(run).info
@@ -213,7 +214,7 @@ def abort(run: Run, client: Client) -> CommandResult:
 def resume(
     run: Run,
     quorum: Annotated[
-        int, typer.Option(help="Number of updates that close a round from now on; 0 keeps the current one.")
+        int, typer.Option(help="Number of updates that close a round from now on. 0 keeps the current number.")
     ] = 0,
     detach: Annotated[bool, typer.Option(help="Resume and return; follow it later with `watch`.")] = False,
     as_json: Json = False,
@@ -241,7 +242,7 @@ def exclude(
     *,
     client: Client,
 ) -> CommandResult:
-    """Exclude a hospital: it is no longer awaited, nor asked in further rounds. The quorum stays."""
+    """Exclude a hospital: the run no longer waits for it and sends it no further tasks. The quorum stays."""
     return _reply(client.exclude(run, silo, readmit))
 
 
@@ -252,11 +253,10 @@ def withdraw(
     *,
     client: Client,
 ) -> CommandResult:
-    """Remove a hospital's data from the models: exactly if sums allow it; otherwise name the runs to train anew.
+    """Remove a hospital's data from the models. Runs that must be trained again are named.
 
-    The sums of `analytic` are exact: without the hospital's part, the model equals that of a run that never had the
-    hospital. For this the hospital sends its sums once more, from the same records. Run the command again to see
-    progress.
+    With `analytic`, removal is exact: the new model equals that of a run without the hospital. For this the hospital
+    sends its sums once more, from the same records. Run the command again to see progress.
     """
     return CommandResult(*withdrawn(client, silo, preview))
 

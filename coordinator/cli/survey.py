@@ -43,7 +43,8 @@ def survey(
     by_hospital: Annotated[
         bool,
         typer.Option(
-            "--by-hospital", help="Keep each hospital's answers separate, where policies allow it; not with masks."
+            "--by-hospital",
+            help="Show each hospital's answers separately, if policies allow it. Not with secure aggregation.",
         ),
     ] = False,
     as_json: Json = False,
@@ -52,8 +53,8 @@ def survey(
 ) -> CommandResult:
     """Ask hospitals for counts of their records: classes, patients, sizes, ages. Each hospital decides per question.
 
-    A hospital whose policy.toml allows no questions ([survey] allow) is not asked. Numbers of fewer than 10 patients
-    are suppressed. With privacy=dp_record, numbers are noisy, and each hospital's ledger is charged for them once.
+    Hospitals whose policy.toml allows no questions ([survey] allow) are left out. Counts of fewer than 10 patients are
+    suppressed. With privacy=dp_record, counts have noise, and each hospital's ledger is charged for them once.
     """
     from coordinator.lead.surveys import fetched
 

@@ -36,18 +36,23 @@ Follow = Annotated[bool, typer.Option("--follow", help="Keep printing new lines 
 Against = Annotated[
     Path | None,
     typer.Option(
-        "--against", help="The other side's heads of this log: output of `log show --what head --json` there."
+        "--against",
+        help="A file from the other side with its copies of this log's last line: the output of `log show "
+        "--what head --json` there.",
     ),
 ]
 Archived = Annotated[
-    bool, typer.Option("--archived", help="Start at the first line that is left: older files of 0.1.0 were moved away.")
+    bool,
+    typer.Option(
+        "--archived", help="Start at the first line that still exists, if old files of version 0.1.0 were moved away."
+    ),
 ]
 Restored = Annotated[
     list[int] | None,
     typer.Option(
         "--restored",
-        help="The line that `restore` printed. Lines that it lost are then accepted, though the other side holds their "
-        "heads. May be repeated.",
+        help="The line number that `restore` printed. Lines lost by that restore are then accepted as missing. May be "
+        "repeated.",
         metavar="LINE",
     ),
 ]
@@ -102,10 +107,10 @@ def make_app(side: Callable[[Path | None], LogOwner], help: str) -> typer.Typer:
         restored: Restored = None,
         home: Home = None,
     ) -> CommandResult:
-        """Check that no line was edited, removed or moved; else exit status 1, and the first such line.
+        """Check that no line was edited, removed or moved. If one was, it is named, and the exit status is 1.
 
-        Whoever can write here can also replace the whole log. --against finds this too: the other side keeps signed
-        heads of this log.
+        Somebody who can write to this folder can also replace the whole log. Use --against to detect that: the other
+        side keeps signed copies of this log's last line.
         """
         log_side = side(home)
         heads = [] if against is None else heads_in(against, log_side.identity(), log_side.authority_pem())

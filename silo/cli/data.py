@@ -36,7 +36,7 @@ def check(
     data_root: DataRootOption = None,
     classes: Classes = None,
     window: Annotated[
-        str | None, typer.Option("--window", help="Window CENTRE,WIDTH of DICOM grey values, as in the run.")
+        str | None, typer.Option("--window", help="Window of DICOM grey values as CENTRE,WIDTH, as in the run.")
     ] = None,
     deep: Annotated[
         bool, typer.Option("--deep/--no-deep", help="Decode every image completely, and compare all of them.")
@@ -45,17 +45,18 @@ def check(
         bool,
         typer.Option(
             "--write-labels",
-            help="Write a labels.toml beside the data, with a line to fill in for each name that is none of --classes.",
+            help="Write a labels.toml into the data's folder, with a line to fill in for each label that is not in "
+            "--classes.",
         ),
     ] = False,
     as_json: Json = False,
     *,
     home: AnyHome,
 ) -> None:
-    """Look for everything that would stop a run; exit status 2 when something would.
+    """Look for everything that would stop a run. The exit status is 2 if there is such a problem.
 
-    Broken images, bad rows, unknown classes, the same pixels in train and test. Shown as well: what is not read,
-    classes without images, images stored twice.
+    It finds broken images, bad rows, unknown classes, and the same pixels in train and test. It also lists files that
+    are not read, classes without images, and images that are stored twice.
     """
     from fl_core import datasets
     from silo.pacs.mirror import resolved
@@ -129,11 +130,11 @@ def describe(
 @data.command()
 @command
 def fetch(reference: Reference, *, home: SiloHome) -> CommandResult:
-    """List the images of a PACS, or of a folder with labels in a table, and say what is left out.
+    """List the images of a PACS, or of a folder with labels in a table, and what is left out.
 
-    What is new in a PACS is fetched into the home.
+    New images of a PACS are fetched into the home.
 
-    Before the first check or registration; a service fetches by itself.
+    Run it before the first `data check` or `ledger register`. A running service fetches by itself.
     """
     from privacy.policy_terms import REQUIRED
     from silo.admission import policy_in_force

@@ -46,11 +46,11 @@ def show_ledger(
     *,
     home: SiloHome,
 ) -> CommandResult:
-    """Show what is spent of each collection's budget, by two accountants.
+    """Show how much of each collection's budget is spent, computed in two ways.
 
-    epsilon is for adding or removing one unit; for replacing one it is twice that. It holds for private runs: beside it
-    stands how many updates of the same records left this home without privacy. The JSON object has all entries with
-    their mechanisms, from which anybody can compute the same numbers.
+    Epsilon is for adding or removing one unit; for replacing a unit it is twice that. It covers private runs only, so
+    the number of updates that left this home without privacy is shown, too. The JSON output has all entries with their
+    mechanisms, so that you can compute the same numbers.
     """
     from silo.reports.spending import unprotected
 
@@ -86,7 +86,8 @@ def _unprotected_updates(home: Home) -> list[UnprotectedUpdate]:
 def verify(home: SiloHome) -> CommandResult:
     """Recompute the ledger from its events, and name every table, view, trigger or unit that differs.
 
-    Events are checked under the ledger's key, and against what others have signed for: nothing may be missing.
+    Events are checked with the ledger's key, and against the signed records of the coordinator and other hospitals, so
+    that missing events are found.
     """
     ledger, seen = _ledger(home), _seen(home)
     count, head = ledger.verify(seen), ledger.head()
@@ -104,17 +105,17 @@ def register(
     *,
     home: SiloHome,
 ) -> CommandResult:
-    """Register data in the ledger: before the first private run, and again whenever records came or went.
+    """Register data in the ledger, before the first private run and again whenever records are added or removed.
 
     The training and the test records become two collections, NAME/train and NAME/test. The collection `hospital`
     contains all data under all names; runs with silo-level privacy are charged to it. A new version keeps the budget
     and the spending of its collection. Patients are stored as keyed digests only.
 
     A record is identified by its decoded pixels and the name of its group. Renaming files, appending bytes, lossless
-    conversion, new labels or new groups make no new record; registering one under another NAME is refused. The limit:
-    an image that was re-encoded with loss, cropped or resized has other pixels and counts as new, with a budget of its
-    own. So use one NAME per population of patients, whatever files contain them; name groups (patients) wherever known,
-    always under the same names; register the originals, and serve derived files under their NAME only.
+    conversion, new labels or new groups make no new record; registering one under another NAME is refused. But an image
+    that was re-encoded with loss, cropped or resized has other pixels, so it counts as a new record with a budget of
+    its own. So use one NAME for all data of the same patients. Name groups (patients) wherever they are known, and
+    always in the same way. Register the original files, and serve derived files under the same NAME.
     """
     from fl_core import datasets
     from privacy.ledger import registration
@@ -139,22 +140,22 @@ def register(
 @command
 def set_budget(
     collection: Annotated[str, typer.Argument(help="NAME/train, NAME/test or hospital; NAME alone: both splits.")],
-    epsilon: Annotated[float, typer.Option("--epsilon", help="Total epsilon of all runs, for ever.")],
+    epsilon: Annotated[float, typer.Option("--epsilon", help="Total epsilon of all runs, without a time limit.")],
     delta: Annotated[float, typer.Option("--delta", help="Total delta, less than 1 / (10 x number of units).")],
     reason: Annotated[str, typer.Option("--reason", help="The reason, for the record.")],
     operator: Annotated[str | None, typer.Option("--operator", help="Who decides. Default: the current user.")] = None,
     filter: Annotated[
         FilterName | None,
-        typer.Option("--filter", help="How spending is counted. Default: as before; auto for the first budget."),
+        typer.Option("--filter", help="How spending is counted. Default: unchanged; `auto` for the first budget."),
     ] = None,
     *,
     home: SiloHome,
 ) -> CommandResult:
-    """Set the budget of a collection. The newest budget is in force; what was spent stays spent.
+    """Set the budget of a collection. It replaces an earlier budget; what was spent stays spent.
 
-    --filter gaussian counts releases over all records (analytic, surveys, evaluations, prototypes alone) exactly, and
-    refuses training by steps over samples. renyi admits both, and makes releases over all records 6 to 9 % noisier.
-    auto lets the first private run decide.
+    `--filter gaussian` counts releases over all records (analytic, surveys, evaluations, prototypes alone) exactly, but
+    refuses training in steps over samples. `renyi` allows both, but releases over all records need 6 to 9 % more noise.
+    With `auto` the first private run decides.
     """
     if not (epsilon > 0 and 0 < delta < 1e-3):
         raise ConfigError("E-PRIV-20", f"expected epsilon > 0 and 0 < delta < 0.001, found {epsilon} and {delta}")
@@ -174,7 +175,7 @@ def release(
     *,
     home: SiloHome,
 ) -> CommandResult:
-    """Return a reserved charge that was never started. Run it while the service is stopped, before the next start."""
+    """Return a charge that was reserved for a task that never started. Run this while the service is stopped."""
     ledger = _ledger(home)
     with home.locked():
         ledger.release_unused(entry)
@@ -185,18 +186,19 @@ def release(
 @command
 def restore(
     acknowledge: Annotated[
-        bool, typer.Option("--acknowledge-spend", help="Confirm that the most that may be missing is charged.")
+        bool,
+        typer.Option("--acknowledge-spend", help="Confirm that the largest amount that may be missing is charged."),
     ] = False,
     operator: Annotated[str | None, typer.Option("--operator", help="Who decides. Default: the current user.")] = None,
     *,
     home: SiloHome,
 ) -> CommandResult:
-    """Continue with an older copy of the ledger when the newest is lost, charging the most that may be missing.
+    """Continue with an older copy of the ledger if the newest is lost; the most that may be missing is charged.
 
-    Spending that others have signed for is charged exactly, from the sealed figures that were sent with it. For later
-    rounds, every collection is charged its most expensive entry, as often as a round may be tried. Without figures, or
-    without the key that opens them, each collection loses its whole budget. Later receipts state how often this was
-    done.
+    Spending up to the last state that the coordinator or other hospitals have on record is charged exactly, from
+    encrypted amounts in that record. For later rounds, every collection is charged its most expensive entry, as often
+    as a round may be tried. Without these amounts, or without the key to decrypt them, each collection loses its whole
+    budget. Later receipts state how often a restore was done.
     """
     from privacy.ledger.ledger import Ledger
     from privacy.ledger.recovery import SeenHead, charge_unknown_spending
@@ -224,15 +226,15 @@ def restore(
 @command
 def place_ledger(
     path: Annotated[Path | None, typer.Argument(help="The ledger's file. Default: show where it is.")] = None,
-    key: Annotated[Path | None, typer.Option("--key", help="The key's file. Default: beside the ledger.")] = None,
+    key: Annotated[Path | None, typer.Option("--key", help="The key's file. Default: in the ledger's folder.")] = None,
     *,
     home: SiloHome,
 ) -> CommandResult:
-    """Show or set where the ledger and its key lie: one ledger for all homes of a hospital, or a key on another disk.
+    """Show or set where the ledger and its key are: a ledger that several homes share, or a key on another disk.
 
     A hospital in several consortia has a home for each. Their runs share one budget only if all homes name one ledger,
-    on one machine. The files are not moved: move them first, with no service running. CONSILIUM_SILO_LEDGER and
-    CONSILIUM_SILO_LEDGER_KEY override this setting.
+    on one machine. This command does not move the files: move them first, while no service runs. CONSILIUM_SILO_LEDGER
+    and CONSILIUM_SILO_LEDGER_KEY override this setting.
     """
     if path is not None or key is not None:
         with home.make().locked():

@@ -32,7 +32,9 @@ def join(
     ] = None,
     fingerprint: Annotated[
         str | None,
-        typer.Option("--authority", help="The authority's fingerprint, from the lead; any other is refused."),
+        typer.Option(
+            "--authority", help="The authority's fingerprint, from the lead. A different authority is refused."
+        ),
     ] = None,
     again: Annotated[
         bool, typer.Option("--again", help="Create a new key although this home has a certificate.")
@@ -40,9 +42,9 @@ def join(
     *,
     home: SiloHome,
 ) -> CommandResult:
-    """Join: create a key that never leaves this machine, and have the coordinator certify it.
+    """Join a consortium: create a key that never leaves this machine, and have the coordinator certify it.
 
-    The lead issues the invitation (coordinator invite NAME). Repeat an interrupted join.
+    The lead creates the invitation (coordinator invite NAME). If the command is interrupted, run it again.
     """
     if [token, token_file, signed].count(None) != 2:
         raise ConfigError("E-CFG-02", "expected a TOKEN, --token-file FILE or --signed FILE: give one of them")
@@ -84,9 +86,9 @@ def join(
 def request(
     out: Annotated[Path, typer.Option("--out", help="The file to write, for the lead.")], home: SiloHome
 ) -> CommandResult:
-    """Create a key that never leaves this machine, and a certificate request to be carried by hand.
+    """Create a key that never leaves this machine, and a file with a certificate request.
 
-    For consortia whose authority is offline: the lead answers with a file for `silo join --signed`.
+    Use it if the consortium's authority is offline. The lead answers with a file for `silo join --signed`.
     """
     from silo.service.enrolment import write_request
 
@@ -97,7 +99,7 @@ def request(
 
 @command
 def fingerprint(home: SiloHome) -> CommandResult:
-    """Show the fingerprints that two hospitals compare by voice: this hospital's, the authority's, and every peer's."""
+    """Show the fingerprints of this hospital, the authority and every member, to compare them by telephone."""
     identity = SiloIdentity(home.path)
     certificate, authority = identity.load(), identity.ca_fingerprint()
     accepted = {name: identity_of(pem).fingerprint for name, pem in sorted(identity.peers().items())}
@@ -128,7 +130,7 @@ peers = typer.Typer(no_args_is_help=True, help="The other hospitals: accepted ke
 @peers.command("show")
 @command
 def show_peers(home: SiloHome) -> CommandResult:
-    """Show every member of the roster, its key's fingerprint, and whether this hospital accepted and confirmed it."""
+    """Show every member, the fingerprint of its key, and whether this hospital accepted and confirmed the key."""
     pins = SiloIdentity(home.path).pins()
     confirmed = pins.confirmed()
     accepted = {name: identity_of(pem).fingerprint for name, pem in sorted(pins.accepted().items())}
@@ -145,14 +147,15 @@ def show_peers(home: SiloHome) -> CommandResult:
 def accept(
     name: Annotated[str, typer.Argument(help="The silo's name in `silo peers show`.")],
     fingerprint: Annotated[
-        str, typer.Argument(help="Its fingerprint, read out by that hospital from its own machine.")
+        str, typer.Argument(help="The fingerprint of its key, as that hospital reads it out from its own machine.")
     ],
     home: SiloHome,
 ) -> CommandResult:
-    """Confirm a member's key by its fingerprint, and accept the key if it was not accepted yet.
+    """Confirm a member's key by its fingerprint. This also accepts a key that waits for consent.
 
-    Not accepted yet are a new member's key, if the policy says so, and a changed key without proof of the change. The
-    confirmation covers this key and its renewals. A running `silo serve` applies it at once.
+    Keys wait for consent if they belong to a new member and the policy requires it, or if they changed without a
+    signature of the old key. The confirmation covers this key and its renewals. A running `silo serve` applies it at
+    once.
     """
     digest = fingerprint.replace(":", "").strip().lower()
     if len(digest) != 64 or set(digest) - set("0123456789abcdef"):

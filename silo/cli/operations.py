@@ -59,7 +59,7 @@ def _referenced(database: Path) -> set[str]:
 def backup(
     target: BackupFolder,
     ledger_key: Annotated[
-        bool, typer.Option("--with-ledger-key", help="Copy the ledger's key as well; better keep it apart.")
+        bool, typer.Option("--with-ledger-key", help="Also copy the ledger's key. It is safer to keep it elsewhere.")
     ] = False,
     *,
     home: SiloHome,
@@ -140,7 +140,7 @@ def doctor(
     ] = None,
     data_root: DataRootOption = None,
     classes: Annotated[
-        str | None, typer.Option("--classes", help="The label space, if the data need it.", metavar="A,B,...")
+        str | None, typer.Option("--classes", help="The classes, if the data do not define them.", metavar="A,B,...")
     ] = None,
     device: Annotated[
         str | None, typer.Option("--device", help="Also check this device: cpu, cuda, cuda:N or auto.")
@@ -148,7 +148,8 @@ def doctor(
     token_file: Annotated[
         Path | None,
         typer.Option(
-            "--token-file", help="Before joining: test the connection with this invitation; - reads standard input."
+            "--token-file",
+            help="Before joining: a file with an invitation, to test the connection; - reads standard input.",
         ),
     ] = None,
     *,
@@ -156,8 +157,8 @@ def doctor(
 ) -> CommandResult:
     """Check what may keep this hospital from taking part; changes nothing. Exit status 1 if there is a problem.
 
-    Checks versions, clock, disk, modes of files, certificate, database, the way to the coordinator, policy and ledger;
-    before joining, those that exist already. It can run beside the service.
+    Checks versions, clock, disk, file permissions, certificate, database, the connection to the coordinator, policy and
+    ledger. Before joining, it checks what exists already. It can run while the service runs.
     """
     from silo.operations.doctor import Examination
 

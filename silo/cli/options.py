@@ -62,7 +62,7 @@ LogFormatOption = Annotated[
     LogFormat | None,
     typer.Option(
         "--log-format",
-        help=f"Log to standard error instead, as text or JSON. Default: ${VARIABLE}.",
+        help=f"Log to standard error, as text or JSON, instead of showing progress. Default: ${VARIABLE}.",
         rich_help_panel=RARE,
     ),
 ]
@@ -79,7 +79,7 @@ MetricsBudgetsOption = Annotated[
     bool,
     typer.Option(
         "--metrics-budgets",
-        help="With --metrics: also each budget's spending, visible to everybody on this machine.",
+        help="With --metrics: also show how much of each budget is spent. Everybody on this machine can read it.",
         rich_help_panel=RARE,
     ),
 ]
@@ -87,7 +87,7 @@ AnswerAfterOption = Annotated[
     float,
     typer.Option(
         "--answer-after",
-        help="Send answers of private runs only at multiples of so many seconds of training.",
+        help="In private runs, send answers only at multiples of this many seconds of training.",
         rich_help_panel=RARE,
     ),
 ]
@@ -103,13 +103,14 @@ DataRootOption = Annotated[
 
 Classes = Annotated[
     str | None,
-    typer.Option("--classes", help="The run's label space, in order, for instance nevus,melanoma.", metavar="A,B,..."),
+    typer.Option("--classes", help="The run's classes, in its order, for instance nevus,melanoma.", metavar="A,B,..."),
 ]
 ImageCacheOption = Annotated[
     float,
     typer.Option(
         "--image-cache",
-        help="GiB of decoded images to cache in the home while the service runs; 0: none.",
+        help="Size of the cache of decoded images in the home, in GiB; 0: no cache. It is deleted when the service "
+        "stops.",
         rich_help_panel=RARE,
     ),
 ]
@@ -117,7 +118,7 @@ FeatureCacheOption = Annotated[
     float,
     typer.Option(
         "--feature-cache",
-        help="GiB of features of frozen models to cache in the home; 0: refuse such runs.",
+        help="Size of the cache of features of frozen models in the home, in GiB; 0: refuse runs that need it.",
         rich_help_panel=RARE,
     ),
 ]
@@ -125,8 +126,9 @@ LauncherOption = Annotated[
     str,
     typer.Option(
         "--launcher",
-        help="What starts the worker, which reads images: local, 'slurm --partition=gpu' with options of srun, or "
-        "'command podman run -i ... {worker}' with any template (docs/operations/launchers.md).",
+        help="How to start the worker process, which reads images: local, 'slurm OPTIONS' with options of srun, or "
+        "'command ...' with your own command, such as 'command podman run -i ... {worker}' "
+        "(docs/operations/launchers.md).",
         metavar="LAUNCHER",
         rich_help_panel=RARE,
     ),
@@ -135,14 +137,16 @@ ProcessesOption = Annotated[
     int,
     typer.Option(
         "--processes",
-        help="Processes that share the steps of training, each on its own GPU if --device is one.",
+        help="Number of processes that share each training step. If --device is a GPU, each uses its own GPU.",
         rich_help_panel=RARE,
     ),
 ]
 PulseFloorOption = Annotated[
     float,
     typer.Option(
-        "--pulse-floor", help="Minimum seconds between pulses, whatever the coordinator asks for.", rich_help_panel=RARE
+        "--pulse-floor",
+        help="Minimum seconds between heartbeats, even if the coordinator asks for less.",
+        rich_help_panel=RARE,
     ),
 ]
 

@@ -22,7 +22,7 @@ app = typer.Typer(no_args_is_help=True, help="The hospital's policy: policy.toml
 @app.command("show")
 @command
 def show_policy(home: SiloHome) -> CommandResult:
-    """Show the policy in force, and its digest, which is sent with every update."""
+    """Show the current policy and its digest. The digest is sent with every update."""
     from silo.admission.policy_in_force import in_force
 
     policy = in_force(home)
@@ -61,7 +61,7 @@ def check(
     *,
     home: SiloHome,
 ) -> CommandResult:
-    """Check the policy for errors that would refuse all runs, or all private ones; exit status 1 if there are any."""
+    """Check the policy for errors that would refuse all runs, or all private runs; then the exit status is 1."""
     from privacy.policy import Policy, closed
     from silo.admission.policy_in_force import in_force
 
@@ -84,7 +84,7 @@ def check(
 def approve(
     run: Annotated[
         str | None,
-        typer.Argument(help="A run's id or name, or `latest` if only one waits. Default: list all."),
+        typer.Argument(help="A run's id or name, or `latest` if only one waits. Default: list all waiting runs."),
     ] = None,
     deny: Annotated[bool, typer.Option("--deny", help="Deny the run instead.")] = False,
     *,
@@ -92,8 +92,8 @@ def approve(
 ) -> CommandResult:
     """Decide about a run that waits for this hospital, if its policy says approve = "by hand".
 
-    A decision is for one manifest: a run that changes asks again. The cost of a waiting run is shown as an upper bound
-    over all its rounds.
+    A decision holds for one manifest: a run that changes asks again. The cost that is shown for a waiting run is an
+    upper bound over all its rounds.
     """
     from silo.reports.questions import PendingDecision, PolicyAndLedger
 

@@ -44,20 +44,19 @@ def serve(
         float | None,
         typer.Option(
             "--nominal-size",
-            help="Number of training examples or patients to declare. Default: the true number, rounded up.",
+            help="Number of training examples (or patients) to declare to the coordinator. Default: the true number, "
+            "rounded up.",
         ),
     ] = None,
     holds: Annotated[
         str | None,
         typer.Option(
             "--holds",
-            help="Classes A,B,... to declare to the coordinator: a round waits longer for the only hospital with a "
-            "class, and a private run must include all of them, unless [privacy] labels says more.",
+            help="Classes A,B,... to declare to the coordinator. A round waits longer for the only hospital with a "
+            "class. A private run must include all declared classes, unless [privacy] labels in the policy lists more.",
         ),
     ] = None,
-    no_prototypes: Annotated[
-        bool, typer.Option("--no-prototypes", help="Never submit class prototypes to any run.")
-    ] = False,
+    no_prototypes: Annotated[bool, typer.Option("--no-prototypes", help="Send class prototypes to no run.")] = False,
     answer_after: AnswerAfterOption = 0.0,
     pulse_floor: PulseFloorOption = 1.0,
     image_cache: ImageCacheOption = 4.0,
@@ -74,8 +73,8 @@ def serve(
 ) -> None:
     """Take part in runs until stopped.
 
-    Ctrl-C or SIGTERM ends in good order: a running upload is finished, training is handed back, finished work stays on
-    disk. A second one ends at once. Image size, label space and schedule come from each run's manifest.
+    After Ctrl-C or SIGTERM, a running upload is finished, training stops and is repeated later, and finished work stays
+    on disk. A second Ctrl-C ends the service at once. Image size, classes and schedule come from each run's manifest.
     """
     startup.end_on_interrupt()
     from silo.cli import foreground

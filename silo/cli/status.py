@@ -27,9 +27,9 @@ Json = Mapping[str, object]
 
 @command
 def status(home: SiloHome) -> CommandResult:
-    """Show identity, connection, outbox, and this hospital's measurements of the models that it received.
+    """Show the identity, the connection, unsent updates, and how well received models do on this hospital's images.
 
-    The measurements are shown only here, unless the policy lets runs show them ([evaluation] by_hospital).
+    Nobody else sees these measurements, unless the policy allows it ([evaluation] by_hospital).
     """
     identity = SiloIdentity(home.path)
     certificate, addresses = identity.load(), [str(address) for address in home.addresses()]

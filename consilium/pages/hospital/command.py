@@ -21,7 +21,8 @@ def page(
     bind: Bind = None,
     browser: Browser = True,
     audit: Annotated[
-        Path | None, typer.Option("--audit", help="Also show what `silo audit --out FOLDER` wrote.", metavar="FOLDER")
+        Path | None,
+        typer.Option("--audit", help="Also show the results that `silo audit --out FOLDER` wrote.", metavar="FOLDER"),
     ] = None,
     as_json: Json = False,
     *,
@@ -29,8 +30,8 @@ def page(
 ) -> None:
     """Show this hospital's page until Ctrl-C: what leaves it, what was spent, and what waits for a decision.
 
-    It works beside a running service and without one. Only this user of this machine reaches it: through a link that
-    works once, within ten minutes; the file always holds a fresh one. Everything that its buttons do is a command, too.
+    It works with and without a running service. Only you, on this machine, can open it, with a link that works once and
+    within ten minutes; the file always contains a new link. There is also a command for each button.
     """
     from consilium.pages.hospital.site import HospitalPage
 

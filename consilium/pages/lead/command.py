@@ -12,11 +12,11 @@ from service_core.command_line import Json, command
 
 @command
 def page(bind: Bind = None, browser: Browser = True, as_json: Json = False, *, home: Place) -> None:
-    """Show the lead's page until Ctrl-C: hospitals, runs, curves, what went wrong; start runs, download models.
+    """Show the lead's page until Ctrl-C: hospitals, runs, curves and problems. Start runs and download models there.
 
-    It asks the running service as any other command does, as the lead that CONSILIUM_LEAD names, and goes on showing
-    the last answers where the service is away. Only this user of this machine reaches it, through a link that works
-    once; the file always holds a fresh one. Everything that its buttons do is a command, too.
+    It connects to the running service as the lead that CONSILIUM_LEAD names. If the service stops, it keeps showing the
+    last answers. Only you, on this machine, can open it, with a link that works once; the file always contains a new
+    link. There is also a command for each button.
     """
     from consilium.pages.lead.exports import Exporter
     from consilium.pages.lead.service_watch import ServiceWatch

@@ -101,11 +101,10 @@ def ablation(
         typer.Argument(help=f"The grid, scale={_SCALES} (default: small), and changes to it: {_KEYS}."),
     ] = None,
 ) -> CommandResult:
-    """Compare methods over privacy budgets: run a grid of simulations in parallel, and check what it must show.
+    """Compare methods over privacy budgets: run a grid of simulations in parallel, and check the expected results.
 
-    Finished runs are kept in `runs.csv` under the hash of all that decides them, so an interrupted grid goes on. Noise
-    is seeded, with the same seeds in all cells: differences between cells are paired. The exit status is 1 where a
-    check does not hold.
+    Finished runs are kept in `runs.csv`, so the same command continues an interrupted grid. All cells use the same
+    seeds for noise, so differences between cells are paired. The exit status is 1 if a check fails.
     """
     checks = ablate(composed(words or ()), ERR.print)
     lines = [f"{'holds ' if check.holds else 'FAILS '} {check.name}: {check.found}" for check in checks]

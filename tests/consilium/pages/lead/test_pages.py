@@ -140,7 +140,7 @@ def test_the_service_away_the_page_says_since_when_and_shows_its_last_facts(
         service.error = UnavailableError("E-NET-01", "nobody listens there")
         for path, fact in (("/", "north"), ("/runs/run-1", "20.00 %")):
             text = browser.get(path).text
-            assert "The coordinator has given no answer since" in text
+            assert "The coordinator has not answered since" in text
             assert re.search(r"What you see is what it said at <time datetime=\"\d{4}-", text)
             assert "nobody listens there" in text
             assert fact in text
