@@ -79,7 +79,7 @@ def test_an_answer_that_nobody_taught_is_marked_and_its_class_too(made: Exported
             text = browser.get().text
             assert f"<strong>{digit}</strong>" in text
             assert ("nobody taught the model 3" in text) == marked
-        assert "3 (nobody taught it)" in text
+        assert "3 (not trained: no hospital had it)" in text
 
 
 def test_of_several_labels_each_that_nobody_taught_is_marked() -> None:
@@ -94,7 +94,7 @@ def test_a_file_that_is_no_image_says_so_and_shows_nothing(page: PredictionPage,
     status, text = upload(browser, b"<svg onload=alert(1)>")
     assert status == 422
     assert "no image in a format that is read here" in text
-    assert "Nothing was dropped yet" in browser.get().text
+    assert "No image yet" in browser.get().text
     assert [f.name for f in page.folder.iterdir()] == [server.file.name]
 
 
@@ -119,7 +119,7 @@ def test_a_file_of_anybody_else_is_refused_before_it_is_read(
     changed = {name.replace("_", "-"): value for name, value in headers.items()}
     found, _ = upload(browser, b"" if "Transfer-Encoding" in changed else image(made, "new/3").read_bytes(), **changed)
     assert found in (status, 400) if "Content-Length" in changed else found == status
-    assert "Nothing was dropped yet" in browser.get().text
+    assert "No image yet" in browser.get().text
 
 
 def test_names_of_files_are_no_markup(made: Exported, server: PageServer) -> None:
@@ -172,7 +172,7 @@ def test_images_are_dropped_chosen_and_forgotten(browser, made: Exported, server
     until(lambda: "3 images are classified" in tab.inner_text("h1"))
     tab.click("#forget")
     tab.wait_for_selector("text=All answers are gone.")
-    assert "Nothing was dropped yet" in tab.inner_text("#answers")
+    assert "No image yet" in tab.inner_text("#answers")
     assert visit.elsewhere == []
     assert [text for text in visit.complaints if "422" not in text] == []
     visit.context.close()

@@ -205,7 +205,7 @@ def test_a_page_whose_program_has_ended_says_so_with_a_date(browser, server) -> 
     visit.page.wait_for_timeout(100)
     server.stop()
     visit.page.locator("#lost").wait_for(state="visible")
-    assert "What you see was looked up at 20" in visit.page.locator("#lost").inner_text()
+    assert "You see the state of 20" in visit.page.locator("#lost").inner_text()
     visit.context.close()
 
 

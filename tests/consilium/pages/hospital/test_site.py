@@ -97,14 +97,14 @@ def test_the_page_shows_what_left_what_was_spent_who_is_there_and_what_waits(hom
     assert "38,379 numbers: changes of the model's parameters" in text
     assert re.search(r"Epsilon \d\.\d\d of 8 is spent for each record", text)
     assert "center3 ◐ not confirmed" in text
-    assert "1 not confirmed: a key that you have not consented to" in text
+    assert "1 key waits for your consent" in text
     assert "An image that cannot be read: 2 times." in text
     assert "scans/0041.png, scans/0107.png" in text
     assert "531 90" in text
     assert "skin-study-2" in text
     assert "approval run=fedmr-digits-7f3c round=1" in text
     assert "it is not running" in text
-    assert "when the last session ended" in text
+    assert "when the last session with the coordinator ended" in text
 
 
 def test_the_page_says_beside_the_spending_how_many_updates_left_without_privacy(home, show) -> None:
@@ -119,7 +119,7 @@ def test_the_page_says_beside_the_spending_how_many_updates_left_without_privacy
     assert "epsilon 8 at delta 1e-05 for each record" in text
     assert "Other homes" not in text
     home.place_ledger(home.ledger.rename(home.path.parent / "ledger.db"), home.ledger_key)
-    assert "Their updates without privacy are on their own pages" in show(home).text()
+    assert "See their pages for the updates that they sent without privacy" in show(home).text()
 
 
 def test_the_commands_say_how_many_updates_left_without_privacy(home, capsys) -> None:
@@ -145,10 +145,10 @@ def test_a_home_that_never_served_says_so_in_sentences(tmp_path, show) -> None:
     text = show(enrolled(tmp_path / "home")).text()
     assert "Nothing has left this hospital" in text
     assert "Nothing waits for you." in text
-    assert "No records are registered, so nothing can be spent" in text
-    assert "Nothing has been served from here yet" in text
+    assert "No records are registered, so private runs are refused" in text
+    assert "This hospital has not served data yet" in text
     assert "There has been no session with the coordinator yet" in text
-    assert "Nothing has been written yet" in text
+    assert "The log is empty" in text
 
 
 @pytest.mark.parametrize(("action", "decided", "word"), [("/approve", True, "approved"), ("/refuse", False, "refused")])

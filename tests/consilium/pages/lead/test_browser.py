@@ -78,7 +78,7 @@ def test_a_service_that_goes_away_is_said_with_its_last_facts_dated_and_noticed_
     assert headline(page) == "Round 13 of 20 waits for ghent"
     service.error = UnavailableError("E-NET-01", "expected a coordinator, found none: start it (coordinator serve)")
     page.locator("#away").wait_for()
-    assert "has given no answer since" in page.locator("#away").inner_text()
+    assert "has not answered since" in page.locator("#away").inner_text()
     assert page.locator("#away time").get_attribute("datetime")
     assert headline(page) == "Round 13 of 20 waits for ghent"
     assert "aarhus" in page.locator("#members").inner_text()

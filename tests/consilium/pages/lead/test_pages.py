@@ -141,7 +141,7 @@ def test_the_service_away_the_page_says_since_when_and_shows_its_last_facts(
         for path, fact in (("/", "north"), ("/runs/run-1", "20.00 %")):
             text = browser.get(path).text
             assert "The coordinator has not answered since" in text
-            assert re.search(r"What you see is what it said at <time datetime=\"\d{4}-", text)
+            assert re.search(r"You see its answers of <time datetime=\"\d{4}-", text)
             assert "nobody listens there" in text
             assert fact in text
         (form,) = browser.fields("/abort", "/runs/run-1")
@@ -149,7 +149,7 @@ def test_the_service_away_the_page_says_since_when_and_shows_its_last_facts(
         assert answer.status == 409
         assert "The coordinator does not answer: nothing was ordered." in answer.text
         service.error = None
-        assert "has given no answer" not in browser.get().text
+        assert "has not answered" not in browser.get().text
 
 
 def test_a_page_can_be_opened_before_the_service_runs(tmp_path: Path) -> None:
