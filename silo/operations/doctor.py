@@ -232,7 +232,7 @@ class Examination:
         launcher = Launcher.of(served.launcher if served is not None else LOCAL, self.home)
         if health.queue or (health.walls is None and not launcher.local):
             text = "; ".join(health.worker()) or f"it is started by {launcher.words[0] if launcher.words else SLURM}"
-            remedy = "the walls around it are tried when one starts, on its own machine: look again then"
+            remedy = "its isolation is tested when a worker starts, on the machine where it runs: run this again then"
             yield checks.warning("worker", text, remedy)
             return
         walls = health.walls or cage.rehearse([self.home.path] if self.home.path.exists() else [])
@@ -240,7 +240,7 @@ class Examination:
         if not any(walls):
             yield checks.ok("worker", text)
         else:
-            yield checks.warning("worker", text, "docs/operations/install.md says what each wall needs")
+            yield checks.warning("worker", text, "docs/operations/install.md says what each mechanism needs")
 
     def _runs(self) -> Iterator[Finding]:
         """Report which kinds of run can be computed here, and what is missing for the others."""
