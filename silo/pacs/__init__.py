@@ -1,8 +1,8 @@
-"""Images in a hospital's PACS, reached by DICOMweb (PS3.18): listed and fetched by the service, read by its worker.
+"""Read images from a hospital's PACS over DICOMweb (PS3.18): the service lists and fetches, its worker reads.
 
-reference   what is asked of which PACS, and how it is written
-dicomweb    the requests, each with bounds of bytes, results and time
-mirror      the fetched images in the home, and the list of them that each run keeps
+reference   parses the references that select images
+dicomweb    sends the requests, each limited in bytes, results and time
+mirror      keeps the fetched images in the home, and one image list per run
 
-Nothing here decodes an image, or parses an object: the process that has the network never does.
+Nothing here decodes an image or parses a DICOM object, because this process has network access.
 """

@@ -1,7 +1,7 @@
-"""Requests to a PACS (PS3.18: QIDO-RS, WADO-RS). Whatever it answers is bounded: bytes, results and seconds.
+"""DICOMweb client for a PACS (PS3.18: QIDO-RS, WADO-RS). Every response is limited in bytes, results and seconds.
 
-An object is passed on as bytes, and never parsed. A library for DICOMweb would parse each in this process, without a
-bound, and would write other bytes than the PACS holds.
+Objects are stored as the bytes that the PACS sent, never parsed. A DICOMweb library would parse each object in this
+process, without limits, and would write different bytes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from silo.cancellation import CancelToken
 from silo.pacs.reference import PacsReference
 
 SILENCE_S, RESPONSE_S, LISTING_S = 60.0, 900.0, 6 * 3600.0
-"""Seconds without a byte, for one response, and in which the PACS answers for the whole list."""
+"""Timeouts: silence on the connection, one response, and the PACS's total response time for a whole list."""
 OBJECT_BYTES, PAGE_BYTES, HEAD_BYTES = 512 << 20, 32 << 20, 64 << 10
 MAX_RESULTS = 1_000_000
 PAGE, FEWEST = 500, 100
-"""Results that are asked for at once. A page of fewer than FEWEST is the last, unless the PACS says that it is not."""
+"""Requested page size. A page of fewer than FEWEST results is the last, unless it has a Warning header."""
 _BLOCK = 1 << 16
 _UID = re.compile(r"[0-9][0-9.]{0,63}")
 _BUSY, _AWAY = (408, 429), (502, 503, 504)
@@ -51,25 +51,25 @@ Files = AbstractContextManager[tuple[IO[bytes], IO[bytes]]]
 
 
 class LeftOutError(Exception):
-    """One study or object that the PACS lists and does not give, or gives in no usable form."""
+    """The PACS lists a study or object but does not deliver it, or not in a usable form."""
 
 
 class BusyError(UnavailableError):
-    """The PACS answers that it has no time now (HTTP 408, 429): wait, and ask again."""
+    """The PACS is busy (HTTP 408, 429): retry later."""
 
 
 class _CutOffError(HTTPException):
-    """An answer that ended before its end; the next may be whole."""
+    """A truncated response; a retry may succeed."""
 
 
 class Patiently(Protocol):
-    """Asks once, or until there is an answer. otherwise: tells whether the PACS answers other requests."""
+    """Call `ask`, with or without retries. otherwise: returns whether the PACS answers other requests."""
 
     def __call__(self, ask: Callable[[], T], otherwise: Callable[[], bool] | None = None) -> T: ...
 
 
 class Instance(NamedTuple):
-    """An object of the list. facts: of its study and series, by the names of the standard, empty where it has none."""
+    """A listed object. facts: attributes of its study and series by DICOM keyword, empty if missing."""
 
     study: str
     series: str
@@ -78,12 +78,12 @@ class Instance(NamedTuple):
 
 
 class PacsClient:
-    """One connection to a PACS, for one list at a time; every call ends when `stop` is cancelled.
+    """One connection to a PACS, for one list at a time. Cancelling `stop` ends every call.
 
-    patiently: asks for a page or an object.
+    patiently: calls a request for a page or an object, and retries it.
 
-    Raises UnavailableError (E-DATA-21) where it does not answer, and ConfigError (E-DATA-22) where it refuses, cannot
-    be trusted, or answers without end.
+    Raises UnavailableError (E-DATA-21) if the PACS does not answer. Raises ConfigError (E-DATA-22) if it denies access,
+    is not trusted, or exceeds the limits of a list.
     """
 
     def __init__(self, reference: PacsReference, stop: CancelToken, patiently: Patiently) -> None:
@@ -102,10 +102,10 @@ class PacsClient:
     # ---- the list --------------------------------------------------------------------------------------------------
 
     def studies(self, accession: str = "") -> Iterator[Facts]:
-        """List the studies that are asked for; what a PACS adds to them, because it ignores a filter, is left out."""
+        """List the studies that match the reference. Filters again here, because a PACS may ignore filters."""
         reference, (first, last) = self._reference, self._reference.dates
         filters = {"StudyDate": reference.date, "StudyDescription": reference.description, "AccessionNumber": accession}
-        if len(reference.modalities) == 1:  # several are no alternatives in a search: series tell theirs
+        if len(reference.modalities) == 1:  # DICOM has no OR for several: `series` filters them
             filters["ModalitiesInStudy"] = reference.modality
         results = self._results("/studies", filters, _OF_STUDY, "StudyInstanceUID")
         while True:
@@ -120,7 +120,7 @@ class PacsClient:
                 yield facts
 
     def series(self, study: str) -> list[Facts]:
-        """List the series of a study that the rule chooses; raises LeftOutError if the study has vanished."""
+        """List the series that the reference selects in a study; raises LeftOutError if the study is gone."""
         path = f"/studies/{_checked(study)}/series"
         listed = list(self._results(path, {}, _OF_SERIES, "SeriesInstanceUID"))
         wanted, rule = self._reference.modalities, self._reference.series
@@ -133,14 +133,14 @@ class PacsClient:
         return chosen if rule == "all" else chosen[:1]
 
     def instances(self, study: Facts, series: Facts) -> Iterator[Instance]:
-        """List the objects of a series; raises LeftOutError if it has vanished."""
+        """List the objects of a series; raises LeftOutError if the series is gone."""
         of = _checked(study["StudyInstanceUID"]), _checked(series["SeriesInstanceUID"])
         path = f"/studies/{of[0]}/series/{of[1]}/instances"
         for facts in self._results(path, {}, {"uid": _INSTANCE}, "uid"):
             yield Instance(*of, facts["uid"], {**study, **series})
 
     def _results(self, path: str, filters: Mapping[str, str], tags: Mapping[str, str], name: str) -> Iterator[Facts]:
-        """Page through the results of a search, each once; a PACS that repeats a page has come to its end."""
+        """Page through the results of a search, without duplicates. A page with nothing new ends the search."""
         query = [(field, value) for field, value in filters.items() if value]
         query += [("includefield", tag) for tag in tags.values()]
         seen, offset, more = set[str](), 0, True
@@ -161,7 +161,7 @@ class PacsClient:
             offset, more = offset + len(rows), bool(fresh) and (len(rows) >= FEWEST or warned)
 
     def _answers(self) -> bool:
-        """Tell whether the PACS answers a search for anything."""
+        """Return whether the PACS answers a minimal search."""
         try:
             self._page("/studies?limit=1")
         except (UnavailableError, LeftOutError):
@@ -184,15 +184,15 @@ class PacsClient:
             rows = None
         if not isinstance(rows, list):
             raise _no_list(self._host, "something else")
-        self._seconds += time.monotonic() - began  # not while the PACS was away
+        self._seconds += time.monotonic() - began  # excludes time when the PACS was unavailable
         return rows, warned
 
     # ---- objects ---------------------------------------------------------------------------------------------------
 
     def retrieve(self, instance: tuple[str, str, str], open_files: Callable[[], Files]) -> None:
-        """Write an object (study, series, number) as the PACS holds it; raises LeftOutError.
+        """Write an object (study, series, UID) with the bytes that the PACS sends; raises LeftOutError.
 
-        open_files: opens, for each try, an empty file for the answer around the object, and one for the object.
+        open_files: opens two empty files for each attempt, one for the whole response and one for the object.
         """
         study, series, uid = map(_checked, instance)
         path = f"/studies/{study}/series/{series}/instances/{uid}"
@@ -214,7 +214,7 @@ class PacsClient:
 
     @contextmanager
     def _asked(self, path: str, accept: str) -> Iterator[HTTPResponse]:
-        """Ask, and yield the answer; a connection that the PACS has closed meanwhile is opened once more."""
+        """Send a request and yield the response. Reconnects once if the PACS has closed an idle connection."""
         late, connection = threading.Event(), self._connection
 
         def cut() -> None:
@@ -243,7 +243,7 @@ class PacsClient:
                 if late.is_set():
                     raise _CutOffError("cut off")
                 if response.length == 0:
-                    response.read()  # which ends it for http.client, so that the connection can be used again
+                    response.read()  # lets http.client reuse the connection
                 done = response.isclosed()
         except ssl.SSLCertVerificationError as error:
             raise ConfigError(
@@ -259,7 +259,7 @@ class PacsClient:
             ) from None
         except (HTTPException, OSError) as error:
             if answered and isinstance(error, OSError):
-                raise  # whoever writes the answer to a disk failed, and not the PACS
+                raise  # the caller failed to write to disk; the PACS did not fail
             self._stop.raise_if_cancelled()
             why = f"cut off after {RESPONSE_S:g} s" if late.is_set() else str(error) or type(error).__name__
             raise _away(self._host, printable(why[:200])) from None
@@ -276,13 +276,13 @@ class PacsClient:
         return self._connection.getresponse()
 
     def _connect(self, late: threading.Event) -> None:
-        """Connect, with a socket that another thread can cut off from its first byte."""
+        """Connect. Another thread can shut the socket down even before the TLS handshake."""
         self._socket = opened = socket.create_connection((self._connection.host, self._connection.port), SILENCE_S)
         if self._tls is not None:
             opened = self._tls.wrap_socket(opened, server_hostname=self._host, do_handshake_on_connect=False)
             self._socket = opened
         self._connection.sock = opened
-        if late.is_set():  # it was cut off before there was a socket to cut
+        if late.is_set():  # the cut came before there was a socket
             raise _CutOffError("cut off")
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if isinstance(opened, ssl.SSLSocket):
@@ -345,7 +345,7 @@ def _trusted(ca: str) -> ssl.SSLContext:
 
 
 def _blocks(response: HTTPResponse, most: int) -> Iterator[bytes]:
-    """Yield an answer as it comes; raises _CutOffError if it ends early, LeftOutError if it is too long."""
+    """Stream a response body; raises _CutOffError if it ends early, LeftOutError if it is longer than `most` bytes."""
     size = 0
     try:
         while block := response.read1(_BLOCK):
@@ -360,7 +360,7 @@ def _blocks(response: HTTPResponse, most: int) -> Iterator[bytes]:
 
 
 def _part(data: mmap.mmap, kind: str) -> tuple[int, int]:
-    """Find the first part of a multipart answer; some servers send the object bare."""
+    """Find the first part of a multipart response, or the whole body if a server sends the object bare."""
     media, *parameters = (word.strip() for word in kind.split(";"))
     if media.lower() == "application/dicom":
         return 0, len(data)
@@ -376,7 +376,7 @@ def _part(data: mmap.mmap, kind: str) -> tuple[int, int]:
 
 
 def _text(row: object, tag: str) -> str:
-    """Return the first value of a tag in a result; empty if there is none that is one line of text."""
+    """Return the first value of a tag in a result; empty if it is missing or not one printable line."""
     with suppress(TypeError, KeyError, IndexError):
         value = row[tag]["Value"][0]  # type: ignore[index]
         text = str(value).strip() if isinstance(value, str | int) else ""
@@ -391,7 +391,7 @@ def _checked(uid: str) -> str:
 
 
 def is_uid(text: str) -> bool:
-    """Tell whether a text is a number of DICOM, and so also a name of a file."""
+    """Return whether a text is shaped like a DICOM UID, which makes it a safe file name."""
     return _UID.fullmatch(text) is not None
 
 

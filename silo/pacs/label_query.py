@@ -1,4 +1,4 @@
-"""Labels from one SQL query to the hospital's own database (`labels=FILE.toml:COLUMN`), which it can only read.
+"""Read labels with one read-only SQL query to the hospital's own database (`labels=FILE.toml:COLUMN`).
 
 url = "postgresql://consilium@db.hospital/ris"   # or sqlite:////data/ris.db
 password = "db.password"                         # optional: a file of mode 0600, beside this one
@@ -35,15 +35,15 @@ from silo.cancellation import CancelToken
 
 SUFFIX = ".toml"
 MAX_ROWS, SECONDS = 5_000_000, 600
-"""Of one answer: how many rows, and for how long they may come."""
+"""Limits of one query: rows, and total time."""
 _CHARS, _STEPS, _CONNECT_S = 1 << 16, 100_000, 30
 _ALIVE = {"keepalives": 1, "keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3}
-"""A database whose machine is gone is noticed within a minute (libpq)."""
+"""libpq keepalives, which detect a dead host within a minute."""
 
 
 @dataclass(frozen=True, slots=True)
 class LabelQuery:
-    """What the file says. password: the name of a file beside it, or an absolute path."""
+    """Contents of a query file. password: path of the password file, relative to the query file or absolute."""
 
     url: str
     query: str
@@ -51,17 +51,17 @@ class LabelQuery:
 
     @property
     def digest(self) -> str:
-        """Name the query: labels of another one are other data."""
+        """Digest of the query. A different query means different data."""
         return blake3(self.query.encode()).hexdigest()[:16]
 
 
 def read_labels(file: Path, column: str, stop: CancelToken, keys: Sequence[str] = KEYS) -> LabelTable:
-    """Read a table of labels, or ask for it; raises as `LabelTable.read` and `ask`."""
+    """Read labels from a table file or a database; raises as `LabelTable.read` and `ask`."""
     return ask(file, column, stop, keys) if file.suffix == SUFFIX else LabelTable.read(file, column, keys)
 
 
 def read_query(file: Path) -> LabelQuery:
-    """Read the file of a query; raises DataError: E-DATA-02 no such file, E-DATA-07 none that says what is needed."""
+    """Read a query file; raises DataError: E-DATA-02 if there is no such file, E-DATA-07 if it is invalid."""
     try:
         query = structure(LabelQuery, tomllib.loads(read_text(file, _CHARS)), "")
     except FileNotFoundError as error:
@@ -76,12 +76,12 @@ def read_query(file: Path) -> LabelQuery:
 
 
 def ask(file: Path, column: str, stop: CancelToken, keys: Sequence[str] = KEYS) -> LabelTable:
-    """Ask the database for its rows, as text, each column by its name in the query. stop: ends it at once.
+    """Run the query and return its rows as text, with the query's column names. stop: cancels it at once.
 
-    Raises UnavailableError (E-DATA-21) where it does not answer; ConfigError (E-DATA-22) where it refuses; DataError
-    (E-DATA-07) on a query that is none, and as `LabelTable.of`.
+    Raises UnavailableError (E-DATA-21) if the database does not answer; ConfigError (E-DATA-22) if it refuses;
+    DataError (E-DATA-07) if the query is invalid, and as `LabelTable.of`.
 
-    Guarantees: nothing is written, whatever the query says; it ends after `SECONDS`; no error repeats the password.
+    Guarantees: the query cannot write; it ends after `SECONDS`; no error repeats the password.
     """
     query = read_query(file)
     url = _address(query, file)
@@ -99,7 +99,7 @@ def ask(file: Path, column: str, stop: CancelToken, keys: Sequence[str] = KEYS) 
 
 
 def _rows(answer: CursorResult[Any], header: Sequence[str], where: str, stop: CancelToken) -> Iterator[dict[str, str]]:
-    """Yield rows as they come; raises DataError (E-DATA-07) once there are too many, or they take too long."""
+    """Stream the rows; raises DataError (E-DATA-07) above `MAX_ROWS` rows or after `SECONDS`."""
     until = time.monotonic() + SECONDS
     for number, row in enumerate(answer):
         stop.raise_if_cancelled()
@@ -116,7 +116,7 @@ def _text(value: object) -> str:
 
 
 def _address(query: LabelQuery, file: Path) -> URL:
-    """Return the address with the password of its file; raises ConfigError (E-CFG-02), which repeats nothing of it."""
+    """Return the URL with the password from its file; raises ConfigError (E-CFG-02), which never repeats the URL."""
     try:
         url = make_url(query.url)
     except SQLAlchemyError:
@@ -168,8 +168,8 @@ def _bounded(connection: Any, stop: CancelToken) -> None:  # noqa: ANN401 - of s
         cursor.execute("PRAGMA query_only = ON")
 
 
-def _cut_off(driver: Any) -> None:  # noqa: ANN401 - of psycopg, or sqlite3, which asks the token itself
-    """End a query, and its connection, from another thread."""
+def _cut_off(driver: Any) -> None:  # noqa: ANN401 - of psycopg, or sqlite3, which checks the token itself
+    """Cancel a query and shut down its connection, from another thread."""
     if not isinstance(driver, sqlite3.Connection):
         with suppress(Exception):  # the server cannot be reached, or the connection is closed
             driver.cancel_safe(timeout=2.0)
@@ -179,7 +179,7 @@ def _cut_off(driver: Any) -> None:  # noqa: ANN401 - of psycopg, or sqlite3, whi
 
 @contextmanager
 def _said(url: URL, file: Path, stop: CancelToken) -> Iterator[None]:
-    """Raise what a database says as an error of ours."""
+    """Translate database errors into errors with a code."""
     host = url.host or "this machine"
     try:
         yield
@@ -202,7 +202,7 @@ _AWAY = re.compile(
     "too many (clients|connections)|connection slots|terminating connection|closed the connection|database is locked",
     re.IGNORECASE,
 )
-"""What drivers say of a database that answers later. Whatever else one says, waiting does not mend."""
+"""Driver messages of a temporarily unavailable database. Other errors are not retried."""
 
 
 def _is_away(text: str) -> bool:

@@ -1,9 +1,9 @@
-"""The images of a PACS in the hospital's home, and the list of them that a run keeps.
+"""Cache PACS images in the hospital's home, and pin one image list per run.
 
-A folder for each selection: `UID.dcm` by the number of an object, lists of images in the form of `manifest:`, and an
-index of what was fetched. Of a folder whose labels come from a table or a query there are the lists alone. To a
-worker it is a list of image files as any other, so that a run on a PACS is the run on its export. A run reads
-the list that it began with; what comes later is in the next run's.
+Each selection has a folder with `UID.dcm` files named by object UID, image lists in the `manifest:` format, and an
+index of fetched images. For `folder:` data with labels from a table or query, it holds only the lists.
+A worker reads a list like any other list of image files, so a run on a PACS equals a run on its export.
+A run keeps the list that it started with; later images are in the lists of later runs.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from silo.worker.inspection import inspected, listed_images
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
 AGAIN_S, AGAIN_CAP_S, FRESH_S = 2.0, 60.0, 600.0
-"""Seconds until a PACS that is away is asked again, at first and at most; how long a list serves new runs."""
+"""Seconds: first and longest pause between retries, and how long a list counts as fresh for new runs."""
 TRIES = 3
-"""How often one object or study is asked for that alone gets an error; then it is left out."""
+"""Attempts for an object or study that fails while the PACS answers other requests; then it is left out."""
 _AT_ONCE = 500
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS images (
@@ -56,15 +56,15 @@ CREATE TABLE IF NOT EXISTS lists (list TEXT PRIMARY KEY, made INTEGER);
 CREATE TABLE IF NOT EXISTS runs (run TEXT PRIMARY KEY, list TEXT);
 CREATE TABLE IF NOT EXISTS label_sources (list TEXT PRIMARY KEY, source TEXT);
 """
-"""images.reason: why an image cannot be read, '' where it can, NULL before it was tried   listed, made: the number of
-the last look that had it; clocks may be set back."""
+"""images.reason: why an image cannot be read, '' if it can, NULL if not tried yet   listed, made: number of the last
+refresh that had it, not a time, because clocks may be set back."""
 
 
 class Listed(NamedTuple):
-    """What a look at the PACS found.
+    """Result of a refresh.
 
-    left_out: how many, by kind   file: names what was left out, and why   labels: their source, as in `LabelTable`
-    in_folder: the images lie in a folder of the hospital's, and studies counts them.
+    left_out: counts by kind   file: lists each omitted item with its reason   labels: their source, as in `LabelTable`
+    in_folder: the images are in a folder of the hospital; `studies` then counts its images.
     """
 
     studies: int
@@ -99,10 +99,10 @@ class Listed(NamedTuple):
 
 @dataclass(slots=True)
 class Mirror:
-    """The images of one selection in a home; one process at a time.
+    """The cached images of one selection. Only one process may use it at a time.
 
-    emit: told of each look, and while the PACS is away   caged: whether images may only be decoded in a cage
-    patient: wait for a PACS that is away; otherwise UnavailableError (E-DATA-21).
+    emit: receives an event per refresh, and while the PACS is unavailable   caged: whether to decode only in a sandbox
+    patient: retry while the PACS is unavailable; otherwise raise UnavailableError (E-DATA-21).
     """
 
     home: Home
@@ -114,7 +114,7 @@ class Mirror:
 
     @classmethod
     def of(cls, home: Home, data: str, **more: object) -> Mirror | None:
-        """Return the mirror of a reference, None for data that are read as they lie; raises as `reference.parse`."""
+        """Return the mirror of a reference, None for data that are read in place; raises as `reference.parse`."""
         reference = parse(data)
         return None if reference is None else cls(home, reference, **more)  # type: ignore[arg-type]
 
@@ -128,7 +128,7 @@ class Mirror:
         return self.home.pacs / self.reference.key
 
     def data(self, run_id: str = "") -> str:
-        """Return the reference to a run's list, or to the newest; raises DataError (E-DATA-02) before there is one."""
+        """Return the reference to a run's list, or else to the newest; raises DataError (E-DATA-02) without one."""
         if (name := self._list_of(run_id) or self._list_of("")) is None:
             raise DataError(
                 "E-DATA-02",
@@ -143,7 +143,7 @@ class Mirror:
 
     @property
     def label_source(self) -> str:
-        """What the labels of the newest list are from, as in `LabelTable`; empty before there is one."""
+        """Source of the newest list's labels, as in `LabelTable`; empty if there is no list."""
         if (name := self._list_of("")) is None:
             return ""
         with closing(self._open()) as db:
@@ -161,10 +161,10 @@ class Mirror:
     def prepare(
         self, run_id: str, stop: CancelToken, progress: Progress, under_way: Callable[[str], bool] = lambda _: True
     ) -> None:
-        """Have all images of a run here; one that begins gets the newest list. under_way: of runs that keep theirs.
+        """Fetch all missing images of a run. A new run gets the newest list. under_way: whether a run keeps its list.
 
-        Without a run, at a start: have those of the newest list, which is made where there is none. Only that waits
-        for a PACS that is away: where there is a list, lost images are fetched now or when a run needs them.
+        Without a run, at startup: prepare the newest list, and make one if there is none. Only making it waits for an
+        unavailable PACS: missing images of an existing list are fetched now, or when a run needs them.
         """
         if self._list_of(run_id) is None:
             if not self.listed or time.monotonic() - self._looked > FRESH_S:
@@ -190,15 +190,15 @@ class Mirror:
                 progress(0, len(lost))
                 with closing(self._client(stop, patient=bool(run_id))) as pacs:
                     for name, study, series, digest in lost:
-                        with suppress(LeftOutError):  # a record whose file is gone, which the run leaves out
+                        with suppress(LeftOutError):  # the run omits a record without a file
                             self._retrieve(pacs, name, (study, series), digest)
 
     def refresh(
         self, stop: CancelToken, progress: Progress, under_way: Callable[[str], bool] = lambda _: True
     ) -> Listed:
-        """Look what the PACS has, fetch and decode what is new, and write the list.
+        """List the PACS, fetch and decode new images, and write the list.
 
-        Raises DataError (E-DATA-02) if nothing is left, and as `PacsClient`, `LabelTable.read`, `inspected`.
+        Raises DataError (E-DATA-02) if the list would be empty, and as `PacsClient`, `read_labels`, `inspected`.
         """
         progress(0, 0)
         private_folder(self.folder)
@@ -231,7 +231,7 @@ class Mirror:
         return db
 
     def _retrieve(self, pacs: PacsClient, name: str, of: tuple[str, str], digest: str = "") -> tuple[str, int]:
-        """Fetch an object into its file; return its digest and size. digest: what it must be, if not empty."""
+        """Fetch an object into its file; return its digest and size. digest: the expected digest, empty for any."""
         part, answer = self.folder / f".{name}.part", self.folder / ".answer.part"
 
         @contextmanager
@@ -267,10 +267,10 @@ class Mirror:
         otherwise: Callable[[], bool] | None = None,
         patient: bool = True,
     ) -> T:
-        """Ask until there is an answer, and say for what is waited.
+        """Call `ask` until it succeeds, and emit an event while waiting.
 
-        otherwise: tells whether other requests get an answer; one that alone gets none is asked TRIES times, and then
-        raises LeftOutError. patient: False as where this mirror is not patient: only a PACS that is busy is waited for.
+        otherwise: returns whether other requests succeed. If so, `ask` is tried TRIES times and then raises
+        LeftOutError. patient: if False, here or in this mirror, wait only for a busy PACS.
         """
         pause, waits, tried = AGAIN_S, "", 0
         try:
@@ -299,7 +299,7 @@ class Mirror:
                 self.emit(event("queue", f"{whom} is no longer waited for", facts={"waits": ""}))
 
     def _forget(self, db: sqlite3.Connection, under_way: Callable[[str], bool]) -> None:
-        """Remove lists of runs that are over, and images that no list has."""
+        """Remove the lists of finished runs, and the images in no remaining list."""
         with db:
             over = [(run,) for (run,) in db.execute("SELECT run FROM runs") if not under_way(run)]
             db.executemany("DELETE FROM runs WHERE run = ?", over)
@@ -316,7 +316,7 @@ class Mirror:
 
 
 class _Look:
-    """One look at the PACS, step by step. What it lists goes to the index: memory does not grow with it."""
+    """One refresh, step by step. Stores what it lists in the index, not in memory."""
 
     def __init__(
         self, mirror: Mirror, db: sqlite3.Connection, labels: LabelTable, stop: CancelToken, progress: Progress
@@ -329,7 +329,7 @@ class _Look:
             db.execute("DELETE FROM left_out")
 
     def search_folder(self) -> None:
-        """List the images of a folder that have a label, each by the most exact name that the table has for it."""
+        """List the labelled images of a folder. The table's most specific name for an image decides its label."""
         folder = Path(self._mirror.reference.public.removeprefix(FOLDER))
         if not folder.is_dir():
             raise DataError("E-DATA-02", f"expected a folder of images at {folder}, found none: check the path")
@@ -418,7 +418,7 @@ class _Look:
         self._db.execute("INSERT INTO left_out VALUES (?, ?, ?)", (name, kind, reason))
 
     def _listed(self, columns: str, where: str = "1") -> Iterator[tuple[str, ...]]:
-        """Yield rows of this look in the order of their names, while others are written."""
+        """Yield this refresh's rows in order of name. Callers may write rows meanwhile."""
         last = ""
         while True:
             query = (
@@ -432,8 +432,8 @@ class _Look:
     def fetch(self, pacs: PacsClient, source: PacsReference) -> None:
         folder, most = self._mirror.folder, int(source.cache * 2**30)
         total = self._db.execute("SELECT count(*) FROM images WHERE listed = ?", (self._look,)).fetchone()[0]
-        first = self._mirror._looked < 0  # a decoder may have been installed since a file could not be read
-        here = {file.name for file in folder.iterdir()}  # one look at the folder, in place of one at each file
+        first = self._mirror._looked < 0  # retry unreadable files: a decoder may be installed now
+        here = {file.name for file in folder.iterdir()}  # one listing instead of a stat per file
         kept = "SELECT coalesce(sum(bytes), 0) FROM images WHERE coalesce(reason, '') = ''"
         size = self._db.execute(kept).fetchone()[0]
         for done, (name, study, series, digest, reason, before) in enumerate(
@@ -520,7 +520,7 @@ def _private(path: Path) -> IO[bytes]:
 
 
 def _into_place(part: Path, place: Path) -> None:
-    """Give a whole file its name. Guarantees: after a power cut the place holds the old or the new file."""
+    """Move a complete file to its name. Guarantees: after a power cut the name holds the old or the new file."""
     sync_path(part)
     part.replace(place)
     sync_path(place.parent)
@@ -534,14 +534,14 @@ def _line(file: IO[bytes], row: tuple[object, ...]) -> bytes:
 
 
 def forget(home: Home, but: Mirror | None) -> None:
-    """Remove the images of every other selection: other data are served now. What others put there stays."""
+    """Remove the images of every selection except `but`. Folders with other names stay."""
     for folder in home.pacs.glob("*"):
         if re.fullmatch("[0-9a-f]{12}", folder.name) and folder.is_dir() and (but is None or folder != but.folder):
             shutil.rmtree(folder)
 
 
 def resolved(home: Home, data: str) -> str:
-    """Return the reference that reads these data: of a PACS the newest list in the home. Loads extensions.
+    """Return the reference to read these data with; for a PACS, its newest list in the home. Loads extensions.
 
     Raises as `Mirror.of`, `Mirror.data` and `load_of_reference`.
     """

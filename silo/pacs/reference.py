@@ -1,4 +1,4 @@
-"""`dicomweb:URL?OPTION=VALUE&...`: which images of a PACS are a hospital's data; and folders of images with labels.
+"""Parse references to PACS images (`dicomweb:URL?OPTION=VALUE&...`) and to image folders with separate labels.
 
 | option | value |
 |---|---|
@@ -9,12 +9,12 @@
 | `accession`, `accessions` | one accession number; a file with one on each line |
 | `series` | which of a study: `all` (default), `first` (the lowest number), `largest`, `description:TEXT` with `*` |
 | `credentials` | a file of mode 0600: `user:password`, or `Bearer TOKEN` |
-| `ca` | the hospital's own authority, PEM |
-| `cache` | GiB of images in the home at most (default 50) |
+| `ca` | the hospital's own certificate authority, PEM |
+| `cache` | maximum GiB of images in the home (default 50) |
 
-`folder:PATH?labels=FILE:COLUMN`: images in a folder that a table or a query of the same kind has labels for. A cell of
-its column `file`, or of another one (`by=COLUMN`), names an image by its path below the folder, its file's name with or
-without the ending, or a folder that it lies in.
+`folder:PATH?labels=FILE:COLUMN`: images in a folder, labelled by a table or query of the same kind. Its column `file`
+(or `by=COLUMN`) names an image by its path below the folder, by its file name with or without extension, or by a
+folder that contains it.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class PacsReference:
 
     @classmethod
     def parse(cls, text: str) -> PacsReference:
-        """Read a reference; raises ConfigError: E-CFG-01 for an unknown option, E-CFG-02 for a value out of range.
+        """Parse a reference; raises ConfigError: E-CFG-01 for an unknown option, E-CFG-02 for an invalid value.
 
-        Guarantees: no error repeats a password that was written into the address.
+        Guarantees: no error repeats a password from the URL.
         """
         try:
             address = urlsplit(text.removeprefix(SCHEME))
@@ -91,23 +91,23 @@ class PacsReference:
 
     @property
     def key(self) -> str:
-        """Name the selection: the same for the same images, whoever asks for them with which password."""
+        """Identifier of the selection, independent of credentials, certificate authority and cache size."""
         named = [str(getattr(self, f.name)) for f in fields(self) if f.name not in ("credentials", "ca", "cache")]
         return blake3("\n".join(named).encode()).hexdigest()[:12]
 
     @property
     def public(self) -> str:
-        """Return the reference without files and numbers of anybody."""
+        """Return the reference without its options, which hold file names and accession numbers."""
         return f"{SCHEME}{self.url}"
 
     @property
     def table(self) -> tuple[Path, str]:
-        """Return the file of labels, and the column in it."""
+        """Return the label file and its column."""
         return _table(self.labels)
 
     @property
     def keys(self) -> Sequence[str]:
-        """Return the columns that may join labels to images."""
+        """Return the columns that can join labels to images."""
         return KEYS
 
     @property
@@ -116,17 +116,17 @@ class PacsReference:
 
     @property
     def dates(self) -> tuple[str, str]:
-        """Return the first and the last day that are asked for."""
+        """Return the first and last requested day."""
         first, dash, last = self.date.partition("-")
         return (first, last or "99999999") if dash else (first, first or "99999999")
 
     @property
     def wanted_series(self) -> str:
-        """Return the pattern of descriptions of series; empty for another rule."""
+        """Return the pattern for series descriptions; empty if another rule selects series."""
         return self.series.removeprefix(_DESCRIPTION) if self.series.startswith(_DESCRIPTION) else ""
 
     def accession_numbers(self) -> list[str]:
-        """Return the accession numbers that are asked for, empty for any; raises DataError as `read_lines`."""
+        """Return the requested accession numbers, empty for any; raises DataError as `read_lines`."""
         lines = read_lines(Path(self.accessions)) if self.accessions else []
         return sorted({line.strip() for line in [self.accession, *lines]} - {""})
 
@@ -141,13 +141,13 @@ class FolderReference:
 
     @classmethod
     def parse(cls, text: str) -> FolderReference:
-        """Read a reference; raises as `PacsReference.parse`."""
+        """Parse a reference; raises as `PacsReference.parse`."""
         path, _, query = text.removeprefix(FOLDER).rpartition("?")
         return cls(str(_absolute(path)), **_options(query, ["labels", "by"], "a folder with labels"))
 
     @property
     def key(self) -> str:
-        """Name the selection, as that of a PACS."""
+        """Identifier of the selection, as in `PacsReference`."""
         return blake3("\n".join((self.path, self.labels, self.by)).encode()).hexdigest()[:12]
 
     @property
@@ -164,7 +164,7 @@ class FolderReference:
 
 
 def parse(data: str) -> PacsReference | FolderReference | None:
-    """Read a reference whose images are listed in the home; None for data that are read as they lie."""
+    """Parse a reference whose image lists are kept in the home; None for data that are read in place."""
     if data.startswith(SCHEME):
         return PacsReference.parse(data)
     path, mark, query = data.removeprefix(FOLDER).rpartition("?")
@@ -174,7 +174,7 @@ def parse(data: str) -> PacsReference | FolderReference | None:
 
 
 def _options(query: str, names: Sequence[str], whose: str) -> dict[str, Any]:
-    """Read the options of a reference; the file of labels is absolute then."""
+    """Parse the options of a reference; makes the label file's path absolute."""
     options: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True))
     if unknown := sorted(set(options) - set(names)):
         raise ConfigError("E-CFG-01", f"{whose} has no option {unknown[0][:40]!r}: {suggest(unknown[0], names)}")
