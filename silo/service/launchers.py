@@ -1,10 +1,10 @@
-"""How a hospital's worker starts (`--launcher`): on this machine, as a job of Slurm, or by a command such as podman's.
+"""Start a hospital's worker (`--launcher`): as a local process, a Slurm job, or with a command such as podman.
 
-local                    a process of this machine
-slurm --partition=gpu    srun with these options; its queue may take hours, and is asked why (squeue)
-command WORDS {worker}   any command that passes standard input and output on; no shell reads it
+local                    a process on this machine
+slurm --partition=gpu    srun with these options; a job may queue for hours, and squeue reports why
+command WORDS {worker}   any command that passes standard input and output through; run without a shell
 
-Whatever starts it, the worker speaks over pipes (`silo.worker.exchange`), enters its cage and says where it is.
+However it starts, the worker talks over pipes (`silo.worker.exchange`), enters its sandbox and reports its location.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ LOCAL, SLURM, COMMAND = "local", "slurm", "command"
 _PROGRAMS = ("srun", "squeue", "scancel")
 _ANSWER_S = 10.0
 _OF_A_JOB = ("SLURM_JOB_ID", "SLURM_JOBID")
-"""With one of these srun would start a step of the service's own job, not a job."""
+"""If one of these is set, srun starts a step of the service's own job instead of a new job."""
 MODULE = "silo.worker"
 launch_here: Launch = partial(launch, worker_words(MODULE))
 log = logging.getLogger(__name__)
 
 
 class WorkerStart(NamedTuple):
-    """One start of a worker. waits: says why it has not begun, "" if nothing is known; None: it waits for nobody."""
+    """How to start one worker. waits: returns why it is queued, "" if unknown; None if it never queues."""
 
     launch: Launch
     kill: Kill = kill_group
@@ -56,7 +56,7 @@ class Launcher:
 
     @classmethod
     def of(cls, text: str, home: Home) -> Launcher:
-        """Read `--launcher`; raises ConfigError (E-CFG-02) on what could never start a worker here."""
+        """Parse `--launcher`; raises ConfigError (E-CFG-02) if it could never start a worker here."""
         try:
             kind, *words = shlex.split(text)
         except ValueError as error:
@@ -79,22 +79,22 @@ class Launcher:
 
     @property
     def local(self) -> bool:
-        """Whether workers are processes of this machine."""
+        """Whether workers are processes on this machine."""
         return self.kind == LOCAL
 
     @property
     def queues(self) -> bool:
-        """Whether hours may pass before a worker begins."""
+        """Whether a worker may queue for hours before it starts."""
         return self.kind == SLURM
 
     def place(self, host: str, job: str) -> str:
-        """Say where a worker is, of one that is on `host`, in a job of Slurm if it says so."""
+        """Describe where a worker runs, from the host and Slurm job that it reported."""
         if self.local:
             return "on this machine"
         return f"on {host}, job {job} of Slurm" if self.kind == SLURM else f"on {host}, started by {self.words[0]}"
 
     def start(self) -> WorkerStart:
-        """Prepare one start, under a name of its own."""
+        """Prepare one start, under a unique name."""
         if self.local:
             return WorkerStart(launch_here)
         name = f"{self._prefix}{secrets.token_hex(4)}"
@@ -106,7 +106,7 @@ class Launcher:
         return WorkerStart(partial(launch, words, surroundings), _Job(name).end, partial(_why_pending, name))
 
     def take_over(self) -> None:
-        """End what an earlier service left; raises StateError (E-STATE-20) where a worker stays, which may write."""
+        """End the jobs of an earlier service; raises StateError (E-STATE-20) if one of its workers may still write."""
         if self.kind == SLURM:
             jobs = (line.split(maxsplit=1) for line in _ask("squeue", "--format=%i %j").splitlines())
             if left := [id for id, name in jobs if name.startswith(self._prefix)]:
@@ -116,11 +116,11 @@ class Launcher:
 
     @property
     def _prefix(self) -> str:
-        """Begin the names of this home's jobs: all machines of a cluster see the home under this path."""
+        """Prefix of this home's job names. It hashes the path, which is the same on all machines of a cluster."""
         return f"consilium-{sha256(bytes(self.home.path.resolve())).hexdigest()[:12]}-"
 
     def _filled(self, name: str) -> list[str]:
-        """Fill the template; raises ConfigError (E-CFG-02) on braces that mean nothing."""
+        """Fill in the template; raises ConfigError (E-CFG-02) on unknown fields, or without a worker."""
         several = {"worker": worker_words(MODULE), "arguments": worker_words(MODULE)[1:]}
         one = {"home": str(self.home.path.absolute()), "name": name}
         filled: list[str] = []
@@ -157,13 +157,13 @@ def _unusable(text: str, problem: str) -> ConfigError:
 
 @dataclass(slots=True)
 class _Job:
-    """A job: srun that is killed leaves it queued, or running until it notices."""
+    """A Slurm job. Killing srun is not enough: its job stays queued, or runs until it notices."""
 
     name: str
     _ends: bool = False
 
     def end(self, process: subprocess.Popen[bytes]) -> None:
-        """End srun, and its job, without waiting for Slurm, which may take its time."""
+        """Kill srun, and cancel its job in the background, because scancel may be slow."""
         kill_group(process)
         if not self._ends:
             self._ends = True
@@ -171,7 +171,7 @@ class _Job:
 
 
 def _end(*jobs: str) -> None:
-    """End jobs at once (a worker ignores SIGTERM), and forget what is queued."""
+    """Kill running jobs at once (a worker ignores SIGTERM), and cancel queued ones."""
     for how in (["--signal=KILL"], []):
         _ask("scancel", *how, *jobs)
 
@@ -183,10 +183,10 @@ def _why_pending(name: str) -> str:
 
 
 def _ask(program: str, *words: str) -> str:
-    """Return what a program of Slurm answers about this user's jobs; "", and a line in the log, if it does not."""
+    """Run a Slurm command for this user's jobs and return its output; logs a failure to answer and returns ""."""
     more = ["--noheader"] if program == "squeue" else []
     try:
-        done = subprocess.run(  # noqa: S603 - of PATH, where srun is found too
+        done = subprocess.run(  # noqa: S603 - from PATH, like srun
             [program, *more, f"--user={os.getuid()}", *words],
             capture_output=True,
             text=True,

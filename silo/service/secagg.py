@@ -1,7 +1,7 @@
-"""The hospital's side of masked runs: keys before round 0, and the two answers.
+"""The hospital's side of masked runs: keys before round 0, and answers to two kinds of messages.
 
-Keys are made by the task runner, masks by the worker. The answers (to a fixed set, and to the opening of its sum) come
-from the thread that reads the session, also while this hospital trains for another run.
+The task runner makes the keys and the worker the masks. The session's thread answers a fixed set, and the opening of
+its sum, even while this hospital trains for another run.
 """
 
 from __future__ import annotations

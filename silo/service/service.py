@@ -147,9 +147,9 @@ class Service:
         self._threads: list[threading.Thread] = []
 
     def start(self, interrupted: Callable[[], bool] = lambda: False) -> None:
-        """Start working, once a worker has described the data: this waits for that, but not for a queue or a PACS.
+        """Start, after a worker has described the data. Waits for that, but not for a job queue or a PACS.
 
-        interrupted: asked now and then whether to wait no longer. Raises as `Worker.describe` unless there is a queue,
+        interrupted: polled; True stops the wait. Raises as `Worker.describe` unless workers queue,
         and StateError: E-NET-20 if metrics cannot be served; E-BUDGET-07, E-BUDGET-08 on a privacy ledger that lacks
         events.
         """

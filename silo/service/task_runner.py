@@ -1,4 +1,4 @@
-"""The task runner: the thread that takes one task after the other, and sends what the worker made of it."""
+"""The task runner: a thread that has the worker run one task at a time, and uploads the results."""
 
 from __future__ import annotations
 
@@ -105,10 +105,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TaskRunner:
-    """Has the tasks done one by one; `run` is the body of its thread.
+    """Runs the queued tasks one at a time; `run` is the body of its thread.
 
-    receipt_verifier: created for each use, since the identity may be renewed   recycle: asks for a new session, in
-    which the coordinator names every closed round.
+    receipt_verifier: created for each use, since the identity may be renewed   recycle: requests a new session, in
+    which the coordinator lists every closed round.
     """
 
     queue: TaskQueue
@@ -121,12 +121,12 @@ class TaskRunner:
     emit: EmitEvent
     recycle: Callable[[], None]
     session_opened: threading.Event
-    """Set by the client when a session begins: the moment to ask for lost receipts."""
+    """Set by the client when a session begins, so that missing receipts are fetched."""
     timing: ResponseTiming
     on_receipt: Callable[[bytes], None] = lambda _: None
     """Called with each receipt after it is stored."""
     prepare_data: Callable[[str, CancelToken, Callable[[int, int], None]], None] = lambda *_: None
-    """Has a run's images here before its worker begins: where they come from a PACS, they are fetched, or awaited."""
+    """Makes a run's images available before its worker starts. Fetches PACS images, or waits for them."""
 
     def run(self, over: threading.Event) -> None:
         self.outbox.sweep()
@@ -147,7 +147,7 @@ class TaskRunner:
                     text = f"{task.key.run_id} waits for the hospital's decision: silo approve {task.key.run_id}"
                     self.emit(event("approval", text, task.key))
             except CancelledError as error:
-                self.outbox.store.end_trainings()  # a worker that was killed for this could not
+                self.outbox.store.end_trainings()  # a killed worker could not do this itself
                 self.emit(event("stopped", f"{task.key}: {error.reason}", task.key, {"reason": error.reason}))
             except FederationError as error:
                 self.queue.refuse(task, error)
@@ -162,13 +162,13 @@ class TaskRunner:
         self.worker.end()
 
     def count_kills(self, who: str) -> None:
-        """Count, and say, which tasks were being worked on when somebody was killed."""
+        """Count a kill for each task in progress, and emit an event. who: which process was killed."""
         for key, kills in self.outbox.store.count_kills():
             text = f"{key}: {who} was killed in the middle of it ({pluralize(kills, 'time')} so far)"
             self.emit(event("killed", text, key, {"code": "E-RUN-46", "kills": kills}))
 
     def _note_killed(self, task: QueuedTask | PreflightTask, error: WorkerEndedError) -> None:
-        """Repeat a task whose worker died, as after a kill of the whole service."""
+        """Requeue a task whose worker died, as after a kill of the whole service; refuse a preflight."""
         log.error("%s: the worker failed: %s", task.key, error)
         if isinstance(task, PreflightTask):
             text = f"expected a worker that survives a preflight, found that {error}: give it more memory"
@@ -179,9 +179,9 @@ class TaskRunner:
         self.queue.put_back(task)
 
     def _begin_work(self, task: QueuedTask | PreflightTask) -> None:
-        """Have a worker ready within the policy: a process in the cage sees root's files as nobody's.
+        """Prepare a worker as the policy requires. Reads the policy here: the sandbox maps root's files to nobody.
 
-        Raises RefusedError: E-POLICY-21 where it could reach a network and the policy forbids that, and as
+        Raises RefusedError: E-POLICY-21 if the worker could reach a network and the policy forbids that, and as
         `HospitalRules.policy`; as `Worker.begin`.
         """
         policy, run_id = self.controls.policy(), task.key.run_id
@@ -203,7 +203,7 @@ class TaskRunner:
         self.secagg.apply_roster(task.request.signed_roster)
         try:
             ready = self._preflight(task)
-        except WorkerEndedError as error:  # as after a kill of the service, which is asked once more
+        except WorkerEndedError as error:  # retry once, as after a kill of the service
             log.error("%s: the worker failed: %s", task.key, error)
             ready = self._preflight(task)
         if ready.lapsed:
@@ -256,7 +256,7 @@ class TaskRunner:
         self._send(task, entry, lambda: None)
 
     def _was_taken(self, task: QueuedTask, entry: OutboxEntry) -> bool:
-        """Ask for the receipt of an update whose bytes are gone; if there is one, nothing is made or charged again."""
+        """Fetch the receipt of an update whose bytes are lost. If there is one, nothing is trained or charged again."""
         self.queue.set_activity(task, pb.FETCHING)
         receipt = self.transfer.receipt_for(entry, self.receipt_verifier(), task.stop)
         if receipt is not None:
@@ -277,7 +277,7 @@ class TaskRunner:
         return False
 
     def _train(self, task: QueuedTask) -> PendingEntry:
-        """Have a task done; raises as `TaskWork.train`."""
+        """Have the worker run a task; raises as `TaskWork.train`."""
         service = _TaskService(self, task, self._past_kill(task))
         self.queue.set_activity(task, pb.FETCHING)
         self._begin_work(task)
@@ -291,7 +291,7 @@ class TaskRunner:
             raise
 
     def _send(self, task: QueuedTask, entry: OutboxEntry, ready: Callable[[], None]) -> None:
-        """Upload until the receipt is here; an update that the coordinator refuses waits for the round's close.
+        """Upload an update until its receipt arrives. An update that the coordinator refuses waits for the round's end.
 
         ready: called before the commit, and before a refusal is recorded.
         """
@@ -304,7 +304,7 @@ class TaskRunner:
                 entry, self.outbox.bundle(entry), self.receipt_verifier(), task.stop, progress, ready
             )
         except FederationError as error:
-            # An error of the certificate does not refuse the update: it is sent again after the repair.
+            # A certificate error does not refuse the update: it is sent again once the certificate works.
             if not isinstance(error, CancelledError) and not error.code.startswith(("E-ID", "E-TLS")):
                 ready()
                 self.outbox.store.refuse(entry.key, str(error))
@@ -325,7 +325,7 @@ class TaskRunner:
         activity: pb.Activity.ValueType,
         checked: bool = True,
     ) -> Callable[[int, int], None]:
-        """Make a progress callback that stops the training of a cancelled task. quiet: see `TaskQueue.set_activity`."""
+        """Make a progress callback. checked: it raises CancelledError once the task is cancelled."""
 
         def update(done: int, total: int) -> None:
             if checked:
@@ -358,7 +358,7 @@ class TaskRunner:
 
 @dataclass(slots=True)
 class _TaskService:
-    """The service as one task of the worker sees it."""
+    """The service's side of one task, called by the worker."""
 
     runner: TaskRunner
     task: QueuedTask | PreflightTask

@@ -1,6 +1,6 @@
-"""Who computes a hospital's tasks: a process of its own in a cage; in tests and benchmarks alone, the service's thread.
+"""Run a hospital's tasks in a sandboxed worker process, or in a service thread (only in tests and benchmarks).
 
-A worker reads records and the ledger, and has no network; the service has one, and computes nothing.
+A worker reads records and the ledger, and has no network. The service has network access, and computes nothing.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 START_S = 1800.0
-"""Seconds that a worker has to load torch and a hospital's data."""
+"""Timeout for a worker to load torch and the hospital's data."""
 ENTER_S = 600.0
-"""Seconds that it has to write an update to the disk."""
+"""Timeout for a worker to write an update to disk."""
 QUEUE_FIRST_S, QUEUE_S = 1.0, 30.0
-"""Seconds before it is asked why a worker waits in a queue, and between two of these questions."""
+"""Seconds before the first check why a worker is queued, and between later checks."""
 IDLE_S = 60.0
-"""Seconds after which a worker without a run under way ends."""
+"""Seconds after which a worker without an active run ends."""
 MOST_WORKERS = 2
-"""Each takes the memory of torch, a model and its data."""
+"""Limited because each holds torch, a model and its data in memory."""
 _NAME = re.compile(r"[\w.-]{0,80}", re.ASCII)
 _DIGEST = re.compile(r"\b[0-9a-f]{64}\b")
 log = logging.getLogger(__name__)
@@ -63,32 +63,32 @@ class WorkerEndedError(Exception):
 
 
 class Worker(Protocol):
-    """Does one task after the other, called by one thread."""
+    """Runs one task at a time. Called by one thread only."""
 
     def describe(self, stop: CancelToken) -> Description:
         """Load the data, and describe them; raises ConfigError or DataError as `DataSource.load`."""
 
     def announce(self) -> None:
-        """Tell what holds around the process that was started."""
+        """Emit an event that describes the process's isolation."""
 
     def begin(self, run_id: str, stop: CancelToken) -> Walls:
-        """Be ready for a task of a run; return what holds around the process that will do it."""
+        """Prepare for a task of a run; return the isolation of the process that will run it."""
 
     def preflight(self, request: pb.Preflight, service: ServiceSide) -> PreflightReadiness:
         """Answer a preflight, as `TaskWork.preflight`; raises WorkerEndedError too."""
 
     def train(self, offer: pb.Offer, service: ServiceSide) -> PendingEntry:
-        """Do a task, as `TaskWork.train`; raises WorkerEndedError too."""
+        """Run a task, as `TaskWork.train`; raises WorkerEndedError too."""
 
     def rest(self, state_of: Callable[[str], str]) -> None:
-        """Take note that nothing is to be done. state_of: says how a run is, as its row in the store does."""
+        """End idle processes. Called while no task runs. state_of: returns a run's state in the store."""
 
     def end(self) -> None:
-        """End what is left of it."""
+        """End all its processes."""
 
 
 class ThreadWorker:
-    """Computes in the thread that calls it: for tests that patch the arithmetic, and for benchmarks that replace it."""
+    """Computes in the calling thread, so that tests and benchmarks can replace the computation."""
 
     def __init__(self, work: TaskWork) -> None:
         self._work = work
@@ -118,10 +118,10 @@ class ThreadWorker:
 
 
 class CagedWorkers:
-    """Processes, each for one run, so that runs which take turns do not begin anew each time; at most `MOST_WORKERS`.
+    """A pool of at most `MOST_WORKERS` processes, one per run, so that alternating runs need no restart.
 
-    The one whose run had no task for longest ends when another run needs one. One whose run is over does another's, for
-    it takes seconds to start one, unless its run brought code of an extension. Arguments as of `CagedWorker`.
+    When the pool is full, a new run evicts the least recently used process. A finished run's process is reused, since a
+    start takes seconds, unless that run loaded extension code. Arguments as for `CagedWorker`.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class CagedWorkers:
         rmtree(settings.home.scratch, ignore_errors=True)
         self._make = partial(CagedWorker, settings, launcher, silo, emit, computed, data_of)
         self._workers: dict[str, CagedWorker] = {}
-        """By run, the one that was used last at the end; one that has none yet is that of ""."""
+        """By run id, least recently used first; "" for a process without a run."""
         self._state_of: Callable[[str], str] = lambda _: ""
 
     def of(self, run_id: str) -> CagedWorker:
@@ -148,7 +148,7 @@ class CagedWorkers:
         return worker
 
     def _free(self) -> CagedWorker | None:
-        """Take a worker that no run needs."""
+        """Remove and return a worker that no run needs."""
         for run_id, worker in self._workers.items():
             if not run_id or (worker.without_extensions and self._state_of(run_id) == "finished"):
                 return self._workers.pop(run_id)
@@ -183,12 +183,12 @@ class CagedWorkers:
 
 
 class CagedWorker:
-    """A process in a cage (`silo.worker.cage`), for one run.
+    """A sandboxed process (`silo.worker.cage`) for one run.
 
-    It stays while its run is under way, and ends a minute after that, and at once when its run was aborted. A task that
-    is given up ends within `END_S`: by itself, or killed with all its processes.
+    It stays while its run is active, ends a minute after the run finishes, and at once if the run is aborted.
+    A cancelled task ends within `END_S`: by itself, or killed with all its processes.
 
-    silo: this hospital's name   computed: called with the seconds that a round took   data_of: gives a run's data.
+    silo: this hospital's name   computed: called with a round's seconds   data_of: returns a run's data reference.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class CagedWorker:
 
     @property
     def pid(self) -> int | None:
-        """Return the process, where there is one."""
+        """Return the id of the process if it is running."""
         return self._child.pid if self._child is not None and self._child.lives else None
 
     def describe(self, stop: CancelToken) -> Description:
@@ -224,7 +224,7 @@ class CagedWorker:
         self._emit(event("worker", text, facts={"walls": self._walls.holding, **self._walls._asdict(), **facts}))
 
     def begin(self, run_id: str, stop: CancelToken) -> Walls:
-        """Be ready for a task of a run; raises StateError (E-RUN-55) where no worker starts, or what it refuses."""
+        """Prepare for a task of a run; raises StateError (E-RUN-55) if no worker starts, and the worker's own error."""
         self._run_id = run_id
         if self.pid is None or self._data != self._data_of(run_id):
             self.end()
@@ -331,7 +331,7 @@ class CagedWorker:
 
     @contextmanager
     def _reporting_wait(self, waits: Callable[[], str]) -> Iterator[None]:
-        """Tell, as long as the block lasts, why the process has not begun."""
+        """Emit events inside the block about why the process is still queued."""
         over, lock, told = threading.Event(), threading.Lock(), ""
 
         def tell(why: str) -> None:
@@ -358,44 +358,44 @@ class CagedWorker:
 
     @contextmanager
     def _cancelled_by(self, stop: CancelToken) -> Iterator[None]:
-        """End what the worker does when that is given up: whatever became of it then, it is no failure."""
+        """Cancel the worker's task when `stop` is cancelled. Errors that follow count as the cancellation."""
         child = self._running
         killing = threading.Timer(END_S, child.kill)
         killing.daemon = True
 
         def give_up() -> None:
-            with suppress(RuntimeError):  # it was given up before
+            with suppress(RuntimeError):  # the timer runs already
                 killing.start()
             with suppress(OSError, ValueError):
-                child.line.send(cancel=stop.reason)  # waits for one that reads nothing, until it is killed
+                child.line.send(cancel=stop.reason)  # blocks if the worker does not read, until it is killed
 
         try:
             with stop.on_cancel(give_up):
                 yield
         except (WorkerEndedError, StateError, CancelledError):
-            stop.raise_if_cancelled()  # with the reason that is known here
+            stop.raise_if_cancelled()  # reports the reason given to `stop`
             raise
         finally:
             killing.cancel()
             self._since = time.monotonic()
             if self._busy and sys.exc_info()[0] is not None:
-                child.kill()  # it works on what nobody waits for any more
+                child.kill()  # nobody waits for its result any more
 
     # ---- what is said ----------------------------------------------------------------------------------------------
 
     def _name_objects(self, manifest: str, *others: str) -> None:
-        """Note which objects a task names: the worker gets no others, since whom it asks for them reads their names."""
+        """Record a task's objects. The worker may fetch no others: requested names could leak data to the server."""
         self._manifest, self._named = manifest, {manifest, *others}
 
     def _ask(self, **message: object) -> None:
         self._busy = True
-        with suppress(OSError, ValueError):  # it has ended, which is noticed where its answer is read
+        with suppress(OSError, ValueError):  # if it has ended, reading its answer reports that
             self._running.line.send(**message)
 
     def _until(self, last: str, read: Callable[[Any], T], service: ServiceSide | None, over: bool = True) -> T:
-        """Do what the worker asks until it says `last`, and return what that reads as. over: then it is done.
+        """Serve the worker's requests until it sends `last`; return its parsed content. over: this ends the task.
 
-        Raises what the worker failed with, and WorkerEndedError where it ended, or says what nobody understands.
+        Raises the worker's own error, and WorkerEndedError if the worker ends or sends an invalid message.
         """
         while True:
             try:
@@ -479,7 +479,7 @@ class CagedWorker:
 
 
 def _whereabouts(facts: Sequence[Any]) -> Whereabouts:
-    """Read what is shown and logged: names, and nothing else that a worker may write."""
+    """Parse a worker's location. Replaces anything but a short name by "?", because it is shown and logged."""
     return Whereabouts(*(text if _NAME.fullmatch(text) else "?" for text in facts))
 
 

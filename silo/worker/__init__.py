@@ -1,1 +1,1 @@
-"""What reads a hospital's records: a process of its own in a cage. The service, which has the network, reads none."""
+"""The sandboxed process that reads a hospital's records. The service has network access and reads no records."""

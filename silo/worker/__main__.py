@@ -1,6 +1,6 @@
-"""A hospital's worker: it enters the cage, and does one task after the other until the service closes its pipe.
+"""Entry point of a hospital's worker: enter the sandbox, then run tasks until the service closes the pipe.
 
-`silo serve` starts it. The first line on standard input says where its home is and what it may write; see `exchange`.
+`silo serve` starts it. The first line on standard input gives its home and writable folders; see `exchange`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from silo.worker import cage
 
 
 def main() -> None:
-    """Enter the cage before anything large is loaded."""
+    """Enter the sandbox before loading anything large."""
     line = own_streams()
     line.send(began=cage.Whereabouts.here())
     if (setup := line.read()) is None:

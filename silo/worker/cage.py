@@ -1,7 +1,7 @@
-"""The cage of a silo's worker: no network, no other process's memory, and writes in a few folders alone. Linux.
+"""Sandbox ("cage") of a silo's worker on Linux: no network, no access to other processes, few writable folders.
 
-It is entered before torch is imported, with ctypes alone. Three walls stand independently of each other: namespaces, a
-seccomp filter and Landlock. Each is tried at the start by doing what it must refuse; only that is reported.
+The worker enters it with ctypes before it imports torch. It has three independent layers ("walls"): namespaces, a
+seccomp filter and Landlock. Each is tested at startup by attempting a forbidden action; only the result is reported.
 
 python -m silo.worker.cage FOLDER...   prints as JSON which walls hold on this machine
 """
@@ -28,10 +28,10 @@ _TRIAL_S = 30.0
 
 
 class Walls(NamedTuple):
-    """Which walls of a cage hold: "" where what it must refuse was tried and failed, else why the wall is missing.
+    """Test result of each layer: "" if a forbidden action failed as it must, else why the layer is missing.
 
-    namespace: no interface to any network   seccomp: no socket but AF_UNIX, no connection, no other process's memory
-    landlock: no write outside of the worker's folders.
+    namespace: no network interface   seccomp: only AF_UNIX sockets, no connection, no access to other processes' memory
+    landlock: no writes outside the worker's folders.
     """
 
     namespace: str
@@ -45,11 +45,11 @@ class Walls(NamedTuple):
 
     @property
     def holding(self) -> str:
-        """Name the walls that hold, for machines."""
+        """Names of the layers that hold, in a machine-readable form."""
         return ",".join(name for name in self._fields if not getattr(self, name)) or "none"
 
     def sentences(self) -> list[str]:
-        """Say what was shown by trying, and what does not hold and why."""
+        """Describe each layer that holds, and each that does not with its reason."""
         texts = (
             ("cannot open a socket", "can open sockets", self.seccomp),
             ("sees no network interface", "sees the machine's network interfaces", self.namespace),
@@ -59,7 +59,7 @@ class Walls(NamedTuple):
 
 
 class Whereabouts(NamedTuple):
-    """Where a worker runs. machine: as `machine`   job: of Slurm, if it is in one."""
+    """Where a worker runs. machine: as `machine`   job: its Slurm job id, or empty."""
 
     host: str
     machine: str
@@ -71,7 +71,7 @@ class Whereabouts(NamedTuple):
 
 
 def machine() -> str:
-    """Name the kernel that runs, which containers share and machines do not; a new name where it has none."""
+    """Boot id of the running kernel, which containers on one machine share; a random id if there is none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -82,9 +82,9 @@ NO_CAGE = Walls(*["no cage: it is a thread of the service"] * 3)
 
 
 def enter(writable: Iterable[Path]) -> Walls:
-    """Put this process into the cage, for good, and try each wall. writable: folders in which it may go on writing.
+    """Sandbox this process irreversibly, and test each layer. writable: folders that it may still write to.
 
-    Call it while the process has one thread. Raises nothing: a wall that cannot be built here is reported.
+    Call it while the process has one thread. A layer that cannot be set up here is reported, not raised.
     """
     if sys.platform != "linux":
         return Walls(*[f"not on {sys.platform}"] * 3)
@@ -101,13 +101,13 @@ def enter(writable: Iterable[Path]) -> Walls:
 
 
 def end_with_parent(number: int) -> None:
-    """Have this process sent a signal when the thread that started it ends; a new user namespace forgets it."""
+    """Send this process a signal when its parent thread ends. Entering a user namespace resets this."""
     with suppress(OSError):
         _prctl(_PARENT_DEATH_SIGNAL, number)
 
 
 def rehearse(writable: Sequence[Path]) -> Walls:
-    """Say which walls would hold here, tried in a process that then ends."""
+    """Test in a separate process which layers would hold here."""
     words = [sys.executable, "-P", "-m", __name__, *map(str, writable)]
     try:
         done = subprocess.run(  # noqa: S603 - this interpreter, this module
@@ -123,7 +123,7 @@ def _built(
     refused: Iterable[Callable[[], object]],
     refusal: type[OSError] = PermissionError,
 ) -> str:
-    """Build a wall; return "" where all that it must refuse then raises `refusal`, else why it does not hold."""
+    """Set up a layer; return "" if every forbidden action then raises `refusal`, else why it does not hold."""
     try:
         build()
     except (OSError, AttributeError) as error:
@@ -165,11 +165,11 @@ def _prctl(option: int, value: int, more: object = 0) -> None:
 
 _NEW_USER, _NEW_NET = 0x10000000, 0x40000000
 UNMAPPED = 65534
-"""The user whose files seem to be those of every user without a name in the namespace (user_namespaces(7))."""
+"""The overflow user id, which owns the files of users not mapped in the namespace (user_namespaces(7))."""
 
 
 def _without_network() -> str:
-    """Leave the machine's network, for a user namespace in which files belong to whom they belonged to before."""
+    """Enter a network namespace, and a user namespace that keeps file owners as far as this process may map them."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             address = listener.getsockname()
@@ -179,7 +179,7 @@ def _without_network() -> str:
 
 
 def _leave_network() -> None:
-    """Enter new namespaces. A child that stays outside names the users in them: this process may name itself alone."""
+    """Enter new namespaces. A child outside writes the user map, because this process may only map itself."""
     inside, outside = os.pipe()
     child = os.fork()
     if not child:
@@ -199,7 +199,7 @@ def _leave_network() -> None:
 
 
 def _name_users(process: int) -> None:
-    """Map every user and group to itself where this process is allowed to, else its own alone."""
+    """Map every user and group to itself if permitted, else only this process's own."""
     place = Path("/proc", str(process))
     for name, own in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
         known = (line.split() for line in Path("/proc/self", name).read_text().splitlines())
@@ -228,12 +228,12 @@ _REFUSED = {
     "io_uring_register": (427, 427),
     "pidfd_getfd": (438, 438),
 }
-"""System calls by their numbers on x86-64 and on aarch64 (asm/unistd_64.h; asm-generic/unistd.h)."""
+"""System call numbers on x86-64 and on aarch64 (asm/unistd_64.h; asm-generic/unistd.h)."""
 _X32 = 0x40000000
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | 1  # EPERM
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
-"""Offsets in struct seccomp_data; of the argument the lower half, which is all that the kernel reads of an int."""
+"""Offsets in struct seccomp_data. The argument's lower half suffices: the kernel reads only that of an int."""
 
 
 class _Program(ctypes.Structure):
@@ -243,7 +243,7 @@ class _Program(ctypes.Structure):
 
 
 def _filter_calls() -> None:
-    """Refuse what reaches a network or another process. A call of another ABI (i386, x32) is refused as a whole."""
+    """Block system calls that reach a network or another process, and all calls of other ABIs (i386, x32)."""
     if platform.machine() not in _ARCHITECTURES:
         raise OSError(f"no numbers of system calls for {platform.machine()}")
     audit, column = _ARCHITECTURES[platform.machine()]
@@ -263,13 +263,13 @@ def _filter_calls() -> None:
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _WRITE_FILE, _WRITES, _REFER, _TRUNCATE = 1 << 1, sum(1 << bit for bit in (1, *range(4, 13))), 1 << 13, 1 << 14
 _DEVICES = ("null", "zero", "nvidia*", "dri", "kfd", "dxg")
-"""Device files of GPUs, and harmless ones such as /dev/null; not /dev/shm, which others read."""
+"""GPU device files, and harmless ones such as /dev/null; not /dev/shm, which other processes read."""
 _TCP, _ABSTRACT_SOCKETS_AND_SIGNALS = 0b11, 0b11
 """Bits of linux/landlock.h: writing, removing and making files; binding and connecting; both scopes."""
 
 
 def _confine_writes(writable: Iterable[Path]) -> None:
-    """Refuse writes, and where the kernel has it TCP and signals to processes outside. GPUs stay usable."""
+    """Block writes, and if the kernel supports it, TCP and signals to outside processes. GPUs stay usable."""
     abi = _checked("landlock", _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1))
     writes = _WRITES | (_REFER if abi >= 2 else 0) | (_TRUNCATE if abi >= 3 else 0)
     rules = struct.pack("QQQ", writes, _TCP, _ABSTRACT_SOCKETS_AND_SIGNALS)[: 8 if abi < 4 else 16 if abi < 6 else 24]

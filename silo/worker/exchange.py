@@ -1,9 +1,9 @@
-"""What the service and its worker ask of each other, and the lines in which they say it over a pair of pipes.
+"""Protocol between the service and its worker: JSON lines over a pair of pipes.
 
-A line is one JSON object with one field; tensors go by file. The service sends `preflight`, `offer`, `cancel`, and
-`fetched` or `failed` as the answer to `fetch`. The worker sends `began` at once, and `ready` or `failed` once it has
-read where it is to work; of a task `fetch`, `accept`, `tell`, `begin`, `progress` and `event`, and at its end
-`readiness`, or `staged` and then `entered`, or `failed`; at any time `computed` and `log`.
+After the setup, a line is one JSON object with one field; tensors go by file. The service sends `preflight`, `offer`,
+`cancel`, and `fetched` or `failed` as the answer to `fetch`. The worker sends `began` at once, and `ready` or `failed`
+after it has read its setup. During a task it sends `fetch`, `accept`, `tell`, `begin`, `progress` and `event`. A task
+ends with `readiness`, with `staged` and then `entered`, or with `failed`. `computed` and `log` may come at any time.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from silo.storage.approvals import AwaitingDecisionError
 
 
 class ServiceSide(Protocol):
-    """What one task asks of the service."""
+    """Calls that a task makes to the service."""
 
     @property
     def stop(self) -> CancelToken:
-        """Return what is cancelled when the task is given up."""
+        """Return the token that is cancelled with the task."""
 
     def fetch(self, digest: str, size: int = 0, most: int = MANIFEST_BYTES) -> Path:
         """Return the file of an object, as `Transfer.fetch`."""
 
     def progress(self, done: int, total: int) -> None:
-        """Note how far training is."""
+        """Report training progress."""
 
     def accept(self) -> None:
         """Tell the coordinator that the task is accepted."""
 
     def tell(self, error: FederationError) -> None:
-        """Tell the coordinator of an accepted task what is not as it should be."""
+        """Report an error in an accepted task to the coordinator."""
 
     def training_begins(self, private: bool) -> None:
-        """Note that records are read from now on; private: when the answer leaves must not tell how long it took."""
+        """Report that reading records begins. private: the answer's time must not reveal how long training took."""
 
     def emit(self, event: SiloEvent) -> None:
-        """Tell of what happens, from any thread."""
+        """Emit an event. Callable from any thread."""
 
 
 class Description(NamedTuple):
-    """What the worker has. data: as the session declares it   cache: where decoded images are kept, in words."""
+    """A worker's data and device. data: as the session declares it   cache: where decoded images are kept, as text."""
 
     data: pb.DataOffer
     device: str
@@ -56,9 +56,9 @@ class Description(NamedTuple):
 
 
 class PreflightReadiness(NamedTuple):
-    """The hospital's yes to a whole run.
+    """The hospital can do the whole run.
 
-    masked: its keys are needed   trains: as in `PreflightAnswer`   lapsed: other runs were forgotten for this one.
+    masked: its keys are needed   trains: as in `PreflightAnswer`   lapsed: other runs were dropped for this one.
     """
 
     name: str

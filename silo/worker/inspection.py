@@ -1,6 +1,6 @@
-"""Which fetched images can be read: a process in the cage decodes each, by name, and says why one cannot be.
+"""Check that images can be decoded, each in a sandboxed process that reports why one cannot.
 
-`python -m silo.worker.inspection` is that process; its first line says where the images lie, the others name them.
+`python -m silo.worker.inspection` is that process. Its first input line gives the folder, later lines name images.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ START_S, IMAGE_S = 300.0, 120.0
 
 
 def inspected(folder: Path, names: Iterable[str], caged: bool, stop: CancelToken) -> Iterator[tuple[str, str]]:
-    """Yield each name with the reason why its image cannot be read, "" where it can.
+    """Yield each name with the reason why its image cannot be read, "" if it can.
 
-    An image that ends the process that decodes it, or takes too long, is one that cannot be read. caged: refuse to
-    decode without a cage, RefusedError (E-POLICY-21). Raises StateError (E-RUN-55) where no process starts.
+    An image that crashes its decoder process or exceeds `IMAGE_S` counts as unreadable. caged: raise RefusedError
+    (E-POLICY-21) if the process can reach a network. Raises StateError (E-RUN-55) if no process starts.
     """
     child: ChildProcess | None = None
     try:
@@ -53,9 +53,9 @@ def inspected(folder: Path, names: Iterable[str], caged: bool, stop: CancelToken
 
 
 def listed_images(folder: Path, caged: bool, stop: CancelToken) -> Iterator[tuple[str, str]]:
-    """Yield each image below a folder, by its path in it, and "", or what cannot be read there, and why.
+    """Yield the relative path of each image below a folder with "", and each unreadable entry with the reason.
 
-    Files that are no images are passed over. caged, raises: as `inspected`.
+    Skips files that are not images. caged, raises: as `inspected`.
     """
     child = _started(folder, caged, list=True)
     try:

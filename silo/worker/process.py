@@ -1,4 +1,4 @@
-"""Inside the worker: lines of the service become tasks, and what a task asks of the service becomes lines."""
+"""Worker's main loop: turns lines from the service into tasks, and a task's calls to the service into lines."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from silo.worker.exchange import ERRORS
 from silo.worker.tasks import TaskWork
 
 PROGRESS_S = 0.1
-"""Seconds between two lines of progress."""
+"""Minimum seconds between two progress lines."""
 log = logging.getLogger(__name__)
 
 
 def serve(setup: Mapping[str, Any], walls: Walls, line: Line) -> None:
-    """Do tasks until the service ends or closes its pipe; then this process ends at once, whatever it does."""
+    """Run tasks until the service ends or closes its pipe. This process then exits at once, even during a task."""
     logging.basicConfig(level=setup["log_level"], handlers=[_LogLines(line)], force=True)
     try:
         settings = SiloSettings.of_json(setup["settings"])
@@ -73,7 +73,7 @@ def serve(setup: Mapping[str, Any], walls: Walls, line: Line) -> None:
 
 
 def _join_service(setup: Mapping[str, Any], home: Home) -> None:
-    """Raise StateError (E-RUN-55) unless this process may write what a service writes that did not start it itself."""
+    """Check software version and locks of a remote service before sharing its home; raises StateError (E-RUN-55)."""
     if setup["software"] != software():
         raise StateError(
             "E-RUN-55", f"expected a worker of {setup['software']}, as the service, found {software()}: install that"
@@ -84,7 +84,7 @@ def _join_service(setup: Mapping[str, Any], home: Home) -> None:
 
 @dataclass(slots=True)
 class _PipedService:
-    """The service at the other end of the pipes, for one task after the other."""
+    """Client for the service at the other end of the pipes, for one task at a time."""
 
     line: Line
     stop: CancelToken = field(default_factory=CancelToken)
@@ -93,7 +93,7 @@ class _PipedService:
     _told: float = 0.0
 
     def listen(self) -> None:
-        """Read what the service says; ends the process with it."""
+        """Read the service's messages; ends this process when they end."""
         try:
             while (message := self.line.read()) is not None:
                 if "cancel" in message:
@@ -134,7 +134,7 @@ class _PipedService:
 
 
 class _LogLines(logging.Handler):
-    """Hands records of the log to the service, which writes them as its own."""
+    """Forwards log records to the service, which writes them to its own log."""
 
     def __init__(self, line: Line) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class _LogLines(logging.Handler):
 
 
 def _logged(error: Exception) -> dict[str, str]:
-    """Write an error for the service; one that nobody foresaw is logged here, where it can be traced."""
+    """Serialize an error for the service. Logs an unexpected one here, where its traceback is available."""
     written = ERRORS.write(error)
     if not isinstance(error, FederationError) and written["kind"] == "StateError":
         log.exception("the task failed")

@@ -1,6 +1,6 @@
-"""One task after the other: what is admitted, prepared, trained, masked and staged, in this order.
+"""Run one task at a time: admit, prepare, train, mask and stage it, in this order.
 
-Nothing here knows a network. What a task needs of the service, which has one, is a `ServiceSide`.
+Nothing here uses a network. A task reaches the service, which has one, through `ServiceSide`.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from silo.worker.exchange import Description, PreflightReadiness, ServiceSide
 from silo.worker.masks import MAX_KEYS_BYTES, RunMasks
 
 SHOWN = 5
-"""Names of broken records in a line; all are in `silo status --json`."""
+"""Maximum broken records named in one line; `silo status --json` lists all."""
 
 
 class Task(NamedTuple):
-    """A task, and the service that it came from. offer: empty for a preflight."""
+    """A task and its connection to the service. offer: empty for a preflight."""
 
     key: TaskKey
     service: ServiceSide
@@ -85,10 +85,10 @@ class TaskWork:
         run_round: RunRound = run_silo_round,
         helpers: Helpers | None = None,
     ) -> TaskWork:
-        """Make what a hospital's tasks need.
+        """Create a hospital's task runner.
 
-        computed: called with the seconds that a round took   run_round: the arithmetic of a round, replaced in tests
-        and benchmarks   helpers: share training steps. Raises as `Helpers.require_gpus`.
+        computed: called with a round's seconds   run_round: computes a round, replaced in tests and benchmarks
+        helpers: processes that share training steps. Raises as `Helpers.require_gpus`.
         """
 
         def timed(*parts: Any) -> SiloRound:  # noqa: ANN401
@@ -115,9 +115,9 @@ class TaskWork:
         return Description(data_offer(source), str(self.trainer.device), source.cache_text())
 
     def preflight(self, request: pb.Preflight, service: ServiceSide) -> PreflightReadiness:
-        """Say before round 0 whether this hospital can do the whole run; nothing is charged or released.
+        """Check before round 0 that this hospital can do the whole run. Charges and releases nothing.
 
-        Raises AwaitingDecisionError, and whatever refuses the run.
+        Raises AwaitingDecisionError, and the error that refuses the run.
         """
         key = TaskKey.of(pb.RoundRef(run_id=request.run_id, kind=pb.TRAIN))
         task, digest = Task(key, service, pb.Offer()), request.manifest_digest
@@ -132,10 +132,10 @@ class TaskWork:
         return PreflightReadiness(run.manifest.name, run.masked, trains, bool(lapsed))
 
     def train(self, offer: pb.Offer, service: ServiceSide) -> PendingEntry:
-        """Train, and write the result; of a private or masked run all is on the disk before this returns.
+        """Train and write the result. For a private or masked run, all of it is on disk before this returns.
 
-        Guarantees: a task of a masked run is masked once; where that one update is not here any more, or another model
-        is offered for its round, it is refused (E-RUN-49, E-RUN-50) before any record is read.
+        Guarantees: a task of a masked run is masked once. If that update is lost, or its round is offered with another
+        model, the task is refused (E-RUN-49, E-RUN-50) before any record is read.
         """
         task = Task(TaskKey.of(offer), service, offer)
         key = task.key
@@ -180,7 +180,7 @@ class TaskWork:
 
     @contextmanager
     def _marked(self, task: Task) -> Iterator[None]:
-        """Mark a task on the disk while it is worked on: a mark that is found afterwards tells of a kill."""
+        """Mark a task on disk while it runs. A mark left behind shows that the process was killed."""
         store = self.outbox.store
         store.begin_training(task.key, task.offer.attempt)
         try:
@@ -189,7 +189,7 @@ class TaskWork:
             store.end_trainings()
 
     def _ready_for_whole_run(self, task: Task, run: CompiledRun) -> PreparedRun:
-        """Return the prepared run; raises RefusedError unless all of it can be done here."""
+        """Return the prepared run; raises RefusedError if this hospital cannot do all of it."""
         run_id = task.key.run_id
         began = self.outbox.store.run_data.find(run_id)
         prepared = self.trainer.prepare(run_id, run, task.weights, began)
@@ -327,7 +327,7 @@ class TaskWork:
 
 
 def _progress(service: ServiceSide, done: int, total: int) -> None:
-    """Note how far training is, and end that of a task that was given up."""
+    """Report training progress; raises CancelledError if the task was cancelled."""
     service.stop.raise_if_cancelled()
     service.progress(done, total)
 
@@ -342,6 +342,6 @@ def _tell_repeated_charge(task: Task, access: TaskAccess) -> None:
 
 
 def _numbers(broadcast: Mapping[str, object]) -> int:
-    """Describe a message of the server: by group, the names with shapes and dtypes."""
+    """Count the numbers in a server message. broadcast: by group, the names with shapes and dtypes."""
     groups = (group for group in broadcast.values() if isinstance(group, Mapping))
     return sum(math.prod(shape) for group in groups for shape, _ in group.values())
