@@ -78,7 +78,7 @@ def test_an_answer_that_nobody_taught_is_marked_and_its_class_too(made: Exported
             assert upload(browser, image(made, f"new/{digit}").read_bytes())[0] == 204
             text = browser.get().text
             assert f"<strong>{digit}</strong>" in text
-            assert ("nobody taught the model 3" in text) == marked
+            assert ("not trained: no hospital had 3" in text) == marked
         assert "3 (not trained: no hospital had it)" in text
 
 
