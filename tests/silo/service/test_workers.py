@@ -253,10 +253,18 @@ def test_a_launcher_that_cannot_start_a_process_is_an_error_of_the_worker(
 
 
 STOPS_ONCE_STAGED = """
+    import os, signal, threading
+    import silo.worker.__main__
+    from service_core.storage.object_store import ObjectStore
+    from silo.storage.outbox import PendingEntry
+    ObjectStore.sync = lambda *_: threading.Event().wait()
+    PendingEntry.finish = lambda self: os.kill(os.getpid(), signal.SIGSTOP)
+    """
+STOPS_ONCE_ENTERED = """
     import os, signal
     import silo.worker.__main__
     from silo.storage.outbox import PendingEntry
-    PendingEntry.finish = lambda self: os.kill(os.getpid(), signal.SIGSTOP)
+    PendingEntry.finish = lambda self: (self._wait(), os.kill(os.getpid(), signal.SIGSTOP))
     """
 
 
@@ -283,6 +291,17 @@ def test_a_worker_that_never_enters_its_update_is_ended_and_another_one_tries(
     hospital.offer()
     assert hospital.refused().code == "E-RUN-46"
     assert hospital.events().count("killed") == 2
+
+
+def test_an_update_that_a_stopped_worker_had_entered_is_sent_and_not_computed_again(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programmed(monkeypatch, STOPS_ONCE_ENTERED)
+    monkeypatch.setattr(workers, "ENTER_S", 0.5)
+    hospital = serving()
+    hospital.offer()
+    hospital.sent()
+    assert hospital.events().count("killed") == 1
 
 
 # ---- how long it stays -----------------------------------------------------------------------------------------------
