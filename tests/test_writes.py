@@ -15,9 +15,9 @@ from tests.support.processes import ENV, ROOT
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(writes.compiler() is None, reason="no C compiler: the library that counts writes cannot be built")
 @pytest.mark.fault(
-    "a coordinator, a hospital or a worker of theirs",
-    "is killed at any write of a private run, also in the middle of one, or finds the disk full",
-    "no home is refused, no round is charged twice, and the model is the same",
+    "a coordinator, a hospital or a worker",
+    "is killed at any write of a private run, or finds the disk full",
+    "homes open again, no round is charged twice, and the model is the same",
 )
 @pytest.mark.parametrize("masked", [(), ("--masked",)])
 def test_a_side_that_dies_at_a_write_goes_on_to_the_same_model_and_is_charged_once(masked: tuple[str, ...]) -> None:

@@ -239,7 +239,7 @@ SHARE = {"disjoint": 0.35, "dir0.1": 0.15, "dir0.3": 0.05, "sizes1:100": 0.1}
 """Updates that may be cut: with this learning rate training overshoots where classes are disjoint."""
 
 
-@pytest.mark.fault("a hospital", "is honest and larger than the few others of a round", "its run goes on to the end")
+@pytest.mark.fault("an honest hospital", "is larger than the few others of a round", "its run continues to the end")
 def test_a_run_of_honest_hospitals_of_uneven_size_is_not_ended_by_the_check_of_lengths() -> None:
     """Updates of 5.0 and 6.4 medians were refused in round 8, and three of five were too few."""
     words = "method=fedgela data=digits federation=dirichlet-0.2-20 cohort=5 rounds=8 model=digits_linear seed=0"

@@ -56,10 +56,10 @@ def test_the_line_passes_bytes_on_flips_one_and_cuts() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.fault(
-    "a line, a disk, a clock, a machine",
-    "fails at random times (kill, stop, cut, truncate, flip, delay, throttle, black hole, full disk, wrong clock), "
-    "renews, or is put back, also by half",
-    "every run ends in the undisturbed model, every ledger is exact",
+    "connections, disks, clocks and machines",
+    "fail at random times (kill, stop, cut, truncation, bit flip, delay, throttling, black hole, full "
+    "disk, wrong clock), renew, or are restored, also partly",
+    "every run ends with the undisturbed model, and every ledger is exact",
 )
 def test_three_minutes_of_chaos_change_no_model_and_no_ledger(tmp_path: Path) -> None:
     done = subprocess.run(

@@ -92,7 +92,7 @@ def moved(world: World, source: Path, home: Path) -> None:
 @pytest.mark.fault(
     "an operator",
     "restores a coordinator that is older than its hospitals",
-    "they go back to the last common round; the model is that of a run that was left alone",
+    "they go back to the last common round; the model is the same",
 )
 @pytest.mark.parametrize(
     "method", ["scaffold", *(pytest.param(m, marks=pytest.mark.slow) for m in ("fedavg", "ditto"))]
@@ -128,8 +128,8 @@ MASKED = DATA | {"west": "digits/p3c4/2"}
 
 @pytest.mark.fault(
     "an operator",
-    "restores a coordinator in the middle of a run with secure aggregation",
-    "the run ends with E-RUN-54 at both sides; a new run with new keys goes on from its last model",
+    "restores a coordinator during a run with secure aggregation",
+    "the run ends with E-RUN-54; a new run with new keys continues from its last model",
 )
 @pytest.mark.parametrize("private", [False, True])
 def test_a_masked_run_ends_at_a_restore_and_a_new_one_goes_on_from_its_model(tmp_path, private, capsys):
@@ -179,8 +179,8 @@ def arrived(world: World, run: str) -> set[tuple[str, int]]:
 
 @pytest.mark.fault(
     "an operator",
-    "restores a coordinator that is further back than a hospital keeps states",
-    "the hospital refuses with E-STATE-24, unless the run says restart",
+    "restores a coordinator from before the hospitals' stored states",
+    "hospitals refuse with E-STATE-24, unless the run says `lost_state=restart`",
 )
 @pytest.mark.parametrize("choice", ["refuse", pytest.param("restart", marks=pytest.mark.slow)])
 def test_a_coordinator_that_is_too_far_back_is_told_so(tmp_path, consortium, gates, choice):
@@ -207,7 +207,7 @@ def test_a_coordinator_that_is_too_far_back_is_told_so(tmp_path, consortium, gat
 
 
 @pytest.mark.slow
-@pytest.mark.fault("an operator", "restores a hospital from a backup", "it takes its place; the model is the same")
+@pytest.mark.fault("an operator", "restores a hospital from a backup", "it takes part again; the model is the same")
 def test_a_restored_hospital_takes_its_place_again(tmp_path, consortium, gates):
     world, sites = consortium
     for site in sites.values():
@@ -231,7 +231,7 @@ def test_a_restored_hospital_takes_its_place_again(tmp_path, consortium, gates):
 @pytest.mark.fault(
     "an operator",
     "restores a coordinator that is older than its hospitals, in a private run",
-    "repeated rounds are charged again; an update that waits is sent as it is, without a charge",
+    "repeated rounds are charged again; a waiting update is sent without a charge",
 )
 def test_the_ledger_never_goes_back(tmp_path, consortium, gates):
     world, sites = consortium

@@ -187,7 +187,11 @@ def _told(world: World, run: str, kind: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.fault("a hospital", "is ended by the system during training", "both sides say so; twice is enough")
+@pytest.mark.fault(
+    "a hospital",
+    "is killed by its system during training",
+    "after two kills the hospital gives the run up, and both sides say so",
+)
 def test_a_hospital_that_is_killed_twice_in_the_middle_of_training_gives_the_run_up_and_says_why(mars: World) -> None:
     (name,) = mars.federation(SITES[:1])
     run = mars.submit("method=fedavg", "data=digits", "federation=p3c4", "rounds=1", "train.epochs=1000000")

@@ -109,7 +109,7 @@ def test_the_page_for_operators_has_the_statuses():
         assert f"\n| {status} |" in page
 
 
-@pytest.mark.fault("the other end of a pipe", "closes it while a command prints", "status 1, and no traceback")
+@pytest.mark.fault("a pipe's reader", "closes the pipe while a command prints", "exit status 1, no traceback")
 def test_a_reader_that_has_gone_is_no_traceback():
     process = subprocess.Popen(
         [str(PROGRAMS["silo"]), "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV

@@ -13,7 +13,9 @@ from tests.fuzz.targets import TARGETS
 EXAMPLES = 12
 
 
-@pytest.mark.fault("anybody", "gives a decoder any bytes", "a value, or an error with a code; no hang, no memory taken")
+@pytest.mark.fault(
+    "an attacker", "gives a decoder any bytes", "a value or an error with a code; no hang, no memory exhausted"
+)
 @pytest.mark.parametrize("name", TARGETS)
 def test_any_bytes_give_a_value_or_an_error_of_ours(name: str) -> None:
     target = TARGETS[name]

@@ -94,9 +94,9 @@ SINKS: dict[str, Callable[[str], object]] = {
 
 @pytest.mark.parametrize("sink", SINKS)
 @pytest.mark.fault(
-    "either side",
-    "puts control characters or directions of writing into names, reasons or errors",
-    "they are escaped wherever they are shown or logged",
+    "the other side",
+    "puts control characters or text-direction marks into names, reasons or errors",
+    "escaped wherever they are shown or logged",
 )
 def test_what_the_other_side_wrote_is_escaped_wherever_it_is_shown(
     sink: str, capsys: pytest.CaptureFixture[str]

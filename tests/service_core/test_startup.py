@@ -51,7 +51,7 @@ SERVE = ["serve", "--data", "digits/hospital0"]
         2,
     ),
 )
-@pytest.mark.fault("an operator", "presses Ctrl-C while a program starts", "exit code 130, and no traceback")
+@pytest.mark.fault("an operator", "presses Ctrl-C while a program starts", "exit code 130, no traceback")
 def test_an_interrupt_at_any_moment_of_the_start_ends_quietly(
     tmp_path: Path, program: str, module: str, words: list[str]
 ) -> None:
@@ -71,7 +71,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-@pytest.mark.fault("another user of a machine", "reads a home or a database", "they are for their owner alone")
+@pytest.mark.fault("another user", "reads a home or a database", "only the owner can: permissions are restricted")
 def test_a_home_and_its_databases_are_closed_to_others_and_it_is_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -115,7 +115,9 @@ def test_a_member_that_was_not_in_the_run_is_told_so_and_finds_no_contradiction(
     assert facts(capsys)["own_records"] == {"own records": "have no such run"}
 
 
-@pytest.mark.fault("a lead", "signs that a hospital sent updates which it has no record of", "its command says so")
+@pytest.mark.fault(
+    "a lead", "signs that a hospital sent updates of which the hospital has no record", "the hospital's command says so"
+)
 def test_a_lead_who_claims_other_updates_than_a_hospital_sent_is_contradicted(
     exported: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,7 +133,7 @@ def test_a_lead_who_claims_other_updates_than_a_hospital_sent_is_contradicted(
         assert "say different things" in capsys.readouterr().err
 
 
-@pytest.mark.fault("somebody", "changes the page of a card or the model beside it", "`card verify` says which")
+@pytest.mark.fault("an attacker", "changes the page of a card, or the model next to it", "`card verify` says which one")
 def test_a_page_or_a_model_that_was_changed_is_named(
     exported: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

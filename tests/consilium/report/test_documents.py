@@ -295,7 +295,7 @@ def hostile() -> Card:
 
 
 @pytest.mark.parametrize("name", [*SKELETONS, "card.md"])
-@pytest.mark.fault("a lead", "puts markup into a card", "it is shown as text")
+@pytest.mark.fault("a lead", "puts markup into a card", "shown as text")
 def test_texts_of_others_are_no_markup(name: str) -> None:
     def write(made: Card) -> str:
         return markdown(made) if name == "card.md" else skeleton(name, made, "d" * 64)

@@ -121,7 +121,7 @@ def test_another_state_than_the_recorded_one_is_refused(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.fault(
-    "a coordinator", "answers an export with paths, other manifests or endless bytes", "nothing is written"
+    "a malicious service", "answers an export with paths, other manifests or endless bytes", "nothing is written"
 )
 def test_a_service_that_lies_writes_nothing(tmp_path: Path, lie: dict[str, str]) -> None:
     run = manifest("fedavg", rounds=1)

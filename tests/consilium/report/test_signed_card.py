@@ -81,7 +81,7 @@ def changed(text: str, path: tuple[str | int, ...], value: object) -> str:
         (("more",), "a part"),
     ],
 )
-@pytest.mark.fault("somebody", "changes the card of a model", "it is refused")
+@pytest.mark.fault("an attacker", "changes the card of a model", "refused")
 def test_a_change_anywhere_is_refused(own: Credentials, authority: str, path: tuple[str, ...], value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         SignedCard.from_json(changed(signed(own).to_json(), path, value)).verify(authority)
@@ -101,7 +101,7 @@ def resigned(own: Credentials, document: object) -> SignedCard:
     return SignedCard(raw, certificates.sign(key, CONTEXT, canonical(raw)), own.cert_pem, own.ca_pem)
 
 
-@pytest.mark.fault("somebody", "signs a card under an authority of their own", "it is refused")
+@pytest.mark.fault("an attacker", "signs a card under another authority", "refused")
 def test_another_authority_is_refused_though_it_has_the_same_names(tmp_path: Path, authority: str) -> None:
     other = signed(lead(tmp_path / "other"))
     with pytest.raises(RefusedError, match=r"E-ID-10.*compare the fingerprint"):
@@ -116,7 +116,7 @@ def test_a_certificate_of_another_authority_beside_ours_is_refused(
         replace(other, authority=own.ca_pem).verify(authority)
 
 
-@pytest.mark.fault("a hospital", "signs a card as if it were a lead", "it is refused")
+@pytest.mark.fault("a hospital", "signs a card as if it were a lead", "refused")
 def test_only_a_lead_signs(home: Path, own: Credentials, authority: str) -> None:
     hospital = credentials(home, "north")
     with pytest.raises(ConfigError, match=r"E-ID-34.*silo://skin/north"):
@@ -163,7 +163,7 @@ def test_a_card_of_a_time_for_which_its_certificate_is_not_is_refused(
         {"privacy": {"epsilon": 1.0, "delta": 2.0}},
     ],
 )
-@pytest.mark.fault("a lead", "signs a card of numbers that no run gives", "it is refused")
+@pytest.mark.fault("a lead", "signs a card with numbers that no run gives", "refused")
 def test_numbers_that_no_run_gives_are_refused_though_they_are_signed(
     own: Credentials, authority: str, lie: dict[str, dict[str, object]]
 ) -> None:

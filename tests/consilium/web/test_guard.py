@@ -90,9 +90,9 @@ def as_it_was(thing):
 
 
 @pytest.mark.fault(
-    "a web site",
-    "points its name at this machine to read a page (DNS rebinding)",
-    "421: no other Host than the page's own",
+    "a website",
+    "points its own name at this machine to read a page (DNS rebinding)",
+    "421: only the page's own Host header is accepted",
 )
 @pytest.mark.parametrize(
     "hosts",
@@ -137,7 +137,7 @@ def test_a_form_does_what_its_button_says_and_the_page_says_so_once(server, brow
     assert "It was done." not in browser.get().text
 
 
-@pytest.mark.fault("a web site", "sends a page's form from the same browser", "refused; nothing is done")
+@pytest.mark.fault("a website", "sends a form of ours from the same browser", "refused; nothing happens")
 @pytest.mark.parametrize(
     "origin", [None, "null", "http://evil.example", "https://{host}", "http://127.0.0.1:1", "{host}"]
 )
@@ -192,7 +192,7 @@ def test_a_get_of_a_forms_address_does_nothing(browser, thing) -> None:
 # ---- 3 ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fault("a web site", "loads a page of ours into itself or into a tab", "403; nothing is shown")
+@pytest.mark.fault("a website", "loads a page of ours in a frame or a tab", "403; nothing is shown")
 @pytest.mark.parametrize("site", ["cross-site", "same-site", "", "none, cross-site"])
 def test_requests_that_another_site_causes_are_refused(server, browser, thing, site) -> None:
     headers = [*browser.headers(Sec_Fetch_Site=None), ("Sec-Fetch-Site", site)]
@@ -225,7 +225,9 @@ def fresh(thing, tmp_path):
         yield made
 
 
-@pytest.mark.fault("who reads a page's link", "opens it after its owner", "410: it works once, for ten minutes")
+@pytest.mark.fault(
+    "another user", "opens the link of a page after its owner", "410: a link works once, within ten minutes"
+)
 def test_the_opening_link_works_once_and_goes_on_by_itself(fresh) -> None:
     target = Browser(fresh).secret_path()
     assert len(target.rpartition("/")[2]) >= 43  # 256 bits
@@ -343,7 +345,9 @@ def test_the_headers_say_what_the_list_asks_for() -> None:
 # ---- 7 ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.fault("anybody with a name", "puts markup or invisible characters into it", "text on every page, escaped")
+@pytest.mark.fault(
+    "a lead or a hospital", "puts markup or invisible characters into its name", "escaped text on every page"
+)
 def test_a_hostile_name_is_text_and_nothing_of_it_is_invisible(browser) -> None:
     page = browser.get().text
     assert "<script>alert" not in page

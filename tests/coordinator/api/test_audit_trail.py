@@ -25,7 +25,7 @@ OWN = f"coordinator://{CONSORTIUM}"
 
 
 @pytest.mark.fault(
-    "a hospital", "calls what is the lead's, ten thousand characters long", "refused, with a line in the audit log"
+    "a hospital", "makes a lead's call, with an argument of 10,000 characters", "refused, and recorded in the audit log"
 )
 def test_allowed_and_refused_calls_are_lines_with_who_what_and_outcome(world, tmp_path):
     _, offer = open_round(world)
@@ -64,7 +64,7 @@ def test_allowed_and_refused_calls_are_lines_with_who_what_and_outcome(world, tm
 
 
 @pytest.mark.fault(
-    "a hospital", "sends a false end of its audit log", "not kept; its update is taken, and a line says so"
+    "a hospital", "sends a false end of its audit log", "not stored; its update is accepted, and a line records it"
 )
 def test_the_ends_of_both_logs_cross_and_a_false_one_is_not_kept(world):
     _, offer = open_round(world)

@@ -33,7 +33,7 @@ def few_descriptors() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.fault("a stranger", "holds 1,100 connections and says nothing", "members and leads are answered as before")
+@pytest.mark.fault("a stranger", "holds 1,100 idle connections", "members and leads are answered as before")
 def test_idle_connections_keep_nobody_out(tmp_path: Path, few_descriptors: int) -> None:
     with running(tmp_path / "home", NAMES, FAST) as world, ExitStack() as stack:
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == few_descriptors
@@ -46,7 +46,9 @@ def test_idle_connections_keep_nobody_out(tmp_path: Path, few_descriptors: int) 
 
 
 @pytest.mark.fault(
-    "a stranger", "holds more connections than the service may have files open", "the rest stay free for its own files"
+    "a stranger",
+    "holds more connections than the service may have files open",
+    "the service keeps enough descriptors for its own files",
 )
 def test_connections_leave_descriptors_for_the_services_own_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -65,7 +67,7 @@ def test_connections_leave_descriptors_for_the_services_own_files(
         assert len(lead.Silos(pb.SilosRequest(), timeout=10).silos) == len(NAMES)
 
 
-@pytest.mark.fault("a stranger", "connects and never begins TLS", "disconnected after 10 s")
+@pytest.mark.fault("a stranger", "connects and never starts TLS", "disconnected after 10 s")
 def test_a_handshake_that_never_comes_ends_the_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "grpc.server_handshake_timeout_ms"
     assert dict(SERVER_OPTIONS)[name] == 10_000

@@ -24,7 +24,7 @@ from tests.support.coordinator import HELLO, INVALID, Line, World, code
 from tests.support.federations import NAMES, manifest
 
 
-@pytest.mark.fault("a hospital", "declares megabytes of names of classes", "refused with E-WIRE-06")
+@pytest.mark.fault("a hospital", "declares megabytes of class names", "refused with E-WIRE-06")
 @pytest.mark.parametrize("field", ["classes", "holds"])
 def test_names_of_classes_are_bounded_in_all(field: str) -> None:
     names = [f"{number:0200d}" for number in range(1000)]
@@ -47,7 +47,7 @@ def test_an_answer_above_four_mebibytes_reaches_the_lead(world: World) -> None:
     assert {len(silo.data.classes) for silo in found.silos} == {10_000}
 
 
-@pytest.mark.fault("a hospital", "lies in its pulses", "leads are shown no more than there can be")
+@pytest.mark.fault("a hospital", "sends impossible values in its pulses", "the values shown to leads are bounded")
 def test_a_pulse_of_nonsense_keeps_no_lead_out(world: World) -> None:
     line = Line(world, "north", HELLO, silent=True)
     line.say(pulse=pb.Pulse(activity=99, run_id="x" * 1_000_000, round=2**32 - 1, done=2**64 - 1, total=1))
@@ -82,7 +82,7 @@ def test_a_status_that_is_short_enough_is_not_cut() -> None:
     assert status.to_status(error)[1] == str(error)
 
 
-@pytest.mark.fault("a lead", "asks for a run of numbers that no run has", "refused with E-CFG-02; no list has it")
+@pytest.mark.fault("a lead", "asks for a run with impossible numbers", "refused with E-CFG-02; no list contains it")
 @pytest.mark.parametrize(
     "wrong", [{"rounds": 10**12}, {"rounds": 2**31}, {"threads": 10**6}, {"name": "x" * 1_000_000}], ids=str
 )

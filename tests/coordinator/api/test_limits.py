@@ -103,7 +103,7 @@ def test_idle_streams_of_one_hospital_take_nothing_from_others(tmp_path: Path) -
         assert len(refused) >= MANY - 2 * Limits().streams[CertificateRole.SILO]
 
 
-@pytest.mark.fault("a holder of an invitation", "holds 70 idle streams", "each is refused at once")
+@pytest.mark.fault("the holder of an invitation", "opens 70 idle streams", "each is refused at once")
 def test_an_invitation_opens_no_stream_at_all(tmp_path: Path) -> None:
     with serving(tmp_path) as world, ExitStack() as stack:
         own = invited(world)
@@ -197,7 +197,7 @@ def test_a_revoked_hospitals_session_ends_also_while_every_thread_for_members_is
             free.set()
 
 
-@pytest.mark.fault("a revoked hospital", "reads nothing of its session", "ended within 5 s with E-ID-12")
+@pytest.mark.fault("a revoked hospital", "does not read its session", "ended within 5 s with E-ID-12")
 def test_a_revoked_hospital_that_reads_nothing_is_cut_all_the_same(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(control, "_LAST_WORD_S", 0.1)
     held = threading.Event()
@@ -235,7 +235,7 @@ def test_a_look_that_fails_once_is_repeated(tmp_path: Path, monkeypatch) -> None
 
 
 @pytest.mark.parametrize("kind", ["watch", "reflection", "session"])
-@pytest.mark.fault("a hospital", "opens a stream and says nothing", "ended with E-NET-12")
+@pytest.mark.fault("a hospital", "opens a stream and sends nothing", "ended with E-NET-12")
 def test_a_stream_that_says_nothing_is_ended(tmp_path: Path, kind: str) -> None:
     with serving(tmp_path) as world:
         idle = Idle(world, world.people["north"], 0)
@@ -266,7 +266,9 @@ def test_an_upload_that_sends_nothing_is_ended(tmp_path: Path) -> None:
         assert stub.Put(cut(DATA, request.contribution_id, 7)).have == len(DATA)
 
 
-@pytest.mark.fault("a hospital", "sends an upload that was not opened", "ended before its first message is read")
+@pytest.mark.fault(
+    "a hospital", "sends an upload without opening it", "ended with E-NET-12 before its first message is read"
+)
 def test_an_upload_that_was_not_opened_is_not_read(tmp_path: Path) -> None:
     with serving(tmp_path) as world:
         _, offer = open_round(world)
@@ -276,7 +278,7 @@ def test_an_upload_that_was_not_opened_is_not_read(tmp_path: Path) -> None:
         assert code(error) == (AWAY, "E-NET-12")
 
 
-@pytest.mark.fault("a hospital", "calls without a pause", "refused with E-NET-12; leads are answered")
+@pytest.mark.fault("a hospital", "calls without pause", "refused with E-NET-12; leads are answered")
 def test_calls_per_second_are_bounded(tmp_path: Path) -> None:
     limits = replace(Limits(), calls={**Limits().calls, CertificateRole.SILO: Rate(0.001, 10)})
     with serving(tmp_path, limits) as world:
@@ -293,7 +295,9 @@ def test_calls_per_second_are_bounded(tmp_path: Path) -> None:
             world.transfer("south").Open(pb.OpenRequest())
 
 
-@pytest.mark.fault("a holder of an invitation", "tries to enrol again and again", "refused with E-NET-12 after a few")
+@pytest.mark.fault(
+    "the holder of an invitation", "tries to enrol again and again", "refused with E-NET-12 after a few attempts"
+)
 def test_attempts_to_enrol_are_bounded(tmp_path: Path) -> None:
     with serving(tmp_path) as world:
         stub = rpc.EnrolmentStub(channel(world.port, invited(world)))
@@ -305,7 +309,9 @@ def test_attempts_to_enrol_are_bounded(tmp_path: Path) -> None:
         assert answers == ["E-ID-31:"] * 10 + ["E-NET-12"] * 5
 
 
-@pytest.mark.fault("a stranger", "enrols with many stolen invitations from one address", "refused after 60 attempts")
+@pytest.mark.fault(
+    "a stranger", "enrols from one address with many stolen invitations", "refused with E-NET-12 after 60 attempts"
+)
 def test_attempts_to_enrol_are_bounded_for_each_address(tmp_path: Path) -> None:
     limits = replace(Limits(), joins_per_address=Rate(0.001, 3))
     with serving(tmp_path, limits) as world:
@@ -317,7 +323,9 @@ def test_attempts_to_enrol_are_bounded_for_each_address(tmp_path: Path) -> None:
         assert answers == ["E-ID-31:"] * 3 + ["E-NET-12"] * 2
 
 
-@pytest.mark.fault("a hospital", "renews its certificate 60 times in a row", "refused with E-NET-12 after a few")
+@pytest.mark.fault(
+    "a hospital", "renews its certificate 60 times in a row", "refused with E-NET-12 after a few attempts"
+)
 def test_renewals_are_bounded_for_each_hospital(tmp_path: Path) -> None:
     with serving(tmp_path) as world:
         key = certificates.new_key()
@@ -348,7 +356,9 @@ def _unknown(size: int) -> bytes:
     ],
     ids=["100,000 staged rounds", "a million unknown fields"],
 )
-@pytest.mark.fault("a hospital", "says a Hello of 100,000 rounds or a million unknown fields", "refused with E-WIRE-06")
+@pytest.mark.fault(
+    "a hospital", "sends a Hello with 100,000 rounds or a million unknown fields", "refused with E-WIRE-06"
+)
 def test_a_monstrous_hello_is_refused_with_a_last_word(tmp_path: Path, hello: bytes) -> None:
     with serving(tmp_path, Limits()) as world:
         line = Line(world, "north", pb.Hello.FromString(hello))
@@ -357,7 +367,7 @@ def test_a_monstrous_hello_is_refused_with_a_last_word(tmp_path: Path, hello: by
         assert not online(world, "north")()
 
 
-@pytest.mark.fault("a hospital", "floods its session with messages", "the session is ended with E-NET-12")
+@pytest.mark.fault("a hospital", "floods its session with messages", "the session ends with E-NET-12")
 def test_a_flood_of_messages_ends_the_session(tmp_path: Path) -> None:
     with serving(tmp_path, replace(Limits(), messages=Rate(0.001, 50))) as world:
         line = Line(world, "north", HELLO)

@@ -83,7 +83,9 @@ def test_it_changes_nothing_while_the_service_runs_and_while_it_does_not(tmp_pat
         world.stop()
 
 
-@pytest.mark.fault("a lost database", "is gone from its home", "the doctor says so, and makes no new one")
+@pytest.mark.fault(
+    "a disk or an operator", "loses the coordinator's database", "the doctor reports it and creates no new one"
+)
 def test_a_lost_database_is_a_problem(tmp_path):
     world = World.create(tmp_path / "home", ["north"])
     (world.home / "coordinator.sqlite").unlink()

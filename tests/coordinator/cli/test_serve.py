@@ -30,7 +30,7 @@ def serving(home: Path, log: Path, descriptors: int = 0) -> Iterator[Warm]:
 
 
 @pytest.mark.integration
-@pytest.mark.fault("an operator", "closes the terminal of a coordinator, or sends it SIGHUP", "it goes on, and logs it")
+@pytest.mark.fault("an operator", "closes a coordinator's terminal, or sends it SIGHUP", "it continues and logs this")
 def test_a_coordinator_goes_on_after_a_hangup_and_logs_it(tmp_path: Path) -> None:
     home, log = World.create(tmp_path / "home", ["north"]).home, tmp_path / "log"
     with serving(home, log) as process:
@@ -43,7 +43,9 @@ def test_a_coordinator_goes_on_after_a_hangup_and_logs_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.integration
-@pytest.mark.fault("a system", "allows a coordinator 24 descriptors", "it refuses to start, and names the limit needed")
+@pytest.mark.fault(
+    "a system", "allows a coordinator only 24 file descriptors", "it refuses to start and names the required limit"
+)
 def test_a_coordinator_with_too_few_descriptors_ends_with_the_number_that_it_needs(tmp_path: Path) -> None:
     home, log = World.create(tmp_path / "home", ["north"]).home, tmp_path / "log"
     with serving(home, log, descriptors=24) as process:

@@ -369,9 +369,7 @@ def test_a_console_whose_weights_another_one_brings_whole_before_its_first_piece
 
 
 @pytest.mark.fault(
-    "the coordinator's disk",
-    "is full while a lead sends weights",
-    "refused with E-STATE-63; later the rest is sent",
+    "a coordinator's disk", "is full while a lead uploads weights", "refused with E-STATE-63; the rest is sent later"
 )
 def test_a_full_disk_says_disk_and_the_upload_goes_on_where_it_was(
     world: World, client: LeadClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

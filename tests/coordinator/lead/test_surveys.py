@@ -102,11 +102,7 @@ def test_quantiles_are_bins_of_what_was_told():
     }  # fmt: skip
 
 
-@pytest.mark.fault(
-    "a hospital",
-    "answers a survey with numbers that no records give",
-    "shown to the lead as implausible",
-)
+@pytest.mark.fault("a hospital", "answers a survey with impossible numbers", "shown to the lead as implausible")
 @pytest.mark.parametrize(
     "cells", [{"images": {0: 3.0}}, {"patients": {0: -4.0}}, {"images": {0: -1.0}}, {"held": {0: -1.0}}]
 )

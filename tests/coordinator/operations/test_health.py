@@ -24,7 +24,9 @@ def told(world):
         yield lambda: ask(line)
 
 
-@pytest.mark.fault("a disk", "has less free than the reserve", "the coordinator is not ready until there is room")
+@pytest.mark.fault(
+    "a coordinator's disk", "has less free space than the reserve", "the coordinator is not ready until there is room"
+)
 def test_a_full_disk_makes_it_not_ready(told, monkeypatch):
     assert told().serving
     with monkeypatch.context() as patch:
@@ -34,7 +36,9 @@ def test_a_full_disk_makes_it_not_ready(told, monkeypatch):
     until(lambda: told().serving, seconds=20, every=0.1)
 
 
-@pytest.mark.fault("another program", "holds the database", "the coordinator is not ready until it may write")
+@pytest.mark.fault(
+    "another program", "locks the coordinator's database", "the coordinator is not ready until it can write"
+)
 def test_a_database_that_cannot_be_written_makes_it_not_ready(world, told):
     assert told().serving  # the first use of a certificate is written down
     with closing(sqlite3.connect(world.home / FILE, isolation_level=None)) as foreign:

@@ -62,9 +62,7 @@ def test_a_lead_is_added_used_and_revoked_and_the_others_go_on(world: World) -> 
     assert asked(world, "anna") == ""
 
 
-@pytest.mark.fault(
-    "a lead", "goes on with a certificate that was renewed", "refused with E-ID-28; the lead is shown it"
-)
+@pytest.mark.fault("a lead", "uses a certificate that was renewed", "refused with E-ID-28; leads see it")
 def test_a_renewed_lead_ends_its_predecessor_at_the_successors_first_use(tmp_path: Path) -> None:
     now = [1e9]
     home = World.create(tmp_path / "c", []).home
@@ -93,7 +91,9 @@ def test_a_lead_that_no_list_has_is_refused(world: World) -> None:
     assert asked(world, "other") == "E-ID-13"
 
 
-@pytest.mark.fault("a lead", "invites a hospital under a lead's name, or the other way", "refused with E-ID-30")
+@pytest.mark.fault(
+    "a lead", "invites a hospital under a lead's name, or a lead under a hospital's", "refused with E-ID-30"
+)
 def test_nobody_is_named_like_a_lead_and_no_lead_like_a_hospital(world: World) -> None:
     assert world.server is not None
     members = Membership(world.home, world.server.store)

@@ -41,9 +41,7 @@ def init(home: Path) -> None:
     command(home, "init", "demo", "--address", "localhost:8443", "--ca-passphrase-env", "SECRET")
 
 
-@pytest.mark.fault(
-    "a thief of a disk", "has the file of the authority's key", "it signs nothing without its passphrase"
-)
+@pytest.mark.fault("a thief", "has the key file of the authority", "it signs nothing without its passphrase")
 def test_nothing_is_signed_without_the_passphrase(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     init(home)
     pem = (home / "pki" / "ca.key").read_bytes()

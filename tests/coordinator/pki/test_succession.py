@@ -85,7 +85,7 @@ def copy_of(silo: SiloIdentity, world: Consortium) -> SiloIdentity:
 
 
 @pytest.mark.fault(
-    "a hospital", "loses power between renewing its certificate and using it", "its old one still counts"
+    "a power cut", "comes between a certificate's renewal and its first use", "the old certificate is still valid"
 )
 def test_a_predecessor_counts_until_its_successor_is_used(world: Consortium) -> None:
     silo = world.join("n")
@@ -159,7 +159,7 @@ def test_all_silos_in_force_are_found_with_one_question(world: Consortium) -> No
     assert in_force() == set()
 
 
-@pytest.mark.fault("a hospital", "renews its certificate day and night", "the list of members stays as long as it was")
+@pytest.mark.fault("a hospital", "renews its certificate continually", "the list of members stays small")
 def test_renewals_without_end_make_the_roster_no_longer(world: Consortium) -> None:
     silo, sizes = world.join("n"), list[int]()
     assert world.status(silo) == "member"
@@ -231,8 +231,8 @@ def wire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
 @pytest.mark.integration
 @pytest.mark.fault(
     "a thief of a hospital's key",
-    "renews its certificate first",
-    "the hospital is refused with E-ID-28, the lead is shown it, and a new invitation shuts the thief out",
+    "renews the certificate first",
+    "the hospital is refused with E-ID-28, leads see it, and a new invitation locks the thief out",
 )
 def test_a_hospital_whose_key_a_thief_renews_first_is_refused_at_every_call(wire: Wire, tmp_path: Path) -> None:
     wire.site.start()

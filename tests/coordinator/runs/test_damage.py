@@ -51,7 +51,7 @@ def test_a_damaged_state_stops_the_run(tmp_path: Path) -> None:
         assert world.finished(run.id).model_digest == tensor_maps.digest(expected["w"])
 
 
-@pytest.mark.fault("a disk", "changes a byte of an update that the coordinator took", "the hospital sends it again")
+@pytest.mark.fault("a disk", "changes a byte of an update that the coordinator received", "the hospital sends it again")
 def test_a_damaged_update_is_sent_again(tmp_path: Path) -> None:
     agreed = manifest(rounds=1)
     with federation(tmp_path / "home") as people:

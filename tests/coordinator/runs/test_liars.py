@@ -65,7 +65,11 @@ NORM_CLIPPED = NamedOptions("norm_clipped", asdict(NormClipped()))
 AGREED = replace(manifest("fedavg", rounds=3, quorum=2), patience_s=60.0, aggregator=NORM_CLIPPED)
 
 
-@pytest.mark.fault("a hospital", "weighs its update with more than it declared, over the wire", "refused, and told why")
+@pytest.mark.fault(
+    "a hospital",
+    "sends an update with a larger weight than it declared",
+    "refused before its receipt, with the reason; the run continues",
+)
 def test_a_false_weight_is_refused_before_its_receipt_and_the_run_goes_on(tmp_path: Path) -> None:
     with finished_beside(tmp_path, AGREED, scaled(1.0, 1000.0, since=1)) as (world, run, told):
         rounds = [row.record for row in world.server.store.runs.rounds(run.id)]
@@ -76,7 +80,9 @@ def test_a_false_weight_is_refused_before_its_receipt_and_the_run_goes_on(tmp_pa
         assert told[1] == (False, said)
 
 
-@pytest.mark.fault("a hospital", "sends an update of 1000 times its length", "the round goes on; it is told why")
+@pytest.mark.fault(
+    "a hospital", "sends an update of 1,000 times the usual length", "refused, with the reason; the round continues"
+)
 def test_a_long_update_is_refused_in_the_round_and_the_silo_hears_why(tmp_path: Path) -> None:
     with finished_beside(tmp_path, AGREED, scaled(1000.0, since=1)) as (world, run, told):
         assert update_outcomes(world.lead().Show(pb.RunQuery(run_id=run.id)).rounds) == {
@@ -91,7 +97,9 @@ def test_a_long_update_is_refused_in_the_round_and_the_silo_hears_why(tmp_path: 
         assert len(events(world, run.id, "refused")) == 2
 
 
-@pytest.mark.fault("a hospital", "sends an update of nine times its length", "cut; the lead and the hospital are told")
+@pytest.mark.fault(
+    "a hospital", "sends an update of nine times the usual length", "clipped; the lead and the hospital are told"
+)
 def test_a_cut_is_in_the_record_in_the_events_and_told_to_the_silo(tmp_path: Path) -> None:
     with finished_beside(tmp_path, replace(AGREED, quorum=3), scaled(9.0, since=1)) as (world, run, told):
         rounds = [row.record for row in world.server.store.runs.rounds(run.id)]
@@ -130,7 +138,11 @@ def test_a_run_with_a_cut_that_is_resumed_after_a_restart_is_the_run_without_one
     assert same(models[0]["w"], models[1]["w"])
 
 
-@pytest.mark.fault("a hospital", "commits an update that no round would take", "no receipt; what it sent is forgotten")
+@pytest.mark.fault(
+    "a hospital",
+    "commits an invalid update (no tensors, NaN, another layout, a false weight, integers)",
+    "no receipt; its bytes are deleted",
+)
 @pytest.mark.parametrize("lie", ["not tensors", "NaN", "another layout", "weight", "integers"])
 def test_nothing_is_signed_that_no_round_would_take(world: World, lie: str, tmp_path: Path) -> None:
     assert world.server is not None
@@ -158,7 +170,7 @@ def test_nothing_is_signed_that_no_round_would_take(world: World, lie: str, tmp_
 
 
 @pytest.mark.fault(
-    "a hospital", "gives the tensors of its update names of megabytes", "refused; leads hear why, in short"
+    "a hospital", "gives the tensors of its update names of megabytes", "refused; leads see a short reason"
 )
 def test_long_names_inside_an_update_do_not_reach_the_leads(world: World) -> None:
     assert world.server is not None
@@ -190,7 +202,7 @@ def test_a_size_that_is_declared_after_the_run_was_submitted_does_not_count_in_i
 
 @pytest.mark.parametrize("field", ["nominal_size", "train_examples", "test_examples"])
 @pytest.mark.parametrize("size", [math.nan, math.inf, -math.inf, -1.0, 2.0**53, 1e300])
-@pytest.mark.fault("a hospital", "declares a size that no data has", "its session is refused")
+@pytest.mark.fault("a hospital", "declares an impossible size of its data", "its session is refused")
 def test_declared_sizes_are_finite_and_not_negative(field: str, size: float) -> None:
     with pytest.raises(ProtocolError, match="E-WIRE-06"):
         data_offer(pb.DataOffer(name="digits", **{field: size}))

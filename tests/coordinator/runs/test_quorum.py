@@ -75,7 +75,7 @@ def held_back(world: World, people: Federation, name: str, agreed: RunManifest) 
 
 @pytest.mark.slow
 @pytest.mark.fault(
-    "a hospital", "is away for good, and others hold its classes", "not awaited; rounds close with the rest"
+    "a hospital", "is offline for good, and others have its classes", "no wait for it: rounds close with the others"
 )
 def test_a_dead_silo_that_nobody_needs_holds_no_round_up(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
@@ -86,7 +86,9 @@ def test_a_dead_silo_that_nobody_needs_holds_no_round_up(tmp_path: Path) -> None
 
 
 @pytest.mark.fault(
-    "a hospital", "is restarted in the middle of a round", "awaited; the model is that of a run without it"
+    "a hospital",
+    "restarts in the middle of a round",
+    "the round waits for it, and the model is the same as without the restart",
 )
 def test_a_restart_is_no_absence(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
@@ -98,7 +100,9 @@ def test_a_restart_is_no_absence(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(
-    "a hospital", "is away and alone holds a class", "awaited, by name and class, for as long as the lead says"
+    "a hospital",
+    "is offline and alone has a class",
+    "the round waits for it, shown by name and class, as long as the lead allows",
 )
 def test_the_only_holder_of_a_class_is_awaited_and_shown_and_the_lead_can_wait_longer(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
@@ -121,7 +125,9 @@ def test_the_only_holder_of_a_class_is_awaited_and_shown_and_the_lead_can_wait_l
 
 
 @pytest.mark.fault(
-    "a hospital", "is away for good and alone holds a class", "awaited in two rounds, then given up; the loss is told"
+    "a hospital",
+    "is offline for good and alone has a class",
+    "the run waits in two rounds, then gives it up and reports the loss",
 )
 def test_the_only_holder_of_a_class_that_never_returns_is_given_up_and_named(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
@@ -154,7 +160,9 @@ def test_whoever_watches_reads_who_is_awaited_until_when_and_for_which_classes(t
 
 
 @pytest.mark.slow
-@pytest.mark.fault("a hospital", "stays connected and never answers", "awaited for as long as the rule says, no longer")
+@pytest.mark.fault(
+    "a hospital", "stays connected and never answers", "the round waits for it only as long as the rule says"
+)
 def test_a_silent_silo_does_not_hold_a_round_for_ever(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
         held = threading.Event()
@@ -180,7 +188,7 @@ def poisoned(round: int, kind: TaskKind, bundle: Bundle) -> Bundle:
     return {**bundle, "delta": Part({k: v * math.nan for k, v in delta.total.items()}, delta.weight)}
 
 
-@pytest.mark.fault("a hospital", "sends an update that is refused", "the round closes without it; the run goes on")
+@pytest.mark.fault("a hospital", "sends an update that is refused", "the round closes without it; the run continues")
 def test_one_bad_update_does_not_fail_a_run(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
         people.come("north", "south")
@@ -193,7 +201,9 @@ def test_one_bad_update_does_not_fail_a_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(
-    "two hospitals of three", "are away at the deadline", "the run pauses and nothing is lost; the lead resumes it"
+    "two of three hospitals",
+    "are offline at the deadline",
+    "the run pauses, nothing is lost, and the lead can resume it",
 )
 def test_below_its_quorum_a_run_pauses_and_goes_on_with_what_it_has(tmp_path: Path, round_clock: Clock) -> None:
     with consortium(tmp_path) as (world, people):
@@ -231,11 +241,7 @@ def test_the_lead_may_go_on_with_fewer(tmp_path: Path) -> None:
         assert set(people.included(run_id)) == {("east", "north")}
 
 
-@pytest.mark.fault(
-    "a hospital",
-    "is excluded by the lead",
-    "awaited no longer, asked for no further round, and asked again once readmitted",
-)
+@pytest.mark.fault("a lead", "excludes a hospital", "it gets no further tasks until the lead readmits it")
 def test_an_excluded_silo_is_asked_no_more_until_it_is_readmitted(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
         agreed = short(rounds=3, patience_s=600.0)
@@ -263,7 +269,7 @@ def test_an_excluded_silo_is_asked_no_more_until_it_is_readmitted(tmp_path: Path
         assert row.record.missing["south"].startswith("E-RUN-42: excluded by the lead")
 
 
-@pytest.mark.fault("a lead", "steers a run with numbers and names that are none", "refused, and nothing has changed")
+@pytest.mark.fault("a lead", "changes a run with invalid numbers or names", "refused; nothing changes")
 def test_steering_with_nonsense_is_refused(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
         people.come("north")
@@ -294,7 +300,9 @@ def test_steering_with_nonsense_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(
-    "a coordinator's disk", "fails while an update is added", "the run fails at once, whoever else is awaited"
+    "a coordinator's disk",
+    "fails while an update is added",
+    "the run fails at once, without waiting for other hospitals",
 )
 def test_a_round_that_cannot_go_on_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*given: object) -> None:
@@ -307,7 +315,7 @@ def test_a_round_that_cannot_go_on_waits_for_nobody(tmp_path: Path, monkeypatch:
         assert run.state is RunState.FAILED
 
 
-@pytest.mark.fault("a clock", "jumps by months between an update and a restart", "a round waits its time, and ends")
+@pytest.mark.fault("a clock", "jumps by months between an update and a restart", "the round waits as before, and ends")
 def test_a_jump_of_the_clock_changes_no_waiting(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
         people.come("north", "south")

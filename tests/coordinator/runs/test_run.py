@@ -29,8 +29,8 @@ def opened(world: World, agreed: RunManifest) -> pb.Offer:
 
 @pytest.mark.fault(
     "a hospital",
-    "connects while a restarted coordinator looks whether its update is there",
-    "it is not asked to make, and pay for, the update again",
+    "connects while a restarted coordinator checks for its update",
+    "its round is not repeated, so it is not charged again",
 )
 def test_a_silo_that_connects_while_its_update_is_looked_for_is_not_asked_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -50,7 +50,7 @@ def newest(world: World):
     return done, world.server.store.runs.rounds(done.id)
 
 
-@pytest.mark.fault("a hospital", "joins for validation alone", "evaluates, and is in no run that trains")
+@pytest.mark.fault("a hospital", "joins only for validation", "it evaluates, and no run trains on its data")
 def test_it_is_in_no_run_that_trains_and_in_every_evaluation_and_survey(
     world: tuple[World, dict[str, Hospital]], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,8 +81,8 @@ LOSSES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.fault(
     "a disk or an operator",
-    "loses the coordinator's database or its log, or puts an older or another one back",
-    "nothing is deleted or answered: E-STATE-23",
+    "loses the coordinator's database or log, or restores an older or a foreign one",
+    "nothing is deleted and no call is answered: E-STATE-23",
 )
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_database_that_is_behind_is_noticed_before_anything_is_deleted(home: Path, loss: str) -> None:
@@ -130,7 +130,7 @@ def test_the_file_itself_has_what_was_said_when_a_round_is_closed(tmp_path: Path
             assert db.execute("SELECT id FROM runs").fetchall() == [(run.id,)]
 
 
-@pytest.mark.fault("a disk", "damages a row of the coordinator's database", "said with the file: E-STATE-22")
+@pytest.mark.fault("a disk", "damages a row of the coordinator's database", "E-STATE-22 names the file")
 @pytest.mark.parametrize("damage", ["members = 'no JSON'", "state = 'no state'", "members = '7'", "members = x'ff'"])
 def test_a_damaged_row_is_said_as_such(tmp_path: Path, damage: str) -> None:
     with closing(sqlite3.connect(tmp_path / FILE)) as db:
@@ -142,7 +142,9 @@ def test_a_damaged_row_is_said_as_such(tmp_path: Path, damage: str) -> None:
         store.runs.all()
 
 
-@pytest.mark.fault("a disk", "is full or read-only", "E-STATE-63 names the disk and what to free; tried again")
+@pytest.mark.fault(
+    "a disk", "is full or read-only", "E-STATE-63 names the disk and what to free; the write is tried again"
+)
 @pytest.mark.parametrize(
     ("pragma", "said"),
     [

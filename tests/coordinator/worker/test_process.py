@@ -68,8 +68,8 @@ def test_a_process_computes_the_model_of_the_simulation_and_the_next_run_and_end
 
 @pytest.mark.fault(
     "a run's worker",
-    "is killed, for want of memory say",
-    "that run pauses with E-RUN-56, and no other; resumed, it ends in the same model",
+    "is killed, for instance for lack of memory",
+    "only its run pauses (E-RUN-56); after resume it ends with the same model",
 )
 def test_a_run_whose_process_is_killed_pauses_alone_and_ends_in_the_same_model(tmp_path: Path) -> None:
     agreed = manifest(rounds=3)
@@ -102,8 +102,8 @@ def test_a_run_whose_process_is_killed_pauses_alone_and_ends_in_the_same_model(t
 
 @pytest.mark.fault(
     "a run's worker",
-    "is killed while it checks an update, for want of memory say",
-    "the run pauses with E-RUN-56; the update is sent again and taken, and nothing is trained again",
+    "is killed once while it checks an update",
+    "the run pauses (E-RUN-56); the update is sent again, without new training",
 )
 def test_an_update_whose_check_is_killed_once_is_taken_by_the_resumed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -140,8 +140,8 @@ def test_an_update_whose_check_is_killed_once_is_taken_by_the_resumed_run(
 
 @pytest.mark.fault(
     "a hospital",
-    "sends an update whose check ends the process that checks it",
-    "the run pauses once, with the hospital's name; then the update is refused, and the run goes on without it",
+    "sends an update whose check always ends the checking process",
+    "the run pauses once and names the hospital; then the update is refused and the run continues",
 )
 def test_an_update_whose_check_always_ends_its_process_is_refused_by_name_and_pauses_its_run_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -168,7 +168,7 @@ def test_an_update_whose_check_always_ends_its_process_is_refused_by_name_and_pa
         assert all(silo == "south" and "E-RUN-56" in text for silo, text in refused)
 
 
-@pytest.mark.fault("a coordinator", "is killed while a run's worker computes", "the worker ends with it")
+@pytest.mark.fault("a coordinator", "is killed while a run's worker computes", "the worker ends too")
 def test_a_process_ends_with_its_service(tmp_path: Path) -> None:
     code = f"""
     import time
@@ -249,7 +249,7 @@ def submitted_before_its_worker_hangs(world: World, monkeypatch: pytest.MonkeyPa
     return world.submit(manifest(rounds=1)).id
 
 
-@pytest.mark.fault("a run's worker", "hangs while it loads", "an abort, and the end of the service, end it")
+@pytest.mark.fault("a run's worker", "hangs while it loads", "ended by an abort or by the end of the service")
 def test_an_abort_ends_a_process_that_hangs_while_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with federation(tmp_path / "home", settings=PROCESSES) as made:
         run_id = submitted_before_its_worker_hangs(made.world, monkeypatch)

@@ -47,7 +47,9 @@ SMALL = [
 ]
 
 
-@pytest.mark.fault("a hospital", "enrols after a run was submitted", "takes part in one that goes on from its model")
+@pytest.mark.fault(
+    "a hospital", "enrols after a run was submitted", "it takes part in the run that continues from its model"
+)
 def test_a_hospital_that_enrols_late_takes_part_in_a_run_that_goes_on_from_the_last_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,7 +50,7 @@ def test_what_no_round_takes_is_forgotten_in_time(tmp_path: Path, monkeypatch: p
     assert [computing.measured(name) is None for name in ("first", "second", "third")] == [True, False, False]
 
 
-@pytest.mark.fault("a run's worker", "finds the disk full", "the run stops with E-STATE-63, and can be resumed")
+@pytest.mark.fault("a run's worker", "finds the disk full", "the run stops with E-STATE-63 and can be resumed")
 def test_a_state_that_the_disk_does_not_take_is_an_error_of_the_disk(tmp_path: Path) -> None:
     computing, limits = begun(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))

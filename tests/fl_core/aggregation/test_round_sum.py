@@ -103,7 +103,9 @@ def test_the_order_of_arrival_changes_nothing() -> None:
 
 @pytest.mark.parametrize("history", [None, BEFORE])
 @pytest.mark.parametrize("factor", [130.0, 1000.0, -1000.0, 1e30, 1e-40])
-@pytest.mark.fault("a hospital", "multiplies its update by 1000, flips its sign or both", "refused by name (E-RUN-44)")
+@pytest.mark.fault(
+    "a hospital", "multiplies its update by 1,000, flips its sign, or both", "refused by name (E-RUN-44)"
+)
 def test_an_update_above_a_hundred_medians_is_refused_and_leaves_no_trace(
     factor: float, history: NormHistory | None
 ) -> None:
@@ -128,7 +130,7 @@ def test_statistics_of_batch_norm_are_bounded_apart() -> None:
     assert same_bundle(total, cut)  # the values beside it are as they were
 
 
-@pytest.mark.fault("a hospital", "sends an update of fifty medians", "cut to four medians, and told by name")
+@pytest.mark.fault("a hospital", "sends an update of fifty medians", "clipped to four medians, and reported by name")
 def test_an_update_between_four_and_a_hundred_medians_is_cut_to_four() -> None:
     total, decided = aggregated({**HONEST, "north": update(along(50.0, 5))}, BEFORE)
     assert not decided.refused
@@ -137,7 +139,9 @@ def test_an_update_between_four_and_a_hundred_medians_is_cut_to_four() -> None:
     assert mean(total)[5] * weight == pytest.approx(4.0 * 10.0, rel=1e-6)
 
 
-@pytest.mark.fault("a hospital", "is honest, and its training jumps once the others' has settled", "taken as it is")
+@pytest.mark.fault(
+    "an honest hospital", "still takes large steps when the others have converged", "accepted without clipping"
+)
 def test_an_honest_update_that_is_long_beside_a_model_that_has_converged_is_taken_as_it_is() -> None:
     """FedMR on digits, seed 225: norms of 3.0, 2.8 and 2.7 in the first round, in the fifth 0.6, 2.0 and 7.1."""
     converged = NormHistory.of([{"delta": 2.8}, {"delta": 0.6}])
@@ -148,7 +152,7 @@ def test_an_honest_update_that_is_long_beside_a_model_that_has_converged_is_take
     assert same_bundle(total, aggregated(sent, options=Mean())[0])
 
 
-@pytest.mark.fault("a hospital", "is honest and large, in a cohort of small ones", "cut, and never refused")
+@pytest.mark.fault("an honest hospital", "is large among small ones", "clipped, never refused")
 def test_an_honest_update_of_many_medians_is_cut_and_not_refused() -> None:
     """Uneven sizes (FedROD, 300 examples among hospitals of three to 65) and FedRep's first rounds gave 20 and 33."""
     for history in (None, BEFORE):
@@ -157,7 +161,7 @@ def test_an_honest_update_of_many_medians_is_cut_and_not_refused() -> None:
         assert decided.cut == {"north": "update cut to 4 times the usual length"}
 
 
-@pytest.mark.fault("a hospital", "lets the norms of all rise round by round", "the bound stays what it was")
+@pytest.mark.fault("a hospital", "raises the norms of all updates round by round", "the bound does not rise")
 def test_the_bound_does_not_follow_the_damage() -> None:
     history = NormHistory.of([{"delta": 1.0}])
     for _ in range(10):
@@ -167,7 +171,7 @@ def test_the_bound_does_not_follow_the_damage() -> None:
     assert history.first == {"delta": 1.0}
 
 
-@pytest.mark.fault("a hospital", "sends nothing, so that others count as long", "the bound never falls")
+@pytest.mark.fault("a hospital", "sends nothing, so that the usual length falls", "the bound does not fall")
 def test_the_bound_does_not_fall_once_it_is_known() -> None:
     history = NormHistory.of([{"delta": 1.0}, {"delta": 1e-9}, {"delta": 0.0}])
     for ceiling in (1.0, 2.0):
@@ -191,7 +195,9 @@ BEGUN = NormHistory(initial={"delta": 1.0, "delta.buffers": 1.0})
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("factor", [10.0, -1000.0, 1e30])
-@pytest.mark.fault("a hospital", "is one of two and sends what it likes", "cut to four norms of the initial weights")
+@pytest.mark.fault(
+    "a hospital", "is one of two and sends anything", "clipped to four times the norm of the initial weights"
+)
 def test_fewer_than_three_updates_are_bounded_by_the_initial_weights(count: int, factor: float) -> None:
     sent = {"a": update(along(factor))} | {name: HONEST[name] for name in "b"[: count - 1]}
     total, decided = aggregated(sent, BEGUN)
@@ -224,7 +230,7 @@ def test_prototypes_of_two_hospitals_count_as_unbounded_however_late() -> None:
     assert not aggregated(HONEST, BEFORE)[1].unbounded
 
 
-@pytest.mark.fault("a hospital", "sends nothing in the first round, as most do", "the others are not cut to nothing")
+@pytest.mark.fault("most hospitals", "send an empty update in the first round", "the others are not clipped to zero")
 def test_a_first_median_of_zero_cuts_nobody_to_nothing() -> None:
     still = {name: update(along(0.0), buffers=0.0) for name in "abcd"}
     total, decided = aggregated({**still, "north": update(along(1.0), buffers=0.0)}, BEGUN)
@@ -249,7 +255,7 @@ def test_two_updates_do_not_move_the_median_of_later_rounds() -> None:
     assert decided.medians == {}
 
 
-@pytest.mark.fault("a hospital", "sends false prototypes", "each row cut to four medians of its contributors")
+@pytest.mark.fault("a hospital", "sends false prototypes", "each row is clipped to four medians of its contributors")
 def test_rows_are_cut_to_four_medians_of_their_contributors() -> None:
     total, decided = aggregated({**HONEST, "north": update(along(1.0), row=1e6)}, BEFORE)
     assert decided.cut == {"north": "1 rows of prototypes cut to 4 times the median"}
@@ -279,7 +285,7 @@ def test_the_lower_median(values: list[float]) -> None:
     st.lists(st.floats(-1e3, 1e3), min_size=D, max_size=D),
     st.floats(0.1, 50),
 )
-@pytest.mark.fault("a hospital", "sends the worst update that passes", "the model moves at most 8 p M_0 in a round")
+@pytest.mark.fault("a hospital", "sends the worst update that passes", "the model moves at most 8 p M_0 per round")
 def test_one_silo_moves_the_model_by_at_most_8_p_m0_per_round(
     honest: list[list[float]], weights: list[float], lie: list[float], length: float
 ) -> None:
@@ -366,7 +372,9 @@ def first_round(correct: float, coarse: bool = False) -> RoundRecord:
     return kept.records[0]
 
 
-@pytest.mark.fault("a hospital", "trains on labels in another order than its test images", "refused (E-RUN-44)")
+@pytest.mark.fault(
+    "a hospital", "trains on labels in another order than those of its test images", "refused (E-RUN-44)"
+)
 def test_an_update_that_lowers_its_own_classes_is_refused() -> None:
     for correct in (0.0, 0.4):
         found = first_round(correct)
@@ -382,9 +390,9 @@ def test_a_direction_says_nothing_of_a_hospital_that_trains_on_coarse_labels() -
 
 
 @pytest.mark.fault(
-    "a hospital",
-    "is honest, and has only a class without a test image left to learn",
-    "no direction is held against it",
+    "an honest hospital",
+    "has left to learn only a class without a test image",
+    "accepted: its direction is not checked",
 )
 def test_no_direction_is_held_against_a_hospital_whose_classes_the_model_knows() -> None:
     """Of 172 training images two were of a class without a test image; the model had all the others right."""
@@ -393,7 +401,9 @@ def test_no_direction_is_held_against_a_hospital_whose_classes_the_model_knows()
 
 
 @pytest.mark.fault(
-    "a hospital", "is honest, and weight decay alone still moves its converged model", "no direction is held against it"
+    "an honest hospital",
+    "has a converged model that only weight decay moves",
+    "accepted: weight decay does not count as a direction",
 )
 def test_weight_decay_of_a_converged_model_is_held_against_nobody() -> None:
     easy, rounds = [], 6

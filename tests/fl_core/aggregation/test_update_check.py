@@ -67,7 +67,7 @@ WRONG = [2.0**24, 288_000.0, 14.5, 15.0, -580.0, -1.0, 1e38, -1e-40, float(2**63
 
 
 @pytest.mark.parametrize("weight", WRONG)
-@pytest.mark.fault("a hospital", "weighs its update with more examples than it declared", "refused by name (E-RUN-43)")
+@pytest.mark.fault("a hospital", "gives its update more examples than it declared", "refused by name (E-RUN-43)")
 def test_a_weight_outside_the_declared_size_is_refused_by_name(weight: float) -> None:
     said = refusal(CHECK, weighed(SENT[0], "delta", weight))
     assert said.startswith("E-RUN-43: north: weight of 'delta' ")
@@ -80,14 +80,16 @@ def test_a_weight_that_is_no_number_is_refused(weight: float) -> None:
     assert "E-WIRE-05" in refusal(CHECK, weighed(SENT[0], "metrics", [1.0, 0, 0, weight]))
 
 
-@pytest.mark.fault("a hospital", "weighs nothing and sends values all the same", "refused by name (E-RUN-43)")
+@pytest.mark.fault("a hospital", "sends values with a weight of zero", "refused by name (E-RUN-43)")
 def test_values_without_a_weight_are_refused() -> None:
     for nothing in (0.0, -0.0):
         assert "values of weight 0" in refusal(CHECK, weighed(SENT[0], "delta", nothing))
 
 
 @pytest.mark.parametrize("counts", [[15, 0, 0, 0], [7, 8, 0, 0], [14, 14, -14, 0], [-1, 1, 0, 0], [0, 1e38, 0, 0]])
-@pytest.mark.fault("a hospital", "counts more examples per class than it declared, or fewer than none", "refused")
+@pytest.mark.fault(
+    "a hospital", "counts more examples of a class than it declared, or a negative number", "refused (E-RUN-43)"
+)
 def test_class_counts_that_do_not_fit_the_declared_size_are_refused(counts: list[float]) -> None:
     update = weighed(SENT[0], "prototypes", counts)
     assert "E-RUN-43" in refusal(CHECK, update)

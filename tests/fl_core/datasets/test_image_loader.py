@@ -69,7 +69,9 @@ def test_a_file_that_changed_is_decoded_again(files: list[Path]) -> None:
     assert not np.array_equal(loader.squares(wanted(files[:1]), FORM), first)
 
 
-@pytest.mark.fault("a disk", "is full while decoded images are kept", "they are decoded each time; the work goes on")
+@pytest.mark.fault(
+    "a disk", "is full while decoded images are cached", "images are decoded each time; the work continues"
+)
 @pytest.mark.parametrize("kind", ["no room", "no file", "little left"])
 def test_a_full_disk_ends_the_keeping_and_not_the_work(
     files: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str

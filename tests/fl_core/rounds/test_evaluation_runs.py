@@ -147,7 +147,7 @@ def lies() -> list[tuple[str, Part]]:
     ]
 
 
-@pytest.mark.fault("a hospital", "sends impossible results of its own", "its update is refused, E-RUN-43")
+@pytest.mark.fault("a hospital", "sends impossible results of an evaluation", "its update is refused (E-RUN-43)")
 @pytest.mark.parametrize("lie", range(len(lies())))
 def test_a_hospital_cannot_send_results_that_no_evaluation_gives(lie: int) -> None:
     name, part = lies()[lie]

@@ -53,7 +53,11 @@ def resident() -> object:
     return lambda: me.memory_info().rss
 
 
-@pytest.mark.fault("a coordinator", "names a model or a method of 10^9 rows", "refused within a second, unbuilt")
+@pytest.mark.fault(
+    "a coordinator",
+    "names a model or a method with 10^9 rows",
+    "refused within a second (E-RUN-38 or E-CFG-02), without being built",
+)
 @pytest.mark.parametrize(("model", "options", "method", "own"), ATTACKS)
 def test_what_nobody_has_memory_for_is_refused_at_once_and_takes_none(resident, model, options, method, own) -> None:
     describe("digits_linear", SCHEMA)  # what the first call imports is not looked at

@@ -136,7 +136,7 @@ def test_more_than_one_in_a_hundred_is_refused_without_a_number(caplog) -> None:
     assert "4 " not in caught.value.message
 
 
-@pytest.mark.fault("a lead", "freezes a body that answers some records with infinity", "they are left out, unanswered")
+@pytest.mark.fault("a lead", "freezes a body whose output is infinite for some records", "these records are left out")
 def test_features_that_are_no_numbers_are_left_out_however_many_they_are() -> None:
     x = drawn((1, 8, 8), 300)
     x[7:207] = math.inf

@@ -117,7 +117,11 @@ def test_another_run_is_another_request_that_the_data_sets_budget_bounds(tmp_pat
     assert epsilon_of(ledger.history(TRAIN), 1e-5) <= 1.2
 
 
-@pytest.mark.fault("a crash", "ends a round of a private run whose budget equals its epsilon", "the round is repeated")
+@pytest.mark.fault(
+    "a crash",
+    "ends a round of a private run whose budget equals its epsilon",
+    "the round is repeated once; after a second crash it is refused",
+)
 def test_a_crash_in_the_middle_leaves_room_to_repeat_that_round_and_a_second_one_does_not(tmp_path: Path) -> None:
     """Budget and epsilon are equal. Each round is reserved; a crash is one that is never committed."""
     run = replace(private(epsilon=2.0, test_data="public", reserve_rounds=1), rounds=3)

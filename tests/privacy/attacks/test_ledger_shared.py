@@ -80,8 +80,8 @@ def test_what_another_service_is_at_stays_open_until_it_is_done_or_gone(tmp_path
 
 @pytest.mark.fault(
     "an operator",
-    "deletes all that lies beside a ledger which a service is at work on",
-    "the service's current task stays open and is charged once",
+    "deletes all files next to a ledger that a service uses",
+    "the current task stays open and is charged once",
 )
 def test_what_a_service_is_at_stays_open_when_all_files_beside_the_ledger_are_deleted(
     tmp_path: Path, ledger: Ledger

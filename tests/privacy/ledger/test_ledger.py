@@ -39,7 +39,7 @@ def spend(ledger: Ledger, t: int, run: str = "run") -> None:
     ledger.commit(entry, "sha")
 
 
-@pytest.mark.fault("a disk", "takes nothing while a hospital's ledger is written", "E-STATE-63; what ran stays charged")
+@pytest.mark.fault("a disk", "is full while a hospital's ledger is written", "E-STATE-63; a running task stays charged")
 def test_a_full_disk_is_said_as_such_and_what_runs_stays_charged(tmp_path: Path) -> None:
     ledger = made(tmp_path)
     entry = ledger.reserve("isic/center3", task(0), ROUND)
@@ -173,7 +173,7 @@ def test_an_older_copy_that_was_put_back_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(
-    "an older ledger", "is put back under a service that has just written one more line", "it is noticed: E-BUDGET-08"
+    "an operator", "restores an older ledger under a service that wrote one more line", "detected: E-BUDGET-08"
 )
 @pytest.mark.parametrize("replaced", [False, True])
 def test_an_open_ledger_notices_the_loss_of_its_own_last_event(tmp_path: Path, replaced: bool) -> None:

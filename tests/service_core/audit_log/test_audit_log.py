@@ -89,7 +89,7 @@ def test_text_that_is_no_line_is_named(tmp_path, text):
     refused(home, "line 12 was edited")
 
 
-@pytest.mark.fault("an intruder", "removes a line of the audit log", "`log verify` names it")
+@pytest.mark.fault("an intruder", "removes a line of the audit log", "`log verify` names the line")
 @pytest.mark.parametrize("number", [1, 2, 17, 29])
 def test_a_missing_line_is_named(tmp_path, number):
     home = written(tmp_path)
@@ -97,7 +97,7 @@ def test_a_missing_line_is_named(tmp_path, number):
     refused(home, f"line {number} is missing")
 
 
-@pytest.mark.fault("an intruder", "moves or repeats a line of the audit log", "`log verify` names it")
+@pytest.mark.fault("an intruder", "moves or repeats a line of the audit log", "`log verify` names the line")
 def test_a_moved_line_is_named(tmp_path):
     home = written(tmp_path / "moved")
     tampered(home, *(f"UPDATE event SET seq = {b} WHERE seq = {a}" for a, b in ((7, 99), (8, 7), (99, 8))))
@@ -177,7 +177,7 @@ def test_processes_and_threads_append_to_one_chain(tmp_path):
 @pytest.mark.fault(
     "a power cut or a kill",
     "comes while a line of the audit log is written",
-    "the lines before it are whole, and it goes on",
+    "earlier lines are complete, and writing continues",
 )
 def test_a_process_that_is_killed_loses_no_line_that_was_written(tmp_path):
     child = os.fork()

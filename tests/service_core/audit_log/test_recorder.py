@@ -48,9 +48,7 @@ def refusal(who: str, about: str = "", what: str = "Lead/Submit") -> LogEntry:
     return LogEntry(who, what, about, REFUSED, "E-ID-11", serial="ab", address="ipv4:10.0.0.1:9")
 
 
-@pytest.mark.fault(
-    "a hospital", "is refused a hundred thousand times", "one line a minute in the audit log, with the number"
-)
+@pytest.mark.fault("a hospital", "is refused 100,000 times", "one line per minute in the audit log, with the count")
 def test_a_flood_of_refusals_is_counted(tmp_path, recorder, now):
     for minute in range(5):
         now.s = minute * WINDOW_S
@@ -116,7 +114,7 @@ def other_side(tmp_path, heads: list[SignedHead]):
 
 @pytest.mark.fault(
     "an intruder at one side",
-    "writes the whole audit log anew, with a chain of its own",
+    "rewrites the whole audit log with a new chain",
     "`log verify --against` the other side's lines names the first line that differs",
 )
 def test_a_log_that_was_replaced_is_found_by_what_the_other_side_holds(tmp_path, two_sides):
@@ -203,9 +201,7 @@ def test_what_stands_around_a_certificate_is_not_kept(two_sides):
 
 
 @pytest.mark.fault(
-    "an intruder at one side",
-    "puts an older audit log back",
-    "the other side notices it at the next round, and says so",
+    "an intruder at one side", "restores an older audit log", "the other side detects it at the next round and says so"
 )
 def test_a_log_that_went_back_is_noticed(tmp_path, recorder, two_sides):
     _, _, silo = two_sides

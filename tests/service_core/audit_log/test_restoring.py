@@ -80,8 +80,8 @@ def side(tmp_path: Path, server: Credentials) -> Side:
 @pytest.mark.parametrize("grown", [1, 20, 21, 22, 200], ids=lambda n: f"then grown by {n}")
 @pytest.mark.fault(
     "an operator",
-    "restores a home with an older audit log, which then grows past the end that others hold",
-    "the other side says so at the next update; `log verify --against` names the line of the restore",
+    "restores a home with an older audit log, which then grows longer than before",
+    "the other side reports it; `log verify --against` names the line of the restore",
 )
 def test_a_restored_log_is_noticed_as_a_cut_however_long_it_has_become(side: Side, grown: int) -> None:
     side.write(10)

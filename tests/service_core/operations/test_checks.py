@@ -142,7 +142,7 @@ def test_a_certificate_is_called_old_before_it_is_over(tmp_path):
     assert levels(checks.certificate("own", own._replace(ca_pem=other.ca_pem), "", now)) == [FindingLevel.PROBLEM]
 
 
-@pytest.mark.fault("a proxy", "refuses the tunnel to the coordinator", "the doctor names it, and not its password")
+@pytest.mark.fault("a proxy", "refuses the tunnel to the coordinator", "the doctor names it, but not its password")
 def test_a_proxy_that_opens_no_tunnel_is_named_without_its_password(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         number = listener.getsockname()[1]
@@ -181,7 +181,7 @@ def test_a_clock_that_is_far_from_the_coordinators_is_told(time, level):
     assert levels(checks.other_side(answered(time=time), "there"))[1] is level
 
 
-@pytest.mark.fault("a coordinator", "tells nonsense for its time and version", "the doctor takes it as not told")
+@pytest.mark.fault("a coordinator", "sends nonsense as its time and version", "the doctor ignores the values")
 @pytest.mark.parametrize(
     "word", ["nan", "inf", "-inf", "1e999", "", "abc", "9" * 400, "\x00", "１２", "-3", "4.0", "1_0"]
 )

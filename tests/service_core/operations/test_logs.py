@@ -88,7 +88,7 @@ TEXTS = [
 ]
 
 
-@pytest.mark.fault("an error", "names a patient's file, a token or a key", "the log holds none of them")
+@pytest.mark.fault("an error", "contains a patient's file name, a token or a key", "the log contains none of them")
 @pytest.mark.parametrize("text", TEXTS)
 def test_no_secret_and_no_name_of_a_file_comes_through(written, text):
     try:
@@ -119,7 +119,7 @@ def test_what_an_operator_needs_stays(written):
 
 @pytest.mark.integration
 @pytest.mark.fault(
-    "another side", "puts line breaks and control characters into its text", "its line in the log is one"
+    "the other side", "puts line breaks and control characters into its text", "its entry in the log is one line"
 )
 @given(text=st.text(max_size=300))
 def test_an_event_is_one_printable_line(text):
@@ -132,7 +132,7 @@ def test_an_event_is_one_printable_line(text):
             assert json.loads(line)["message"].isprintable() or json.loads(line)["message"] == ""
 
 
-@pytest.mark.fault("another side", "sends a text that is made to be slow to mask", "the log cuts it first")
+@pytest.mark.fault("the other side", "sends a text that is slow to mask", "the log truncates it first")
 @pytest.mark.parametrize(
     "piece", ["a", "/", "a.", "://", "-----BEGIN", "a/", "E-DATA-", "consilium1.", "../", "=", "'/"]
 )

@@ -162,7 +162,7 @@ def test_what_is_no_request_or_too_long_is_refused(port: Port, raw: bytes) -> No
     assert get(port.at, "/metrics")[0] == 200
 
 
-@pytest.mark.fault("a scraper", "holds 2,000 connections and says nothing", "the next one is answered at once")
+@pytest.mark.fault("a scraper", "holds 2,000 idle connections", "the next one is answered at once")
 def test_idle_connections_keep_nobody_out(port: Port) -> None:
     with ExitStack() as stack:
         first = port.connect(stack)
@@ -177,7 +177,9 @@ def test_idle_connections_keep_nobody_out(port: Port) -> None:
             assert first.recv(1) == b""
 
 
-@pytest.mark.fault("a scraper", "asks without pause", "metrics are computed once a second, and the service goes on")
+@pytest.mark.fault(
+    "a scraper", "requests metrics without pause", "they are computed once per second, and the service continues"
+)
 def test_a_flood_of_scrapes_is_one_computation() -> None:
     port = Port(every_s=60.0)
     try:

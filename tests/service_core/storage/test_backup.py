@@ -123,11 +123,7 @@ def change(backup: Path, how: str) -> None:
         (backup / CONTENTS).write_text(json.dumps(contents | {"files": contents["files"] | files}))
 
 
-@pytest.mark.fault(
-    "anybody with the disk",
-    "damages, cuts or rewrites a backup",
-    "it is not restored: E-STATE-25",
-)
+@pytest.mark.fault("an attacker with disk access", "damages, cuts or rewrites a backup", "not restored: E-STATE-25")
 @pytest.mark.parametrize(
     "how", ["unfinished", "cut", "flipped", "missing", "newer", "timeless", "endless", "deep", "traversal"]
 )
@@ -163,9 +159,7 @@ def halved(backup: Path, new: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.fault(
-    "a machine",
-    "dies while a home is restored",
-    "the home is refused until the same command, said again, has gone on to its end",
+    "a power cut", "comes while a home is restored", "the home is refused until the restore is run again and completes"
 )
 def test_a_home_that_was_restored_by_half_is_refused_until_the_same_command_goes_on(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

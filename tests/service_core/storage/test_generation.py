@@ -94,7 +94,7 @@ def made(tmp_path: Path) -> Iterator[Database]:
 
 
 @pytest.mark.fault(
-    "a machine", "dies at any moment of a checkpoint, also in the middle of a page", "the home opens with all of it"
+    "a power cut", "comes at any moment of a checkpoint, also within a page", "the home opens with all data"
 )
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_home_opens_with_all_that_was_written_wherever_a_checkpoint_was_interrupted(
@@ -165,9 +165,7 @@ def first_page_overwritten(file: Path) -> None:
     file.write_bytes(b"\0" * PAGE + file.read_bytes()[PAGE:])
 
 
-@pytest.mark.fault(
-    "a disk", "damages a database beside a log that does not have what is lost", "E-STATE-22, and nothing is changed"
-)
+@pytest.mark.fault("a disk", "damages a database, and its log lacks the lost pages", "E-STATE-22; nothing is changed")
 @pytest.mark.parametrize("damage", [cut_short, first_page_overwritten])
 def test_a_file_that_is_damaged_beyond_what_its_log_holds_is_refused(
     tmp_path: Path, damage: Callable[[Path], None]
@@ -202,7 +200,7 @@ def test_a_damaged_file_is_refused_where_a_checkpoint_left_it_half_done_too(made
 
 
 @pytest.mark.fault(
-    "a disk", "loses the log in the middle of a checkpoint", "E-STATE-22 or E-STATE-23: nothing is mixed"
+    "a disk", "loses the log in the middle of a checkpoint", "E-STATE-22 or E-STATE-23; nothing is mixed"
 )
 def test_a_file_that_lost_its_log_in_the_middle_of_a_checkpoint_is_refused(made: Database, tmp_path: Path) -> None:
     for place in interrupted(made, tmp_path, torn=False):
@@ -211,7 +209,7 @@ def test_a_file_that_lost_its_log_in_the_middle_of_a_checkpoint_is_refused(made:
             opened(place)
 
 
-@pytest.mark.fault("an operator", "puts an older database beside a newer log", "E-STATE-23, and nothing is changed")
+@pytest.mark.fault("an operator", "puts an older database next to a newer log", "E-STATE-23; nothing is changed")
 def test_an_older_file_in_the_middle_of_its_own_checkpoint_is_noticed_beside_a_newer_log(
     made: Database, tmp_path: Path
 ) -> None:
@@ -267,7 +265,7 @@ def limited(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.fault("a disk", "is full in the middle of a checkpoint", "what was written stays, also after a restart")
+@pytest.mark.fault("a disk", "is full in the middle of a checkpoint", "committed data are kept, also after a restart")
 def test_a_disk_that_fills_in_the_middle_of_a_checkpoint_loses_nothing_and_refuses_nothing(
     made: Database, tmp_path: Path
 ) -> None:

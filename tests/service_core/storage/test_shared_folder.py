@@ -64,8 +64,8 @@ def test_another_folder_of_the_same_name_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.fault(
     "a worker of an earlier service",
-    "goes on where the next one cannot see it",
-    "the service waits for it, then does not start: E-STATE-20",
+    "still runs where the new service cannot see it",
+    "the service waits for it, then refuses to start: E-STATE-20",
 )
 def test_a_file_is_free_once_nobody_uses_it(tmp_path: Path) -> None:
     require_unused(tmp_path / "worker.lock")

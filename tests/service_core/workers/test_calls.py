@@ -45,7 +45,7 @@ def test_both_sides_call_at_once_and_errors_keep_their_codes(ends: tuple[Line, L
         one.call("unknown")
 
 
-@pytest.mark.fault("a worker", "ends or says what nobody understands", "no call of its service waits for it")
+@pytest.mark.fault("a worker", "ends, or sends nonsense", "no call of its service hangs")
 @pytest.mark.parametrize(
     "said",
     [b"", b"nothing\n", b'{"returned": [5, 1]}\n', b'{"returned": 7}\n', b'{"call": []}\n', b'{"raised": [0, 1]}\n'],

@@ -85,8 +85,8 @@ def all_four(hospital, round=0):
 
 @pytest.mark.fault(
     "a coordinator",
-    "asks for the same model in two rounds of a masked run, and claims in one of them that a hospital was absent",
-    "the hospitals open the sum of a model for one set: the second is refused (E-RUN-50), whatever round it is said of",
+    "asks for the same model in two rounds of a masked run and claims in one that a hospital was absent",
+    "the second set is refused, whatever round it is for (E-RUN-50)",
 )
 @pytest.mark.parametrize("restarts", [False, True])
 def test_the_sum_of_a_model_is_opened_for_one_set_whatever_the_round(hospital, restarts):
@@ -156,8 +156,8 @@ def test_the_same_model_is_opened_again_for_the_same_set_and_another_model_for_a
 
 @pytest.mark.fault(
     "a coordinator",
-    "offers an evaluation again with another model, to read test images off many answers",
-    "refused with E-RUN-33 before any record is read: an evaluation is about one model for ever",
+    "offers an evaluation again with another model, to infer test images from many answers",
+    "refused with E-RUN-33 before any record is read",
 )
 @pytest.mark.parametrize("closes", [False, True])
 def test_an_evaluation_is_about_one_model_for_ever(started, monkeypatch, closes):
@@ -202,8 +202,8 @@ def test_a_round_that_is_trained_is_measured_in_its_training_and_has_no_evaluati
 
 @pytest.mark.fault(
     "a coordinator",
-    "offers a round of training again with another model, whose answers on test images leave with each update",
-    "refused with E-RUN-33: a round has one model, another one only for a coordinator that was restored",
+    "offers a training round again with another model, whose test results leave with each update",
+    "refused with E-RUN-33, unless the coordinator was restored",
 )
 def test_a_round_of_training_is_about_one_model_unless_the_coordinator_was_restored(started):
     hospital = started()
@@ -219,7 +219,7 @@ def test_a_round_of_training_is_about_one_model_unless_the_coordinator_was_resto
 @pytest.mark.fault(
     "a coordinator",
     "asks for evaluation after evaluation, each of another model",
-    "the policy bounds the runs of a day that measure models here (E-POLICY-19), also for a clock that is set back",
+    "the policy limits runs per day that measure models (E-POLICY-19), also if the clock is set back",
 )
 def test_runs_of_a_day_that_measure_models_are_bounded_by_the_policy(started):
     hospital = started(evaluation())
@@ -348,8 +348,8 @@ def test_a_home_that_was_put_back_as_a_whole_gives_its_masked_runs_up_and_says_s
 
 @pytest.mark.fault(
     "a coordinator",
-    "tells a hospital that it has seen more answers in masked runs than the hospital gave",
-    "the hospital leaves its masked runs, and says why; its history, its budget and its plain runs stay",
+    "claims that it saw more answers in masked runs than the hospital gave",
+    "the hospital leaves its masked runs and says why; history, budget and plain runs stay",
 )
 @pytest.mark.parametrize("number", [1, 2**63, 2**64 - 1])
 def test_a_coordinator_that_claims_too_many_answers_ends_masked_runs_and_nothing_else(hospital, number):

@@ -79,7 +79,7 @@ def told(run: RunManifest, total):
     return found
 
 
-@pytest.mark.fault("a lead", "surveys a hospital whose policy says nothing of surveys", "no number leaves")
+@pytest.mark.fault("a lead", "surveys a hospital whose policy does not mention surveys", "no number leaves")
 @pytest.mark.parametrize("policy", ["", "[survey]\nallow = []\n", "[survey]\nmin_patients = 20\n"])
 def test_without_a_word_in_the_policy_no_number_leaves(ask, policy):
     assert set(ask(survey("classes", "images"), policy).values()) == {(0.0, 0.0, 1)}
@@ -123,7 +123,7 @@ def test_answers_that_are_kept_apart_need_a_word_of_their_own(ask):
 
 
 @pytest.mark.integration
-@pytest.mark.fault("a lead", "surveys again after one patient came or went", "suppressed")
+@pytest.mark.fault("a lead", "surveys again after one patient was added or removed", "suppressed")
 def test_two_answers_tell_of_no_patient_who_came_or_went(ask):
     before = ask(survey("classes"))
     assert before["classes", "a"] == (60, 30, 0)
@@ -159,7 +159,7 @@ def test_a_renamed_export_with_one_more_is_known_by_its_pixels(ask, tmp_path, na
 
 
 @pytest.mark.fault(
-    "a hospital", "has twelve images of one patient, whom its data do not name", "they are called images"
+    "a hospital", "has twelve images of one patient that its data do not name", "they are called images, not patients"
 )
 def test_images_of_data_that_name_no_patients_are_not_counted_as_patients(make, tmp_path):
     reference = write_images(tmp_path / "images", range(1, 2), images=12, named=False)
@@ -228,9 +228,9 @@ def test_what_the_hospital_approves_is_what_leaves(make, tmp_path):
 
 
 @pytest.mark.fault(
-    "a hospital's records",
-    "change between the approval of a survey and its answer",
-    "suppressed: nothing leaves that nobody was shown",
+    "a hospital",
+    "changes its records between approval of a survey and its answer",
+    "suppressed: only approved numbers leave",
 )
 def test_other_numbers_than_the_approved_ones_are_held_back(make, tmp_path):
     home = Home(tmp_path / "home").make()
@@ -247,7 +247,7 @@ def test_other_numbers_than_the_approved_ones_are_held_back(make, tmp_path):
     assert set(told(run, BundleFile(tmp_path / "bundle")[SurveyProgram.name].total).values()) == {(0.0, 0.0, 1)}
 
 
-@pytest.mark.fault("a lead", "repeats a survey that is answered with noise", "the same answer again, charged once")
+@pytest.mark.fault("a lead", "repeats a survey with noise", "the same answer, charged once")
 def test_noise_is_charged_once_and_the_same_answer_is_given_again(ask, tmp_path):
     from fl_core import datasets
 

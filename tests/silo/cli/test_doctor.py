@@ -88,7 +88,7 @@ def test_a_sound_silo_is_told_so_with_clock_and_version_of_both_sides(capsys, ho
     assert {p: p.read_bytes() for p in home.path.rglob("*") if p.is_file()} == before
 
 
-@pytest.mark.fault("a revoked hospital", "asks its doctor", "the doctor says that it is revoked")
+@pytest.mark.fault("a revoked hospital", "runs its doctor", "the doctor says that it is revoked")
 def test_a_revoked_silo_hears_that_it_is(capsys, home, world):
     Membership(world.home, world.server.store).revoke("southern", "over")
     status, found = examine(capsys, home.path)
@@ -117,7 +117,7 @@ def test_a_policy_that_lets_much_through_is_told(capsys, home, policy, expected)
     assert level(examine(capsys, home.path)[1], "policy") == [expected]
 
 
-@pytest.mark.fault("an older ledger", "is put back", "the doctor says so, and changes nothing")
+@pytest.mark.fault("an operator", "restores an older ledger", "the doctor reports it and changes nothing")
 def test_a_ledger_that_was_put_back_is_a_problem(capsys, home):
     ledger = Ledger(home.ledger, home.ledger_key)
     ledger.register("records/train", "record", "f", 1, ["a"])

@@ -27,7 +27,11 @@ def room(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.fault("a full disk", "takes no line that `silo serve` prints", "it goes on, and says later how many miss")
+@pytest.mark.fault(
+    "a disk",
+    "is full when `silo serve` prints a line",
+    "the service continues and says later how many lines are missing",
+)
 @pytest.mark.parametrize("as_json", [False, True])
 @pytest.mark.parametrize("half", [0, 10])
 def test_a_line_that_cannot_be_written_ends_nothing(

@@ -281,7 +281,7 @@ def test_a_full_disk_is_called_one(tmp_path):
 
 
 @pytest.mark.integration
-@pytest.mark.fault("an operator", "closes the terminal of a hospital's service, or sends it SIGHUP", "it goes on")
+@pytest.mark.fault("an operator", "closes a silo's terminal, or sends it SIGHUP", "it continues")
 def test_serve_goes_on_after_a_hangup_and_says_so(tmp_path):
     home, log = enrolled(tmp_path / "home"), tmp_path / "log"
     words = ["serve", "--data", "digits/hospital0", "--home", str(home.path), "--device", "cpu", "--json"]

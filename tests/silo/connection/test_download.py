@@ -93,9 +93,7 @@ def test_an_object_with_a_damaged_chunk_is_fetched_again(rig):
 
 
 @pytest.mark.parametrize("wrong", [BYTES[:-1] + b"?", BYTES + b"more", b""], ids=["other", "longer", "empty"])
-@pytest.mark.fault(
-    "a coordinator", "sends other bytes than the digest names", "deleted, and an error after a few tries"
-)
+@pytest.mark.fault("a coordinator", "sends other bytes than the digest names", "deleted; an error after a few tries")
 def test_wrong_bytes_are_deleted_and_an_error_after_a_few_tries(rig, wrong):
     digest = digests.digest(BYTES)
     rig.fake.objects[digest] = wrong
@@ -130,7 +128,7 @@ def test_a_silent_download_is_given_up_and_continued(tmp_path):
 
 
 @pytest.mark.parametrize("size", [0, len(BYTES)], ids=["size unknown", "size known"])
-@pytest.mark.fault("a coordinator", "sends an object beyond what the manifest allows", "refused, nothing of it is kept")
+@pytest.mark.fault("a coordinator", "sends an object larger than the manifest allows", "refused; nothing is stored")
 def test_an_object_above_its_bound_is_refused(rig, size):
     digest = rig.fake.offer(BYTES)
     with pytest.raises(ProtocolError, match="E-WIRE-06"):

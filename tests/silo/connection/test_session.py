@@ -176,7 +176,7 @@ def test_a_coordinator_that_falls_silent_is_left(make):
     assert "E-NET-12" in rig.codes()
 
 
-@pytest.mark.fault("a line", "loses a connection without a word", "a new one is opened after three missed pulses")
+@pytest.mark.fault("a connection", "is lost without notice", "a new one opens after three missed pulses")
 def test_a_connection_that_falls_silent_is_replaced(make):
     control = FakeControl(pulse_s=0.05)
     control.beats = False
@@ -249,7 +249,9 @@ def test_a_refusal_about_the_network_is_not(make):
 
 @pytest.mark.parametrize("asked", [0.0, -0.0, -1.0, 1e-40, 1e-3, math.nan, math.inf, 1e38, 3601.0])
 @pytest.mark.parametrize("name", ["pulse_seconds", "recycle_seconds"])
-@pytest.mark.fault("a coordinator", "asks for a pulse or a session of 0 s, NaN or a day", "refused with E-WIRE-06")
+@pytest.mark.fault(
+    "a coordinator", "asks for a pulse of 0 s, or for a pulse or session time of NaN or a day", "refused with E-WIRE-06"
+)
 def test_times_that_no_coordinator_asks_for_are_refused(make, name, asked):
     control = FakeControl()
     facts = {"protocol": PROTOCOL, "pulse_seconds": 1.0, "recycle_seconds": 300.0, name: asked}
@@ -265,7 +267,9 @@ def test_times_that_no_coordinator_asks_for_are_refused(make, name, asked):
 
 @pytest.mark.parametrize("code", ["E-WIRE-01", "E-TLS-08", "welcome"])
 @pytest.mark.fault(
-    "a hospital", "has a wrong clock or another protocol", "its silo says so, waits, and connects once it is put right"
+    "a hospital",
+    "has a wrong clock or another protocol",
+    "its silo reports it, waits, and connects after the correction",
 )
 def test_a_wrong_clock_and_another_protocol_are_waited_out(make, code):
     control = FakeControl()

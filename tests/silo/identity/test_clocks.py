@@ -58,9 +58,7 @@ def world(tmp_path: Path) -> Iterator[World]:
     made.store.close()
 
 
-@pytest.mark.fault(
-    "a clock of the whole site", "jumps 120 days ahead and back", "everybody can connect, with no new invitation"
-)
+@pytest.mark.fault("both sides' clocks", "jump 120 days ahead and back", "all can connect without a new invitation")
 def test_both_clocks_jump_and_the_silo_renews_meanwhile(world: World) -> None:
     first = world.silo.load()
     world.here.advance(days=40)
@@ -87,7 +85,7 @@ def test_both_clocks_jump_and_the_silo_renews_meanwhile(world: World) -> None:
 @pytest.mark.fault(
     "a coordinator's clock",
     "is ahead when a hospital renews",
-    "the hospital keeps its old certificate, and gets one that is valid once the clock is set",
+    "the hospital keeps its old certificate, and renews once the clock is correct",
 )
 def test_a_renewal_by_a_coordinator_whose_clock_is_ahead(world: World) -> None:
     for clock in (world.here, world.there):

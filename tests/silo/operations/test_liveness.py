@@ -48,7 +48,7 @@ def test_without_a_service_it_is_not_alive(tmp_path):
     assert run(["health", "--home", str(tmp_path)]) == 1
 
 
-@pytest.mark.fault("a service", "hangs, or the machine was started anew", "silo health says that it does not live")
+@pytest.mark.fault("a service", "hangs, or its machine was restarted", "`silo health` reports that it is not alive")
 @pytest.mark.parametrize("age", [31.0, 1e9, -1.0, float("nan"), float("inf")])
 def test_a_beat_of_another_time_is_none(home, age):
     Liveness(home, lambda: 100.0).beat()
@@ -79,7 +79,7 @@ def test_no_service_fails_for_its_manager(monkeypatch, address):
 
 
 @pytest.mark.integration
-@pytest.mark.fault("an operator", "stops a service with SIGSTOP", "silo health says that it does not live")
+@pytest.mark.fault("an operator", "stops a service with SIGSTOP", "`silo health` reports that it is not alive")
 def test_a_service_tells_its_manager_and_lives_until_it_is_stopped(tmp_path):
     home = enrolled(tmp_path / "home")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:

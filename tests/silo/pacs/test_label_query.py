@@ -61,7 +61,7 @@ def test_a_query_gives_the_labels_that_a_table_would(tmp_path: Path) -> None:
     assert labels.source == f"query:{read_query(file).digest}"
 
 
-@pytest.mark.fault("a database", "has a label that is SQL and markup", "a text; nothing is run")
+@pytest.mark.fault("a database", "has a label that contains SQL and markup", "treated as text; nothing is executed")
 def test_an_injected_label_is_only_text(tmp_path: Path) -> None:
     file = database(tmp_path)
     labels = labels_of(asked(tmp_path, f"sqlite:///{file}"))
@@ -136,7 +136,7 @@ def test_rows_that_come_too_slowly_are_refused(monkeypatch: pytest.MonkeyPatch) 
         list(rows)
 
 
-@pytest.mark.fault("a database", "is asked when the service stops", "the query ends at once")
+@pytest.mark.fault("a database", "answers a query slowly while the service stops", "the query ends at once")
 def test_a_query_ends_when_the_service_stops(tmp_path: Path) -> None:
     file = asked(tmp_path, f"sqlite:///{database(tmp_path)}", SILENT)
     assert_ends_at_once(file, lambda: False)

@@ -416,8 +416,8 @@ def hangs_up(request: Any) -> bool:
 
 @pytest.mark.fault(
     "a hospital's PACS",
-    "gets an error for one object, series or study again and again, and answers otherwise",
-    "that one is left out and named after three tries; it holds up nothing else",
+    "answers with an error for one object, series or study again and again",
+    "only this one is left out and listed, after three tries",
 )
 @pytest.mark.parametrize("patient", [True, False])
 def test_what_alone_gets_an_error_is_left_out_and_holds_up_nothing_else(bench: Bench, patient: bool) -> None:
@@ -567,8 +567,8 @@ def test_images_that_were_removed_by_hand_are_fetched_again_at_the_start(bench: 
 
 @pytest.mark.fault(
     "a hospital's PACS",
-    "is away at a start, and images of the newest list are lost",
-    "the service starts, and says so; a run fetches them",
+    "is offline at a start, and images of the newest list are lost",
+    "the service starts and says so; a run fetches them",
 )
 def test_a_start_waits_for_no_pacs_where_there_is_a_list(bench: Bench) -> None:
     bench.study(1)
@@ -628,7 +628,7 @@ def test_images_are_decoded_in_a_cage_unless_somebody_says_otherwise(
 
 
 @pytest.mark.fault(
-    "a hospital's PACS", "sends elsewhere with a redirect", "refused with E-DATA-22; the password goes nowhere else"
+    "a hospital's PACS", "redirects to another server", "refused with E-DATA-22; the password is not sent"
 )
 def test_a_redirect_is_refused_and_the_password_goes_nowhere_else(bench: Bench, tmp_path: Path) -> None:
     bench.study(1)
@@ -646,7 +646,9 @@ def test_a_redirect_is_refused_and_the_password_goes_nowhere_else(bench: Bench, 
 
 
 @pytest.mark.fault(
-    "a hospital's PACS", "lists numbers that are paths", "left out and named; no file and no request follows from them"
+    "a hospital's PACS",
+    "lists identifiers that are paths",
+    "left out and listed; no file or request is derived from them",
 )
 def test_numbers_that_are_paths_reach_no_file_and_no_request(bench: Bench, tmp_path: Path) -> None:
     bench.study(1)
@@ -685,7 +687,7 @@ def test_a_page_that_comes_for_ever_is_read_once(bench: Bench) -> None:
     assert len(bench.pacs.asked) == 2
 
 
-@pytest.mark.fault("a hospital's PACS", "lists without end", "refused with E-DATA-22 once a million results were read")
+@pytest.mark.fault("a hospital's PACS", "lists results without end", "refused with E-DATA-22 after a million results")
 def test_results_without_end_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dicomweb, "MAX_RESULTS", 2000)
     count = iter(range(10**9))
@@ -725,8 +727,8 @@ def _endless(request: Any, start: bytes, block: bytes = b"x" * 65536) -> None:
 
 @pytest.mark.fault(
     "a hospital's PACS",
-    "answers without end, or with more than it was asked for",
-    "cut off: an object is left out and named, a list is refused",
+    "answers without end, or with more than requested",
+    "cut off: an object is left out and listed, a list is refused",
 )
 @pytest.mark.parametrize("level", ["list", "object", "multipart", "zipped"])
 def test_an_answer_without_end_is_cut_off(bench: Bench, monkeypatch: pytest.MonkeyPatch, level: str) -> None:

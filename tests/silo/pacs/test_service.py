@@ -173,9 +173,7 @@ def test_a_run_keeps_its_images_over_a_restart_and_the_next_run_has_the_newer_on
 
 
 @pytest.mark.fault(
-    "a hospital's PACS",
-    "is away when a run begins",
-    "the run waits, and the hospital and the coordinator say for what; nothing is charged",
+    "a hospital's PACS", "is offline when a run begins", "the run waits, both sides say why, and nothing is charged"
 )
 def test_a_run_that_begins_while_the_pacs_is_away_waits_and_both_sides_say_so(
     tmp_path: Path, source: FakePacs, serving: Serving
@@ -206,8 +204,8 @@ def test_a_run_that_waits_for_the_pacs_ends_at_once_when_it_is_aborted(
 
 @pytest.mark.fault(
     "a hospital's PACS",
-    "is away in the middle of a private round",
-    "the round goes on with the images that were fetched, and is charged once",
+    "is offline in the middle of a private round",
+    "the round continues with the fetched images, charged once",
 )
 def test_a_private_round_while_the_pacs_is_away_is_charged_once(
     tmp_path: Path, source: FakePacs, serving: Serving

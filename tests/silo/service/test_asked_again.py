@@ -42,7 +42,7 @@ def taken(hospital: Hospital) -> None:
 @pytest.mark.fault(
     "a coordinator",
     "asks again for a private round whose update it has",
-    "its receipt is asked for and checked; nothing is trained or charged",
+    "the hospital checks the receipt; nothing is trained or charged",
 )
 def test_a_private_round_with_a_receipt_is_neither_trained_nor_charged_again(hospital):
     before = entries(hospital)
@@ -98,7 +98,7 @@ def of_another_round(opened: pb.OpenRequest) -> pb.Receipt:
 @pytest.mark.fault(
     "a coordinator",
     "shows a false receipt for a private round that it asks for again",
-    "the round is refused; nothing is trained, charged or kept",
+    "the round is refused; nothing is trained, charged or stored",
 )
 @pytest.mark.parametrize(
     ("lie", "code"),
@@ -139,8 +139,8 @@ def test_a_question_that_is_refused_refuses_the_round_before_any_charge(hospital
 
 @pytest.mark.fault(
     "a coordinator",
-    "denies that it has the update of a private round, and asks for it again and again",
-    "charged at most three times, and each time the hospital is told",
+    "denies having the update of a private round and asks for it again and again",
+    "charged at most three times, reported each time",
 )
 def test_a_coordinator_that_denies_a_receipt_is_paid_again_three_times_at_most_and_never_silently(hospital):
     for times, incarnation in enumerate(("two", "three"), start=1):

@@ -70,8 +70,8 @@ def test_a_round_leaves_lines_without_measurements_and_the_ends_of_both_logs_cro
 
 @pytest.mark.fault(
     "a coordinator",
-    "puts its audit log back, or signs two",
-    "each hospital says so at its next round, and keeps both ends",
+    "restores its audit log, or signs two",
+    "each hospital reports it at its next round and keeps both ends",
 )
 def test_a_coordinator_whose_log_goes_back_is_noticed(make, monkeypatch):
     hospital = make()

@@ -42,7 +42,7 @@ def offer(number: int, round: int = 0) -> pb.Offer:
     return pb.Offer(run_id=f"run-{number}", round=round, kind=pb.TRAIN, base_digest="b" * 64)
 
 
-@pytest.mark.fault("a coordinator", "offers tasks of any number of runs", "some wait, the others are left out")
+@pytest.mark.fault("a coordinator", "offers tasks for any number of runs", "a few wait, the others are refused")
 def test_tasks_beyond_a_bound_are_left_out(asked: Asked) -> None:
     for number in range(10):
         asked.queue.offer(offer(number))
@@ -69,7 +69,7 @@ def test_refusals_beyond_a_bound_are_forgotten(asked: Asked) -> None:
     assert len(asked.queue._refused) == 10
 
 
-@pytest.mark.fault("a coordinator", "closes and ends runs that never were", "no line of log and no row of a database")
+@pytest.mark.fault("a coordinator", "closes and ends runs that do not exist", "no log line, no database row")
 def test_what_never_began_leaves_nothing_when_it_ends(asked: Asked) -> None:
     for number in range(MANY):
         name = f"run-{number}"
@@ -111,7 +111,7 @@ class _Silent:
         self.cancelled = True
 
 
-@pytest.mark.fault("a coordinator", "reads no answer of a hospital", "its session is ended with E-NET-12")
+@pytest.mark.fault("a coordinator", "does not read a hospital's answers", "its session ends with E-NET-12")
 def test_answers_that_nobody_reads_end_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "_MAX_UNREAD", 50)
     stub = _Silent()

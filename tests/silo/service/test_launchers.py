@@ -189,8 +189,8 @@ def test_a_shared_ledger_is_refused_on_another_machine(tmp_path: Path, monkeypat
 
 @pytest.mark.fault(
     "a worker on another machine",
-    "is of another build, which might change the database",
-    "refused with E-RUN-55 before it opens it",
+    "has another build, which might change the database",
+    "refused with E-RUN-55 before it opens the database",
 )
 def test_a_worker_of_another_build_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"E-RUN-55.*consilium-fl 0\+other"):
@@ -200,7 +200,7 @@ def test_a_worker_of_another_build_is_refused(tmp_path: Path) -> None:
 @pytest.mark.integration
 @pytest.mark.fault(
     "a worker on another machine",
-    "shares the home through a file system whose locks stay on each machine",
+    "shares the home through a file system whose locks are local",
     "refused with E-RUN-55 before it opens the database",
 )
 def test_a_worker_that_does_not_see_the_services_locks_is_refused(
@@ -280,8 +280,8 @@ def test_a_service_whose_worker_left_the_queue_connects_and_trains(
 @pytest.mark.slow
 @pytest.mark.fault(
     "Slurm",
-    "ends a worker's job in the middle of a task, at its time limit or for a more urgent one",
-    "the service lives on and has the task done again, once",
+    "ends a worker's job in the middle of a task (time limit, preemption)",
+    "the service repeats the task once; after a second kill the run is refused (E-RUN-46)",
 )
 def test_a_job_that_slurm_ends_is_a_kill_of_the_worker(serving: Serving, slurm: FakeSlurm) -> None:
     hospital = serving(SLURM, LONG)
@@ -295,7 +295,7 @@ def test_a_job_that_slurm_ends_is_a_kill_of_the_worker(serving: Serving, slurm: 
 
 
 @pytest.mark.integration
-@pytest.mark.fault("srun", "is killed", "its job is cancelled, and holds no GPU")
+@pytest.mark.fault("srun", "is killed", "its job is cancelled and keeps no GPU")
 def test_an_srun_that_is_killed_leaves_no_job(serving: Serving, slurm: FakeSlurm) -> None:
     hospital = serving(SLURM, LONG)
     hospital.offer()
@@ -309,7 +309,7 @@ def test_an_srun_that_is_killed_leaves_no_job(serving: Serving, slurm: FakeSlurm
 @pytest.mark.integration
 @pytest.mark.fault(
     "a hospital's service",
-    "is killed while its worker waits in a queue or works",
+    "is killed while its worker queues or works",
     "the next service cancels the job before it opens the database",
 )
 @pytest.mark.parametrize("queued", some([True, False]))

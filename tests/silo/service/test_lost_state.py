@@ -58,7 +58,7 @@ def delete(hospital):
 @pytest.mark.fault(
     "a disk or an operator",
     "loses or damages a control variate or a personal model",
-    "the hospital refuses its rounds with E-STATE-24; it does not go on from zero",
+    "the hospital refuses its rounds with E-STATE-24 and does not restart from zero",
 )
 @pytest.mark.parametrize("lose", [forget_all, damage, delete])
 def test_a_lost_state_refuses_the_round(make, lose):
@@ -74,8 +74,8 @@ def test_a_lost_state_refuses_the_round(make, lose):
 
 @pytest.mark.fault(
     "a disk or an operator",
-    "loses a state in a run that says lost_state=restart",
-    "the hospital begins anew and tells both sides",
+    "loses a state in a run with `lost_state=restart`",
+    "the hospital starts again and tells both sides",
 )
 @pytest.mark.parametrize("lose", [forget_all, damage])
 def test_a_run_may_choose_to_begin_anew(make, lose):
@@ -98,7 +98,7 @@ def test_a_method_that_keeps_nothing_goes_on(make):
 
 
 @pytest.mark.fault(
-    "a coordinator", "asks again for a round that it closed", "refused, unless its database is another incarnation"
+    "a coordinator", "asks again for a round that it closed", "refused, unless its database is a restored one"
 )
 @pytest.mark.parametrize(("incarnation", "again"), [("one", False), ("", False), ("two", True)])
 def test_a_closed_round_is_asked_for_again_by_a_restored_coordinator_alone(make, incarnation, again):

@@ -143,8 +143,8 @@ def not_a_certificate(hospital, entries):
 
 @pytest.mark.fault(
     "a coordinator",
-    "puts keys of its own in the place of a hospital's, in a run with secure aggregation",
-    "the hospital refuses with E-ID-33 before it trains: each key must be signed by the pinned identity of its owner",
+    "replaces a hospital's keys by its own in a run with secure aggregation",
+    "refused with E-ID-33 before training: the owner's pinned identity must sign each key",
 )
 @pytest.mark.parametrize(
     "change", [swapped, impersonated, unsigned, doubled, left_out, mine_replaced, not_a_certificate]
@@ -192,7 +192,9 @@ def test_t49_a_colleague_whose_certificate_was_renewed_meanwhile_is_accepted(hos
 
 
 @pytest.mark.fault(
-    "a coordinator", "sends other keys in the middle of a run", "refused: keys are checked once and never change"
+    "a coordinator",
+    "sends other keys in the middle of a run",
+    "refused with E-ID-33: keys are checked once and never change",
 )
 def test_other_keys_in_the_middle_of_a_run_are_refused(hospital):
     entries = hospital.entries()
@@ -292,8 +294,8 @@ def waiting(tmp_path_factory):
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.fault(
     "a coordinator",
-    "asks a hospital to confirm a set of another round, run, kind, model or update, or one that is no set",
-    "refused, signed by nobody, and recorded on both sides",
+    "asks a hospital to confirm an invalid set, or one of another round, run, kind, model or update",
+    "refused; no hospital signs it, and both sides record it",
 )
 def test_t51_t52_a_set_that_is_not_the_rounds_own_is_not_confirmed(waiting, lie):
     hospital, _, state = waiting
@@ -379,7 +381,7 @@ def test_whatever_bytes_a_seal_or_an_opening_has_the_hospital_answers_or_refuses
 @pytest.mark.fault(
     "a coordinator",
     "asks for a second set of a round",
-    "refused with E-RUN-50: a hospital signs one, and stores it first",
+    "refused with E-RUN-50: a hospital signs one set and stores it first",
 )
 def test_t34_a_second_set_of_a_round_is_refused_also_after_a_restart(hospital):
     hospital.exchange()
@@ -524,7 +526,9 @@ def test_t52_a_set_below_the_policys_sum_is_not_confirmed(hospital, policy, code
 
 
 @pytest.mark.fault(
-    "a coordinator", "offers a round of a masked run again with another model", "refused: a task is masked once"
+    "a coordinator",
+    "offers a round of a masked run again with another model",
+    "refused with E-RUN-50: a task is masked once",
 )
 def test_t57_a_round_that_was_masked_is_not_masked_for_another_model(hospital):
     hospital.exchange()
@@ -539,7 +543,7 @@ def test_t57_a_round_that_was_masked_is_not_masked_for_another_model(hospital):
 @pytest.mark.fault(
     "a disk",
     "damages a masked update before it is sent",
-    "the hospital sits the round out (E-RUN-49), and takes part in the next",
+    "the hospital skips the round (E-RUN-49) and takes part in the next",
 )
 def test_t57_a_damaged_masked_update_is_never_made_again(hospital):
     hospital.exchange()
@@ -607,9 +611,9 @@ def test_keys_of_a_closed_round_and_of_an_ended_run_are_nowhere_in_the_home(hosp
 
 
 @pytest.mark.fault(
-    "a coordinator",
-    "of an earlier version, or a lead, asks for a run in the clear of a hospital that requires secure aggregation",
-    "refused with E-POLICY-17; the session told no size that was counted and no class",
+    "a coordinator of an older version, or a lead",
+    "asks for a plain run at a hospital that requires secure aggregation",
+    "refused with E-POLICY-17; the session reveals no counted size and no class",
 )
 def test_t63_where_masks_are_required_nothing_leaves_without_them(tmp_path, monkeypatch):
     home = tmp_path / "home0"

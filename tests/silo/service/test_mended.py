@@ -76,7 +76,7 @@ def disk_is_full(folder, monkeypatch):
     return lambda: monkeypatch.setattr(outbox.Outbox, "begin", whole)
 
 
-@pytest.mark.fault("a hospital", "has mended what it refused a run for", "asked again on resume")
+@pytest.mark.fault("a hospital", "has fixed the reason for its refusal", "asked again on resume")
 @pytest.mark.parametrize(
     ("break_it", "code"),
     [
@@ -130,7 +130,7 @@ def images_run(names):
     return manifest(data="folder", schema=schema, layout=layout, model=model, image_size=32, rounds=3)
 
 
-@pytest.mark.fault("a hospital", "changes its data while a run is under way", "refused there, and the lead is told")
+@pytest.mark.fault("a hospital", "changes its data during a run", "refused there (E-DATA-10); the lead is told")
 def test_data_that_change_during_a_run_are_refused_until_they_are_as_they_were(started, tmp_path):
     images, names = tmp_path / "images", ("nevus", "melanoma")
     pictures(images, names)
@@ -153,7 +153,9 @@ def test_data_that_change_during_a_run_are_refused_until_they_are_as_they_were(s
     hospital.sent(2)
 
 
-@pytest.mark.fault("a hospital", "replaces an image, and size and date stay", "refused there, and the lead is told")
+@pytest.mark.fault(
+    "a hospital", "replaces an image but keeps its size and date", "refused there (E-DATA-10); the lead is told"
+)
 def test_an_image_that_is_replaced_with_its_size_and_date_kept_is_refused_and_one_that_is_touched_is_not(
     started, tmp_path
 ):

@@ -200,7 +200,7 @@ def store(tmp_path: Path) -> Iterator[SiloStore]:
 
 
 @pytest.mark.fault(
-    "a coordinator", "asks about 10,000 runs", "a few are looked at, the others refused; the home stays small"
+    "a coordinator", "asks about 10,000 runs", "a few are examined, the others refused; the home stays small"
 )
 @pytest.mark.parametrize("number", [100, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)

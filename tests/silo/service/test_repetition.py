@@ -151,7 +151,9 @@ def killed(hospital, attempt=0) -> None:
     store.close_database()
 
 
-@pytest.mark.fault("a hospital", "is killed twice in the middle of one task", "refuses the run until it is resumed")
+@pytest.mark.fault(
+    "a hospital", "is killed twice in the middle of one task", "it refuses the run until the lead resumes it"
+)
 def test_a_task_that_killed_the_service_twice_is_refused_until_the_run_is_resumed(make, started, slow):
     slow.held = False
     hospital = started(run_round=slow)

@@ -84,8 +84,8 @@ def test_what_refuses_a_run_in_the_worker_is_told_and_recorded_as_in_the_service
 
 @pytest.mark.fault(
     "a hospital's worker",
-    "is killed, for want of memory say",
-    "the service lives on and lets a new one try again; a second kill refuses the run (E-RUN-46)",
+    "is killed, for instance for lack of memory",
+    "the service continues with a new worker; after a second kill the run is refused (E-RUN-46)",
 )
 def test_the_service_lives_on_when_its_worker_is_killed_and_the_second_kill_gives_the_run_up(serving: Serving) -> None:
     hospital = serving(LONG)
@@ -100,7 +100,7 @@ def test_the_service_lives_on_when_its_worker_is_killed_and_the_second_kill_give
     assert said == ["E-RUN-46"]  # with the second try, which went on
 
 
-@pytest.mark.fault("a hospital's service", "is killed while its worker computes", "the worker ends with it")
+@pytest.mark.fault("a hospital's service", "is killed while its worker computes", "the worker ends too")
 def test_a_worker_ends_with_its_service(tmp_path: Path) -> None:
     code = f"""
     import sys, time
@@ -208,7 +208,7 @@ def replaced(hospital: Hospital, monkeypatch: pytest.MonkeyPatch, before: str) -
     until(lambda: not hospital.service._runner.worker._workers)
 
 
-@pytest.mark.fault("a hospital's worker", "hangs while it loads", "an abort, and the end of the service, end it")
+@pytest.mark.fault("a hospital's worker", "hangs while it loads", "ended by an abort or by the end of the service")
 def test_a_worker_that_hangs_while_it_loads_is_ended_by_an_abort(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,7 +269,7 @@ STOPS_ONCE_ENTERED = """
 
 
 @pytest.mark.fault(
-    "a hospital's worker", "is stopped while its update goes to the disk", "an abort ends it; the service goes on"
+    "a hospital's worker", "is stopped while it writes its update", "ended by an abort; the service continues"
 )
 def test_a_worker_that_is_stopped_between_staged_and_entered_is_ended_by_an_abort(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
@@ -368,8 +368,8 @@ def test_runs_that_take_turns_keep_their_workers_and_a_third_ends_the_one_that_w
 
 @pytest.mark.fault(
     "a hospital's worker",
-    "asks for an object that its task does not name, to tell the coordinator something",
-    "refused with E-WIRE-06; the coordinator is asked for nothing",
+    "requests an object that its task does not name, as a hidden message",
+    "refused with E-WIRE-06; the coordinator is not asked",
 )
 def test_a_worker_gets_no_object_that_its_task_does_not_name(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """A digest that is asked for is read by the coordinator: records could be spelled in it."""
@@ -388,7 +388,7 @@ def test_a_worker_gets_no_object_that_its_task_does_not_name(serving: Serving, m
     assert hospital.transfer.calls == []
 
 
-@pytest.mark.fault("a hospital's worker", "says what nobody understands", "ended; the service goes on")
+@pytest.mark.fault("a hospital's worker", "sends nonsense", "ended; the service continues")
 @pytest.mark.parametrize(
     "said",
     [
@@ -423,7 +423,9 @@ def test_a_worker_that_says_what_nobody_understands_is_ended_and_the_service_goe
 
 
 @pytest.mark.fault(
-    "a hospital's worker", "says that a task was given up, with any words as the reason", "ended; nobody reads them"
+    "a hospital's worker",
+    "reports a cancelled task in words of its own",
+    "counted as killed (E-RUN-46); its words are dropped",
 )
 @pytest.mark.parametrize("said", ["raise CancelledError(WORDS)", "service.tell(CancelledError(WORDS))"])
 def test_a_worker_cannot_say_in_its_own_words_that_a_task_was_given_up(

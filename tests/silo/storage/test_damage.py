@@ -40,7 +40,7 @@ def test_a_database_that_is_missing_is_noticed_before_anything_is_deleted(tmp_pa
     assert count_objects(tmp_path / "objects") == 0
 
 
-@pytest.mark.fault("a disk", "damages a row of a hospital's database", "said with the file: E-STATE-22")
+@pytest.mark.fault("a disk", "damages a row of a hospital's database", "E-STATE-22 names the file")
 @pytest.mark.parametrize("damage", ["attested = '{'", "attested = '7'", "kind = 'none'"])
 def test_a_damaged_row_is_said_as_such(tmp_path, damage):
     outbox = opened(tmp_path)
@@ -52,7 +52,7 @@ def test_a_damaged_row_is_said_as_such(tmp_path, damage):
         opened(tmp_path).store.outbox()
 
 
-@pytest.mark.fault("a disk", "changes a byte of what a hospital fetched", "fetched again")
+@pytest.mark.fault("a disk", "changes a byte of a file that a hospital fetched", "it is fetched again")
 @pytest.mark.parametrize("what", ["base_digest", "manifest_digest"])
 def test_a_damaged_base_or_manifest_is_fetched_again(make, what):
     hospital = make()
@@ -68,7 +68,9 @@ def test_a_damaged_base_or_manifest_is_fetched_again(make, what):
     assert hospital.transfer.calls.count("Get") == 3
 
 
-@pytest.mark.fault("a disk", "changes a byte of an update that a hospital has not sent", "noticed; it is made again")
+@pytest.mark.fault(
+    "a disk", "changes a byte of an update that a hospital has not sent", "detected; the update is made again"
+)
 def test_a_damaged_update_is_made_again(make):
     hospital = make()
     service = hospital.start()
@@ -87,8 +89,8 @@ def test_a_damaged_update_is_made_again(make):
 
 @pytest.mark.fault(
     "a disk",
-    "changes a byte of an update whose receipt was lost on the way",
-    "the receipt is asked for; nothing is done again",
+    "changes a byte of an update whose receipt was lost",
+    "the hospital asks for the receipt; nothing is repeated",
 )
 def test_a_damaged_update_that_the_coordinator_has_is_not_made_again(make):
     hospital = make()

@@ -99,7 +99,7 @@ EDITS = {
 }
 
 
-@pytest.mark.fault("somebody who may write in the home", "edits kept features", "they are made again")
+@pytest.mark.fault("an attacker with write access to the home", "edits cached features", "they are computed again")
 @pytest.mark.parametrize("running", [True, False])
 @pytest.mark.parametrize("what", EDITS)
 def test_an_edited_file_is_never_believed(cache: FeatureCache, what: str, running: bool) -> None:
@@ -114,7 +114,9 @@ def test_an_edited_file_is_never_believed(cache: FeatureCache, what: str, runnin
     assert [file.sound for file in cache.files()] == [True]
 
 
-@pytest.mark.fault("somebody who may write in the home", "puts features under another name", "they are made again")
+@pytest.mark.fault(
+    "an attacker with write access to the home", "stores features under another name", "they are computed again"
+)
 def test_a_file_of_another_key_or_of_another_home_is_never_believed(cache: FeatureCache, tmp_path: Path) -> None:
     other_key, other_home = replace(KEY, split="test"), FeatureCache(tmp_path / "elsewhere", 1 << 20)
     cache.get(other_key, N, Maker())

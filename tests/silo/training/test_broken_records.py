@@ -130,7 +130,7 @@ class Bench:
         return tensor_maps.digest(parts), float(result.bundle["delta"].weight)
 
 
-@pytest.mark.fault("a hospital", "cannot read an image, from some round on", "the run goes on without that record")
+@pytest.mark.fault("a hospital", "cannot read an image from some round on", "the run continues without this record")
 @pytest.mark.parametrize("train", [TrainConfig(epochs=1, batch_size=64), FROZEN])
 def test_a_record_that_breaks_between_rounds_is_left_out_for_good_also_after_a_restart(tmp_path, images, train):
     bench = Bench(tmp_path / "home", images, images_run(train=train))
@@ -256,7 +256,9 @@ def charges(bench: Bench) -> list[str]:
 
 
 @pytest.mark.integration
-@pytest.mark.fault("a hospital", "cannot read an image in a private run", "it adds nothing, and is charged like all")
+@pytest.mark.fault(
+    "a hospital", "cannot read an image in a private run", "it contributes nothing, and the charge is the usual one"
+)
 def test_a_private_run_goes_on_with_the_charges_of_a_whole_one(tmp_path, images):
     whole_run, bench = (Bench(tmp_path / name, images, private_run()) for name in ("whole", "home"))
     path = trained_on(images)[0]

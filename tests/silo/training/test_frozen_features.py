@@ -140,7 +140,9 @@ def test_a_cancelled_pass_leaves_nothing_and_the_next_one_ends(bench):
     assert bench.round().bundle["delta"].total
 
 
-@pytest.mark.fault("somebody who may write in the home", "edits features between two rounds", "the update is the same")
+@pytest.mark.fault(
+    "an attacker with write access to the home", "edits features between two rounds", "the update is the same"
+)
 def test_an_update_does_not_follow_an_edited_file(bench):
     honest = bench.round().bundle["delta"].total
     for path in bench.features.folder.glob("*.rows"):

@@ -156,7 +156,9 @@ def test_helpers_are_in_the_cage_of_their_worker_and_have_no_line_to_the_service
     assert not any(line & of_helper for of_helper in files[1:])
 
 
-@pytest.mark.fault("a hospital's worker", "loses one of its processes", "ends as if it was killed itself")
+@pytest.mark.fault(
+    "a hospital's worker", "loses one of its processes", "all end within a second, and the task is tried again"
+)
 def test_a_worker_ends_within_a_second_with_any_of_its_processes_and_the_task_is_tried_again(serving: Serving) -> None:
     hospital = serving(LONG, 3)
     hospital.offer()

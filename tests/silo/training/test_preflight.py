@@ -221,7 +221,9 @@ def test_too_little_memory_names_the_physical_batch_and_too_little_disk_the_need
 
 
 @pytest.mark.fault(
-    "a hospital", "has too little memory for a run without privacy", "says so before round 1, and what fits"
+    "a hospital",
+    "has too little memory for a run without privacy",
+    "refused before round 1 (E-RUN-38), with the batch size that fits",
 )
 def test_a_run_without_privacy_is_refused_with_its_need_and_the_part_of_a_batch_that_fits(
     started, tmp_path, monkeypatch

@@ -29,7 +29,9 @@ def another(state):
     return {"w": {name: v + 1.0 for name, v in state["w"].items()}}
 
 
-@pytest.mark.fault("a coordinator", "starts a run from another model than it named", "refused with E-RUN-33, uncharged")
+@pytest.mark.fault(
+    "a coordinator", "starts a run from another model than it named", "refused with E-RUN-33, without a charge"
+)
 @pytest.mark.parametrize("changed", [{}, {"broadcast": {}}, {"model": "0" * 64}])
 def test_a_run_that_starts_from_another_model_than_its_manifest_names_is_refused(
     make, started, tmp_path, monkeypatch, changed
@@ -56,7 +58,7 @@ def test_a_run_that_starts_from_the_model_that_its_manifest_names_is_trained(mak
 
 
 @pytest.mark.integration
-@pytest.mark.fault("a lead", "goes on from a private run for more epsilon", "charged in full; the ledger adds both up")
+@pytest.mark.fault("a lead", "continues a private run for more epsilon", "charged in full; the ledger adds both")
 def test_a_private_run_that_goes_on_from_another_is_charged_beside_it(make, tmp_path):
     ledger = budgeted(tmp_path / "home0", epsilon=100.0)
     first = make(private(), folder=tmp_path / "home0")
@@ -137,7 +139,9 @@ LIES = {
 }
 
 
-@pytest.mark.fault("a coordinator", "names weights that do not fit the model", "refused with E-WIRE-06, unread")
+@pytest.mark.fault(
+    "a coordinator", "names weights that do not fit the model", "refused with E-WIRE-06 before any record is read"
+)
 @pytest.mark.parametrize("what", LIES)
 def test_weights_that_do_not_fit_are_refused_before_any_example_is_read(make, monkeypatch, what):
     run, _, state = pretrained(manifest(), body(manifest()))

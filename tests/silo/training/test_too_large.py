@@ -15,7 +15,11 @@ from tests.support.privacy import TRAIN, budgeted, private
 HUGE = NamedOptions("digits_linear", {"projection": [10**9]})
 
 
-@pytest.mark.fault("a hospital", "has too little memory for a run", "says so before it fetches the model; uncharged")
+@pytest.mark.fault(
+    "a hospital",
+    "has too little memory for a run",
+    "refused before the model is fetched or anything is charged (E-RUN-38)",
+)
 @pytest.mark.parametrize("kind", ["plain", "private"])
 def test_a_model_that_does_not_fit_is_refused_before_it_is_fetched_or_charged(make, tmp_path, kind):
     ledger = budgeted(tmp_path / "home0")

@@ -36,8 +36,8 @@ def programmed(monkeypatch: pytest.MonkeyPatch, walls: str = '["", "", ""]', cod
 
 @pytest.mark.fault(
     "a hospital's PACS",
-    "has an image that ends the process that decodes it, or is decoded without end",
-    "that image is left out and named; the others are read",
+    "has an image that crashes its decoder or is decoded without end",
+    "this image is left out and listed; the others are read",
 )
 def test_an_image_that_ends_its_decoder_or_takes_for_ever_is_the_one_that_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

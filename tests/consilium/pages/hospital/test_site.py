@@ -203,7 +203,11 @@ def test_a_run_that_is_not_shown_cannot_be_decided_about(home, show) -> None:
     assert set(decisions(home).values()) == {None}
 
 
-@pytest.mark.fault("a full disk", "meets a button of the hospital's page", "nothing is decided, and it says disk")
+@pytest.mark.fault(
+    "a hospital's disk",
+    "is full when a button of the hospital's page is pressed",
+    "nothing is decided, and the page names the disk as the cause",
+)
 def test_on_a_full_disk_the_page_is_shown_and_a_button_decides_nothing_and_says_why(home, show) -> None:
     shown = show(home)
     form = shown.form("/approve", ASKS)
@@ -245,7 +249,9 @@ def test_the_page_and_the_command_say_the_same_of_what_would_be_spent(home, show
     assert runs["fedavg-digits-90d2"] in text
 
 
-@pytest.mark.fault("a lead, a hospital", "puts markup into names that hospitals' pages show", "text, escaped")
+@pytest.mark.fault(
+    "a lead or a hospital", "puts markup into names that a hospital's page shows", "shown as escaped text"
+)
 def test_hostile_names_stay_text_wherever_they_come_from(home, show) -> None:
     asks(home, replace(manifest(), name=HOSTILE[:200], lead=HOSTILE), HOSTILE)
     took_part(home, replace(manifest(), name=HOSTILE[:200]), "run" + HOSTILE)

@@ -118,7 +118,7 @@ def test_what_was_typed_comes_back_and_neither_token_nor_digest() -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.fault("a service that lies", "sends the lead's forms markup in names", "text, escaped")
+@pytest.mark.fault("a malicious service", "sends the forms of the lead's page markup in names", "shown as escaped text")
 def test_no_name_brings_markup_into_the_forms(tmp_path: Path) -> None:
     silo = pb.SiloInfo(name=HOSTILE, state="online", fingerprint=HOSTILE)
     silo.data.CopyFrom(pb.DataOffer(name=HOSTILE, classes=[HOSTILE] * 3))
@@ -210,7 +210,7 @@ def test_a_model_is_measured_and_a_file_is_none(world: World, browser: Browser) 
 
 
 @pytest.mark.integration
-@pytest.mark.fault("a browser", "sends the form of a new run twice", "one run")
+@pytest.mark.fault("a browser", "sends the form of a new run twice", "one run starts")
 def test_a_form_that_is_sent_twice_starts_one_run(world: World, browser: Browser) -> None:
     form = {**hidden(browser, "analytic"), **CHOICES["analytic"]}
     before = started(world)
@@ -220,7 +220,9 @@ def test_a_form_that_is_sent_twice_starts_one_run(world: World, browser: Browser
 
 
 @pytest.mark.integration
-@pytest.mark.fault("a hospital", "comes or goes while a lead fills in a form", "nothing is started, and it says so")
+@pytest.mark.fault(
+    "a hospital", "joins or leaves while a lead fills in a form", "nothing starts, and the page says why"
+)
 def test_nothing_starts_at_hospitals_that_were_not_shown(world: World, browser: Browser) -> None:
     form, before = {**hidden(browser, "analytic"), **CHOICES["analytic"]}, started(world)
     answer = browser.post("/new", {**form, "digest": "0" * 64})
@@ -239,7 +241,7 @@ def test_nothing_starts_at_hospitals_that_were_not_shown(world: World, browser: 
         {"Cookie": "consilium-1=x"},
     ],
 )
-@pytest.mark.fault("a web site", "sends the lead's page a form that starts a run", "refused; nothing is started")
+@pytest.mark.fault("a website", "sends the lead's page a form that starts a run", "refused; nothing starts")
 def test_another_site_starts_nothing(world: World, browser: Browser, wrong: dict[str, str]) -> None:
     form, before = {**hidden(browser, "analytic"), **CHOICES["analytic"]}, started(world)
     assert browser.post("/new", form, **wrong).status in (401, 403, 421)

@@ -67,7 +67,7 @@ def lied_to(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield opened(server)
 
 
-@pytest.mark.fault("a service that lies", "sends the lead's page markup in names", "text, escaped")
+@pytest.mark.fault("a malicious service", "sends the lead's page markup in names", "shown as escaped text")
 @pytest.mark.parametrize(
     "path", ["/", "/runs/run-1", "/compare?a=run-1&b=run-2", "/compare", "/runs/" + "%3Cscript%3E"]
 )
@@ -218,7 +218,11 @@ def test_a_button_does_what_the_command_does_and_is_in_the_audit_log_as_the_lead
     assert ("lead://test/lead", f"run_id={run}") in said
 
 
-@pytest.mark.fault("a full disk", "meets a button of the lead's page", "nothing is ordered, and it says disk")
+@pytest.mark.fault(
+    "a coordinator's disk",
+    "is full when a button of the lead's page is pressed",
+    "nothing happens, and the page names the disk as the cause",
+)
 def test_on_the_services_full_disk_the_page_is_shown_and_a_button_orders_nothing_and_says_why(
     world: World, browser: Browser
 ) -> None:
@@ -282,7 +286,7 @@ def test_a_form_of_another_page_or_run_orders_nothing(world: World, browser: Bro
     assert world.run(run).state is RunState.FAILED
 
 
-@pytest.mark.fault("a web site", "sends the lead's page a form to end a run", "refused; nothing is ordered")
+@pytest.mark.fault("a website", "sends the lead's page a form that ends a run", "refused; nothing happens")
 def test_a_page_of_another_site_orders_nothing(world: World, browser: Browser) -> None:
     run = "run-kept"
     if run not in browser.get().text:

@@ -66,7 +66,7 @@ def test_a_slot_that_nobody_uses_is_given_to_another() -> None:
         pass
 
 
-@pytest.mark.fault("a hospital", "sends a byte a minute", "gives its room back after two minutes when others wait")
+@pytest.mark.fault("a hospital", "uploads one byte a minute", "loses its place after two minutes if others wait")
 def test_a_slow_upload_makes_room_when_another_waits() -> None:
     clock = Clock()
     slots = UploadSlots(ROOM, WINDOW, clock)
@@ -171,7 +171,9 @@ def test_downloads_wait_in_line_and_give_their_turn_back(monkeypatch: pytest.Mon
     asyncio.run(story())
 
 
-@pytest.mark.fault("hospitals", "send more at once than there is room for", "wait with E-NET-12, and are let in later")
+@pytest.mark.fault(
+    "hospitals", "upload more at once than there is room for", "some wait with E-NET-12 and are admitted later"
+)
 def test_an_upload_beyond_the_budget_waits(tmp_path: Path) -> None:
     settings = replace(FAST, limits=replace(Limits(), upload_bytes=3 * len(DATA)))
     with running(tmp_path / "home", NAMES, settings) as world:

@@ -64,7 +64,7 @@ def test_a_malformed_announcement_is_refused(
     ],
 )
 @pytest.mark.fault(
-    "a hospital", "sends chunks of other objects, with gaps, or too many bytes", "refused, and nothing of it is kept"
+    "a hospital", "sends chunks of other objects, chunks with gaps, or too many bytes", "refused; nothing is stored"
 )
 def test_a_malformed_stream_is_refused_and_costs_nothing(
     world: World, offer: pb.Offer, stream: list[object], expected: str
@@ -90,7 +90,7 @@ def test_a_message_above_four_mebibytes_is_refused(world: World, offer: pb.Offer
     assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-@pytest.mark.fault("a hospital", "writes or commits the update of another", "refused")
+@pytest.mark.fault("a hospital", "writes or commits another hospital's update", "refused")
 def test_nobody_writes_or_commits_for_another_silo(world: World, offer: pb.Offer) -> None:
     request = open_request("north", offer, DATA)
     world.transfer("north").Open(request)

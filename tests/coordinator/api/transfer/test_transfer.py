@@ -103,7 +103,9 @@ def test_a_second_stream_takes_over_from_one_that_hangs(world: World, offer: pb.
     assert commit(stub, request).size == len(DATA)
 
 
-@pytest.mark.fault("a line or a disk", "changes bytes of an update", "noticed by its digest; sent again")
+@pytest.mark.fault(
+    "a connection or a disk", "changes bytes of an update", "detected by the digest; the update is sent again"
+)
 def test_a_wrong_digest_is_refused_and_the_upload_begins_anew(world: World, offer: pb.Offer) -> None:
     stub, request = world.transfer("north"), open_request("north", offer, DATA)
     stub.Open(request)
@@ -170,7 +172,7 @@ def test_an_object_can_be_read_from_any_offset_by_those_who_may(world: World, of
     until(lambda: world.run(offer.run_id).bytes_down >= 2 * len(whole), "the count of traffic")
 
 
-@pytest.mark.fault("a hospital", "begins uploads that it never ends", "refused above its quota")
+@pytest.mark.fault("a hospital", "begins uploads and never completes them", "refused above its quota")
 def test_unfinished_uploads_have_a_quota(tmp_path: Path) -> None:
     with running(tmp_path / "home", NAMES, replace(FAST, quota=100)) as world:
         _, offer = open_round(world)
@@ -180,7 +182,7 @@ def test_unfinished_uploads_have_a_quota(tmp_path: Path) -> None:
         assert world.transfer("north").Open(open_request("north", offer, DATA[:100])).have == 0
 
 
-@pytest.mark.fault("a hospital", "sends an update when the coordinator's disk is at its reserve", "waits with E-RUN-38")
+@pytest.mark.fault("a hospital", "uploads when the coordinator's disk has only its reserve left", "waits with E-RUN-38")
 def test_the_reserve_of_the_disk_stays_free(world: World, offer: pb.Offer, monkeypatch: pytest.MonkeyPatch) -> None:
     stub, request = world.transfer("north"), open_request("north", offer, DATA)
     with monkeypatch.context() as patch:

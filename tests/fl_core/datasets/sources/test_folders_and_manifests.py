@@ -172,7 +172,7 @@ def test_what_is_not_read_is_counted_by_extension(split_folder: Path) -> None:
     assert (unread[".txt"], unread["others"], len(unread)) == (2, 23, 21)
 
 
-@pytest.mark.fault("a data set", "has links that lead in circles, nowhere or to folders", "named, and never followed")
+@pytest.mark.fault("a data set", "has links in circles, broken links, or links to folders", "listed, never followed")
 def test_links_in_circles_and_to_nowhere_are_named(split_folder: Path) -> None:
     benign = split_folder / "train" / "benign"
     (benign / "self.png").symlink_to(benign / "self.png")
