@@ -24,9 +24,10 @@ from silo.operations import metrics as silo_metrics
 
 _METRICS_HEAD = """# Metrics
 
-What `coordinator serve --metrics PORT` and `silo serve --metrics PORT` answer at `/metrics`; `make protos` writes this
-page, and [operations](README.md#metrics) says who may read them. A histogram is `_bucket`, `_count` and `_sum`. Both
-services also have `process_*` (memory, CPU seconds, open files, start time). Counters begin at 0 with each start.
+The metrics that `coordinator serve --metrics PORT` and `silo serve --metrics PORT` serve at `/metrics`.
+[Operations](README.md#metrics) says who may read them. A histogram consists of `_bucket`, `_count` and `_sum`. Both
+services also have `process_*` (memory, CPU seconds, open files, start time). Counters start at 0 with each start of
+the service. `make protos` writes this page.
 """
 ROOT = Path(__file__).resolve().parents[1]
 PROTO = "protos/consilium/v1/federation.proto"

@@ -26,41 +26,43 @@ _COMMON = metrics.common_families(_P)
 PROBLEM = MetricFamily(
     f"{_P}_problem", "gauge", "Whether this problem keeps the service from working: 1 or 0", ("problem",)
 )
-MEMBERS = MetricFamily(f"{_P}_members", "gauge", "Hospitals that are enrolled and not revoked")
-CONNECTED = MetricFamily(f"{_P}_silos_connected", "gauge", "Hospitals that have a session now")
+MEMBERS = MetricFamily(f"{_P}_members", "gauge", "Number of hospitals that are enrolled and not revoked")
+CONNECTED = MetricFamily(f"{_P}_silos_connected", "gauge", "Number of hospitals that have a session now")
 SILO_CONNECTED = MetricFamily(
     f"{_P}_silo_connected", "gauge", "Whether a hospital has a session now: 1 or 0", ("silo",)
 )
 SILO_EXPIRY = MetricFamily(
     f"{_P}_silo_certificate_expiry_timestamp_seconds",
     "gauge",
-    "When a hospital's newest certificate ends, in Unix time",
+    "Unix time at which a hospital's newest certificate expires",
     ("silo",),
 )
 LIVE = (RunState.WAITING, RunState.RUNNING, RunState.PAUSED)
-RUNS = MetricFamily(f"{_P}_runs", "gauge", "Runs by state", ("state",))
+RUNS = MetricFamily(f"{_P}_runs", "gauge", "Number of runs by state", ("state",))
 RUN_CLOSED = MetricFamily(
     f"{_P}_run_rounds_closed",
     "gauge",
-    "Rounds that a run has closed, of runs that are waiting, running or paused",
+    "Closed rounds of a waiting, running or paused run",
     ("run",),
 )
-RUN_PLANNED = MetricFamily(f"{_P}_run_rounds_planned", "gauge", "Rounds that such a run is to have", ("run",))
+RUN_PLANNED = MetricFamily(
+    f"{_P}_run_rounds_planned", "gauge", "Planned rounds of a waiting, running or paused run", ("run",)
+)
 LEFT_OUT = MetricFamily(
     f"{_P}_label_values_left_out",
     "gauge",
-    f"Silos, or such runs, beyond the {metrics.MAX_VALUES} that are shown",
+    f"Number of silos or runs left out because only {metrics.MAX_VALUES} are shown",
     ("label",),
 )
 ROUND_SECONDS = MetricFamily(
     f"{_P}_round_duration_seconds",
     "histogram",
-    "Seconds from the opening of a round to its close, of rounds closed since the service began",
+    "Seconds from the opening of a round to its close, for rounds that closed since the service started",
     ("kind",),
 )
-CALLS = MetricFamily(f"{_P}_calls", "counter", "Calls received, including refused ones", ("call",))
+CALLS = MetricFamily(f"{_P}_calls", "counter", "Received calls, including refused ones", ("call",))
 UNDER_WAY = MetricFamily(f"{_P}_calls_under_way", "gauge", "Calls in progress, including open streams", ("call",))
-REFUSALS = MetricFamily(f"{_P}_refusals", "counter", "Calls that ended with an error, by its code", ("code",))
+REFUSALS = MetricFamily(f"{_P}_refusals", "counter", "Calls that ended with an error, by error code", ("code",))
 RECEIVED = MetricFamily(f"{_P}_received_bytes", "counter", "Bytes of updates that hospitals sent")
 SENT = MetricFamily(f"{_P}_sent_bytes", "counter", "Bytes of models and manifests sent, by receiver", ("role",))
 FAMILIES = (

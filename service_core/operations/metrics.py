@@ -134,23 +134,25 @@ def expiries(family: MetricFamily, credentials: Credentials) -> Metric:
 def common_families(prefix: str) -> dict[str, MetricFamily]:
     """Return the metrics of both services, by their names without the prefix."""
     families = (
-        MetricFamily(f"{prefix}_build_info", "gauge", "1, with versions as labels", ("version", "protocol", "python")),
+        MetricFamily(
+            f"{prefix}_build_info", "gauge", "Always 1; the labels have the versions", ("version", "protocol", "python")
+        ),
         MetricFamily(f"{prefix}_ready", "gauge", "Whether the service can do its work: 1 or 0"),
         MetricFamily(
             f"{prefix}_disk_available_bytes",
             "gauge",
-            "Bytes that may still be written in the home: free space without the reserve, negative once that is used",
+            "Bytes that may still be written in the home: free space minus the reserve; may be negative",
         ),
         MetricFamily(
             f"{prefix}_certificate_expiry_timestamp_seconds",
             "gauge",
-            "When a certificate ends, in Unix time: the service's own one, and the authority's",
+            "Unix time at which a certificate expires: the service's own, or the authority's",
             ("certificate",),
         ),
         MetricFamily(
             f"{prefix}_lookup_success",
             "gauge",
-            "Whether a part of these metrics could be looked up for this answer: 1 or 0; where not, its metrics lack",
+            "Whether this part of the metrics could be computed: 1 or 0; if 0, its metrics are missing",
             ("part",),
         ),
     )

@@ -24,28 +24,36 @@ CONNECTED = MetricFamily(f"{_P}_connected", "gauge", "Whether there is a session
 ROUND_SECONDS = MetricFamily(
     f"{_P}_round_training_seconds",
     "histogram",
-    "Seconds of computation per round, of rounds that were computed without error",
+    "Seconds of computation per round, for rounds without an error",
     ("kind",),
 )
-UPDATES = MetricFamily(f"{_P}_updates_sent", "counter", "Updates with a receipt of the coordinator")
-REFUSALS = MetricFamily(f"{_P}_refusals", "counter", "Tasks that this hospital refused, by the error's code", ("code",))
-ERRORS = MetricFamily(f"{_P}_errors", "counter", "Calls that failed and sessions that were lost, by code", ("code",))
+UPDATES = MetricFamily(f"{_P}_updates_sent", "counter", "Updates for which the coordinator sent a receipt")
+REFUSALS = MetricFamily(f"{_P}_refusals", "counter", "Tasks that this hospital refused, by error code", ("code",))
+ERRORS = MetricFamily(f"{_P}_errors", "counter", "Failed calls and lost sessions, by error code", ("code",))
 SENT = MetricFamily(f"{_P}_sent_bytes", "counter", "Bytes of updates sent")
 RECEIVED = MetricFamily(f"{_P}_received_bytes", "counter", "Bytes of models and manifests received")
 SPENT = MetricFamily(
     f"{_P}_privacy_spent_epsilon",
     "gauge",
-    "Epsilon that a collection has spent, at the delta of its budget; only with --metrics-budgets, as those below",
+    "Epsilon that a collection has spent, at the delta of its budget (only with --metrics-budgets)",
     ("collection",),
 )
-BUDGET = MetricFamily(f"{_P}_privacy_budget_epsilon", "gauge", "Epsilon of a collection's budget", ("collection",))
+BUDGET = MetricFamily(
+    f"{_P}_privacy_budget_epsilon",
+    "gauge",
+    "Epsilon of a collection's budget (only with --metrics-budgets)",
+    ("collection",),
+)
 USED = MetricFamily(
-    f"{_P}_privacy_budget_used_ratio", "gauge", "Share of a collection's budget that is used", ("collection",)
+    f"{_P}_privacy_budget_used_ratio",
+    "gauge",
+    "Used share of a collection's budget (only with --metrics-budgets)",
+    ("collection",),
 )
 LEFT_OUT = MetricFamily(
     f"{_P}_label_values_left_out",
     "gauge",
-    f"Collections beyond the {metrics.MAX_VALUES} that are shown",
+    f"Number of collections left out because only {metrics.MAX_VALUES} are shown (only with --metrics-budgets)",
     ("label",),
 )
 FAMILIES = (
