@@ -1,8 +1,8 @@
-"""A hospital's calibration of a model: made of its own labelled examples, kept beside the model, read again.
+"""Calibrate a model with a hospital's own labelled examples, and store the calibration next to the model file.
 
-A third of the examples of each class, drawn at random, fits the temperature and the distances; quantiles and the
-threshold are of the others. So what is promised of an example is promised of one that had no part in how it is scored.
-The file holds means of features by class, and no example; it is the hospital's own, and nothing sends it.
+A random third of each class fits the temperature and the distances. The other examples give the quantiles and the
+threshold, so the guarantees hold for examples that had no influence on the scores.
+The file contains feature means by class and no examples. It stays at the hospital: nothing sends it.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ FORMAT = 1
 SUFFIX = ".calibration.safetensors"
 DISTANCES = ("features", "logits")
 ANSWERS = ("not there", "there")
-"""About a label of several, in the order of what is written by label and answer."""
+"""Answers about a label of a multi-label model, in the order of tuples by label and answer."""
 MIN_IMAGES = 30
-"""Of all classes together: fewer say nothing of nine in ten."""
+"""Over all classes. Fewer images cannot support a coverage of 90 %."""
 _FIT = 3
 _LOWEST, _HIGHEST = 0.5, 0.999
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationFacts:
-    """What a calibration says of itself; tuples are by class, of several labels at once by label and answer.
+    """Facts in a calibration file; tuples are by class, for a multi-label model by label and answer.
 
-    The answers of a label are "not there" and "there", in this order; of several labels nothing is flagged.
-    model: SHA-256 of the model's file   data: fingerprint of the examples, and which split of them
-    fitted: examples that temperature and distances were fitted to; held: those that quantiles and threshold are of
-    quantiles, sources: `conformal.Quantiles`   threshold: of the score, above which an example is of no class
-    Raises ConfigError (E-CFG-02) on what no calibration has.
+    The answers for a label are "not there" and "there", in this order. A multi-label model flags nothing.
+    model: SHA-256 of the model file   data: fingerprint of the examples, and their split
+    fitted: number of examples for temperature and distances   held: number of examples for quantiles and threshold
+    quantiles, sources: `conformal.Quantiles`   threshold: an example with a higher score belongs to no class
+    Raises ConfigError (E-CFG-02) on values that no calibration can have.
     """
 
     model: str
@@ -64,38 +64,49 @@ class CalibrationFacts:
 
     def __post_init__(self) -> None:
         if {self.false_flags is None, self.threshold is None} != {self.multi_label}:
-            raise ConfigError("E-CFG-02", "expected flags of examples, but of several labels none: calibrate again")
+            raise ConfigError(
+                "E-CFG-02",
+                "expected false_flags and threshold, or neither for several labels, found otherwise: calibrate again",
+            )
         check_shares(self.coverage, self.false_flags)
         by_class = (self.fitted, self.held, self.quantiles, self.sources)
         counted = all(n >= 0 for n in (*self.fitted, *self.held))
         numbers = all(0 <= q <= 1 for q in self.quantiles) and math.isfinite(self.threshold or 0.0)
         categories = len(self.classes) * (2 if self.multi_label else 1)
         if self.format != FORMAT or any(len(values) != categories for values in by_class):
-            raise ConfigError("E-CFG-02", "expected a calibration of this version, a number per class: calibrate again")
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected calibration format {FORMAT} with {categories} numbers per list, found format {self.format} "
+                f"with {[len(values) for values in by_class]}: calibrate again",
+            )
         if not counted or not numbers or not 0 < self.temperature < math.inf:
-            raise ConfigError("E-CFG-02", "expected numbers that a calibration can have: calibrate again")
+            raise ConfigError(
+                "E-CFG-02",
+                "expected counts from 0, quantiles from 0 to 1, a finite threshold and a positive temperature, found "
+                "other numbers: calibrate again",
+            )
 
     @property
     def judged(self) -> tuple[bool, ...]:
-        """Tell for each class whether its examples can be distinguished from examples of no class."""
+        """For each class, whether there were enough examples to tell it from "none of the classes"."""
         return tuple(n >= MIN_EXAMPLES and not self.multi_label for n in self.fitted)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Calibration:
-    """What is done with logits and features of new examples. distances: in features and in logits; None of labels."""
+    """A calibration to apply to new examples. distances: of features and of logits; None for several labels."""
 
     facts: CalibrationFacts
     distances: tuple[ClassDistances, ClassDistances] | None
 
     def score(self, features: Tensor, logits: Tensor) -> Tensor | None:
-        """Return (n,), the larger the less an example (n, d), (n, C) is like any class of this hospital."""
+        """Return scores (n,) for features (n, d) and logits (n, C); larger: less like any class of this hospital."""
         return None if self.distances is None else _score(*self.distances, features, logits)
 
     def sets(self, p: Tensor) -> Tensor:
-        """Tell which classes (n, C) are in the sets of calibrated probabilities.
+        """Return which classes are in the sets (n, C), from calibrated probabilities (n, C).
 
-        Of several labels at once (n, C, 2): whether "not there" and "there" are in each label's.
+        For several labels (n, C, 2): whether "not there" and "there" are in the set of each label.
         """
         if not self.facts.multi_label:
             return conformal.in_set(p, self.facts.quantiles)
@@ -108,18 +119,19 @@ def _score(of_features: ClassDistances, of_logits: ClassDistances, features: Ten
 
 
 def check_shares(coverage: float, false_flags: float | None) -> None:
-    """Raise ConfigError (E-CFG-02) on shares that cannot be asked for. false_flags: None of several labels."""
+    """Raise ConfigError (E-CFG-02) on values out of range. false_flags: None for several labels."""
     if not _LOWEST <= coverage <= _HIGHEST:
         raise ConfigError("E-CFG-02", f"expected a coverage from {_LOWEST} to {_HIGHEST}, found {coverage}: change it")
     if false_flags is not None and not 1 - _HIGHEST <= false_flags <= _LOWEST:
         raise ConfigError(
-            "E-CFG-02", f"expected a share of false flags from {1 - _HIGHEST:.3f} to {_LOWEST}, found {false_flags}"
+            "E-CFG-02",
+            f"expected a share of false flags from {1 - _HIGHEST:.3f} to {_LOWEST}, found {false_flags}: change it",
         )
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRequest:
-    """What a calibration is about and what it promises. model, data: as in `CalibrationFacts`."""
+    """The model and data of a calibration, and its guarantees. model, data: as in `CalibrationFacts`."""
 
     model: str
     data: str
@@ -129,9 +141,9 @@ class CalibrationRequest:
 
 
 def calibrate(request: CalibrationRequest, logits: Tensor, features: Tensor, labels: Tensor) -> Calibration:
-    """Calibrate with logits (n, C), features (n, d) and labels (n,) of examples that had no part in training.
+    """Calibrate with logits (n, C), features (n, d) and labels (n,) of examples that were not used in training.
 
-    Raises DataError (E-DATA-08) where they are too few for what is asked, and on logits that are no numbers.
+    Raises DataError (E-DATA-08) if there are too few examples for the request, and on NaN or infinity.
     """
     check_shares(request.coverage, request.false_flags)
     n_classes = len(request.classes)
@@ -140,8 +152,15 @@ def calibrate(request: CalibrationRequest, logits: Tensor, features: Tensor, lab
     calibrating = ~fit
     needed = max(conformal.smallest(request.coverage), conformal.smallest(1 - request.false_flags))
     counts = torch.bincount(labels[fit], minlength=n_classes)
-    if len(labels) < MIN_IMAGES or int(calibrating.sum()) < needed or int(counts.max()) < MIN_EXAMPLES:
+    if len(labels) < MIN_IMAGES or int(calibrating.sum()) < needed:
         raise _too_few(needed, request.coverage, len(labels))
+    if int(counts.max()) < MIN_EXAMPLES:
+        largest = int(torch.bincount(labels).max())
+        raise DataError(
+            "E-DATA-08",
+            f"expected a class with at least {_FIT * MIN_EXAMPLES} labelled examples to calibrate, found at most "
+            f"{largest} per class: add examples",
+        )
     temperature = conformal.fit_temperature(logits[fit], labels[fit])
     of_features = ClassDistances.of(features[fit], labels[fit], n_classes)
     of_logits = ClassDistances.of(logits[fit], labels[fit], n_classes)
@@ -165,10 +184,10 @@ def calibrate(request: CalibrationRequest, logits: Tensor, features: Tensor, lab
 
 
 def calibrate_labels(request: CalibrationRequest, logits: Tensor, labels: Tensor) -> Calibration:
-    """Calibrate with logits (n, L) and labels (n, L) of records that may have several labels: `types.targets`.
+    """Calibrate with logits (n, L) and labels (n, L), coded as in `types.targets`, of multi-label records.
 
-    Only answers that somebody looked for count. A third of the records, with all of their answers, fits the one
-    temperature of all labels; quantiles are of the others. request.false_flags is not used. Raises as `calibrate`.
+    Unknown labels do not count. A third of the records, with all their answers, fits one temperature for all labels;
+    the others give the quantiles. Ignores request.false_flags. Raises as `calibrate`.
     """
     check_shares(request.coverage, None)
     _require_numbers(logits)
@@ -204,7 +223,11 @@ def calibrate_labels(request: CalibrationRequest, logits: Tensor, labels: Tensor
 
 def _require_numbers(*answers: Tensor) -> None:
     if not all(bool(torch.isfinite(values).all()) for values in answers):
-        raise DataError("E-DATA-08", "expected a model that answers every example with numbers, found NaN or infinity")
+        raise DataError(
+            "E-DATA-08",
+            "expected finite numbers from the model for every example, found NaN or infinity: check the examples, or "
+            "train the model again",
+        )
 
 
 def _too_few(needed: int, coverage: float, found: int) -> DataError:
@@ -212,12 +235,12 @@ def _too_few(needed: int, coverage: float, found: int) -> DataError:
     return DataError(
         "E-DATA-08",
         f"expected at least {least} labelled examples to calibrate with a coverage of {coverage:g}, found {found}: "
-        "give more, or ask for less",
+        "add examples, lower --coverage or raise --false-flags",
     )
 
 
 def _drawn(labels: Tensor, data: str) -> Tensor:
-    """Draw a third of each class (n,), the same whenever the data are the same."""
+    """Draw a third of each class as a mask (n,); the same data always give the same mask."""
     chosen = torch.zeros(len(labels), dtype=torch.bool)
     for c in sorted(set(labels.tolist())):
         of_class = torch.nonzero(labels == c).squeeze(1)
@@ -241,9 +264,10 @@ def to_bytes(calibration: Calibration) -> bytes:
 
 
 def read(file: Path, model: str, classes: Sequence[str], multi_label: bool = False) -> Calibration:
-    """Read a calibration of a model by the SHA-256 of its file.
+    """Read a calibration of a model. model: SHA-256 of the model file.
 
-    Raises StateError (E-STATE-22) on one of another model or that is none, ConfigError (E-CFG-02) on no such file.
+    Raises StateError (E-STATE-22) on another model's calibration or another kind of file, ConfigError (E-CFG-02) if
+    there is no such file.
     """
     content = pretrained.read_file(file)
     try:
@@ -255,12 +279,12 @@ def read(file: Path, model: str, classes: Sequence[str], multi_label: bool = Fal
     except (ConversionError, ConfigError, ValueError) as error:
         text = error.message if isinstance(error, ConfigError) else str(error)
         raise StateError(
-            "E-STATE-22", f"expected a calibration in {file}, found: {text}. Make it with consilium calibrate"
+            "E-STATE-22", f"expected a calibration at {file}, found: {text}. Make it with consilium calibrate"
         ) from error
     if (facts.model, facts.classes, facts.multi_label) != (model, tuple(classes), multi_label):
         raise StateError(
             "E-STATE-22",
-            f"expected a calibration of this model ({model[:16]}) in {file}, found one of {facts.model[:16]}: make "
-            "one of this model, or name it with --calibration",
+            f"expected a calibration of this model ({model[:16]}) at {file}, found one of {facts.model[:16]}: run "
+            "consilium calibrate for this model, or name another file with --calibration",
         )
     return Calibration(facts, None if features is None or logits is None else (features, logits))

@@ -1,4 +1,4 @@
-"""An exported model in scikit-learn's form: arrays, images or files in, arrays out."""
+"""An exported model with scikit-learn's methods: arrays, images or files in, arrays out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fl_core.errors import ConfigError, DataError
 from fl_core.extensions import loading
 
 _NAMED = 3
-"""Examples that an error names at most."""
+"""Maximum number of examples that an error names."""
 
 
 def load(
@@ -36,18 +36,18 @@ def load(
     raw: bool = False,
     extensions: Sequence[str] = (),
 ) -> Model:
-    """Load an exported model, as `consilium predict` does: checked against its card, with the calibration beside it.
+    """Load an exported model as `consilium predict` does: check it against its card, and use its calibration.
 
         model = consilium.load("models/first-1a2b.safetensors")
         model.predict("new-images")           # an array of class names
         model.predict_proba(["a.png", "b.dcm"])  # (2, classes)
 
-    card: that names the file, by default the one beside it   sha256: of the file, in place of a card
-    calibration: what `consilium calibrate` wrote, by default the one beside the model   raw: use none
-    extensions: installed distributions whose method or model the file names
+    card: the file's model card, by default the one in its folder   sha256: of the file, instead of a card
+    calibration: a file that `consilium calibrate` wrote, by default the one in the model's folder   raw: use none
+    extensions: installed distributions with the method or model that the file names
 
-    Raises StateError (E-STATE-22) on a file that is no exported model, or not the one that its card names; ConfigError
-    (E-CFG-02) where there is no such file.
+    Raises StateError (E-STATE-22) if the file is no exported model or its card does not name it; ConfigError
+    (E-CFG-02) if there is no such file.
     """
     place = Path(file)
     loading.load_distributions(list(extensions))
@@ -65,9 +65,9 @@ class Model:
         model.predictions(images)[0].set   # sets of classes and more, after `consilium calibrate`
 
     images: a path, a folder, or a list of paths; a PIL image, or a list of them; or an array. An array of shape
-    (n, height, width) or (n, height, width, 3) holds pixels of any size, which are treated like those of a file. One
-    of shape (n, *shape of the model) holds examples as an exported ONNX graph takes them: images in RGB, of bytes or
-    of numbers in [0, 1].
+    (n, height, width) or (n, height, width, 3) contains images of any size, which are treated like image files. An
+    array of shape (n, *shape of the model) contains examples as an exported ONNX graph takes them: images in RGB, as
+    bytes or numbers in [0, 1].
     """
 
     def __init__(self, predictor: Predictor) -> None:
@@ -75,19 +75,19 @@ class Model:
 
     @property
     def classes_(self) -> NDArray[np.str_]:
-        """Return the names of the classes, in the order of probabilities."""
+        """Class names, in the order of the probabilities."""
         return np.array(self.predictor.model.facts.classes)
 
     @property
     def module(self) -> nn.Module:
-        """Return the network: prepared examples (n, *shape) -> logits (n, classes), in eval mode."""
+        """The network in eval mode: prepared examples (n, *shape) -> logits (n, classes)."""
         return nn.Sequential(self.predictor.model.body, self.predictor.model.head).eval()
 
     def predict(self, images: object) -> NDArray[Any]:
-        """Return the answer to each image (n,), as the column "answer" of `consilium predict` has it.
+        """Return the answer for each image (n,), as in the column "answer" of `consilium predict`.
 
-        With a calibration an answer may be "none of the classes". Of a model of several labels at once: (n, classes), 1
-        where the label is there. Raises DataError (E-DATA-04) if an image cannot be used; see `predictions`.
+        With a calibration, an answer may be "none of the classes". A multi-label model returns (n, classes), with 1 for
+        each label that is present. Raises DataError (E-DATA-04) if an image cannot be used; see `predictions`.
         """
         answers = self._all(images)
         if self.predictor.model.facts.multi_label:
@@ -101,7 +101,7 @@ class Model:
         return np.array(rows, dtype=np.float64).reshape(len(rows), len(self.classes_))
 
     def predictions(self, images: object) -> list[Prediction]:
-        """Return all that is said of each image, in their order; of one that cannot be used its `problem`."""
+        """Return the full prediction for each image, in order; an unusable image has a `problem` instead."""
         paths = _paths(images)
         if paths is None:
             return self.predictor.predictions(self._in_memory(images))
@@ -123,7 +123,7 @@ class Model:
             raise DataError(
                 "E-DATA-04",
                 f"expected images that the model can take, found others: {', '.join(broken[:_NAMED])}{more}. Leave "
-                "them out, or take .predictions(images), which answers the rest",
+                "them out, or call .predictions(images), which classifies the others",
             )
         return answers
 
@@ -132,8 +132,8 @@ class Model:
         if self.predictor.model.facts.columns:
             raise ConfigError(
                 "E-CFG-23",
-                "expected a table (a CSV or Parquet file) for a model of columns, found "
-                f"{type(images).__name__}: the file declares what its cells mean",
+                "expected the path of a table (CSV or Parquet) for a model of columns, found "
+                f"{type(images).__name__}: pass a path",
             )
         arrays = [images] if isinstance(images, Image.Image) else _array(images)
         if isinstance(arrays, np.ndarray) and arrays.shape[1:] == shape:
@@ -146,7 +146,7 @@ class Model:
             raise ConfigError(
                 "E-CFG-23",
                 f"expected an array of shape (n, {', '.join(map(str, shape))}), found "
-                f"{getattr(arrays, 'shape', type(images).__name__)}: give examples as the model takes them",
+                f"{getattr(arrays, 'shape', type(images).__name__)}: pass an array of this shape",
             )
         pictures = [picture(one) for one in arrays]
         names = _names(len(pictures))
@@ -164,7 +164,7 @@ def _names(n: int) -> tuple[str, ...]:
 
 
 def _paths(images: object) -> list[Path] | None:
-    """Return images that are given as paths; None if they are given otherwise."""
+    """Return the paths, or None if the images are not paths."""
     if isinstance(images, str | Path):
         return [Path(images)]
     if isinstance(images, list | tuple) and all(isinstance(one, str | Path) for one in images):
@@ -173,14 +173,14 @@ def _paths(images: object) -> list[Path] | None:
 
 
 def _array(images: object) -> NDArray[Any] | list[Any]:
-    """Return a batch as an array, or a list whose images may have different sizes."""
+    """Return a batch as an array, or as a list if images may have different sizes."""
     if isinstance(images, torch.Tensor):
         images = images.detach().cpu().numpy()
     if isinstance(images, np.ndarray):
         if images.ndim < 2 or (images.ndim == 3 and images.shape[-1] in (3, 4)):
             raise ConfigError(
                 "E-CFG-02",
-                f"expected a batch of images, found an array of shape {images.shape}: give one image as images[None]",
+                f"expected a batch of images, found an array of shape {images.shape}: pass one image as images[None]",
             )
         return images
     if isinstance(images, list | tuple):
@@ -189,12 +189,12 @@ def _array(images: object) -> NDArray[Any] | list[Any]:
             return listed
     raise ConfigError(
         "E-CFG-02",
-        f"expected paths, PIL images or arrays, found {type(images).__name__}: give one of them, and no mixture",
+        f"expected paths, PIL images or arrays, found {type(images).__name__}: pass one of these kinds, not a mixture",
     )
 
 
 def _numbers(array: NDArray[Any], *, images: bool) -> torch.Tensor:
-    """Return examples in float32; of images bytes become shares, and other numbers must be shares."""
+    """Return examples as float32. Bytes of images are divided by 255; other pixels must be in [0, 1]."""
     if images and array.dtype == np.uint8:
         return torch.from_numpy(np.ascontiguousarray(array)).float() / 255
     x = torch.from_numpy(np.ascontiguousarray(array)).float()
@@ -204,22 +204,27 @@ def _numbers(array: NDArray[Any], *, images: bool) -> torch.Tensor:
 
 
 def _require_shares(array: NDArray[Any]) -> None:
-    if array.dtype.kind != "f" or (array.size and not (array.min() >= 0 and array.max() <= 1)):  # NaN is in no range
+    if array.dtype.kind != "f" or (array.size and not (array.min() >= 0 and array.max() <= 1)):  # false for NaN
         raise ConfigError(
             "E-CFG-02",
-            f"expected pixels of bytes (uint8) or of numbers in [0, 1], found others ({array.dtype}): convert them",
+            f"expected pixels as bytes (uint8) or numbers in [0, 1], found others ({array.dtype}): convert them",
         )
 
 
 def picture(image: Any) -> Image.Image:  # noqa: ANN401 - an array of any type
-    """Make a PIL image of an array (h, w), (h, w, 1), (h, w, 3) or (h, w, 4), of bytes or numbers in [0, 1]."""
+    """Convert an array (h, w), (h, w, 1), (h, w, 3) or (h, w, 4) of bytes or numbers in [0, 1] to a PIL image.
+
+    Also takes (h, w) as uint16, and returns a PIL image unchanged. Raises ConfigError (E-CFG-02) on other arrays.
+    """
     if isinstance(image, Image.Image):
         return image
     if image.ndim == 3 and image.shape[-1] == 1:
         image = image[..., 0]
     if not (image.ndim == 2 or (image.ndim == 3 and image.shape[-1] in (3, 4))):
         raise ConfigError(
-            "E-CFG-02", f"expected an image (height, width) or (height, width, 3), found an array of {image.shape}"
+            "E-CFG-02",
+            f"expected an image (height, width) or (height, width, 3), found an array of shape {image.shape}: convert "
+            "it",
         )
     if image.dtype == np.uint16 and image.ndim == 2:
         return Image.fromarray(image)
@@ -230,7 +235,7 @@ def picture(image: Any) -> Image.Image:  # noqa: ANN401 - an array of any type
 
 
 class _Pictures(ImageLoader):
-    """Images in memory in the place of files: each square is made as from a file with these pixels."""
+    """Loads images from memory as if their pixels came from files."""
 
     def __init__(self, pictures: dict[Path, Image.Image]) -> None:
         self._pictures = pictures

@@ -45,7 +45,7 @@ ModelFile = Annotated[Path, typer.Argument(help="The .safetensors file of `coord
 
 @dataclass(frozen=True, slots=True)
 class ModelArguments:
-    """Which model, and what it is checked against."""
+    """A model file, and the card or digest to check it against."""
 
     file: Path
     card: Path | None = None
@@ -134,7 +134,7 @@ def predict(
     if not out:
         shown.append(output.table(predictions[:MAX_SHOWN], loaded.facts.untaught))
         if len(predictions) > MAX_SHOWN:
-            shown.append(f"and {len(predictions) - MAX_SHOWN} more: --out writes all of them")
+            shown.append(f"and {len(predictions) - MAX_SHOWN} more: write all of them with --out")
     if tallied.classes:
         shown.append(output.tally_table(tallied, predictor.calibration is not None))
     shown += [f"wrote {file}" for file in out or ()]
@@ -143,9 +143,9 @@ def predict(
         shown.append(f"wrote {pluralize(len(reports.files), 'structured report')} to {sr}")
         notes += [f"{name}: no structured report: {why}" for name, why in reports.problems.items()]
         if reports.not_dicom:
-            notes.append(f"no DICOM, and so without a structured report: {reports.not_dicom} of {len(predictions)}")
+            notes.append(f"not DICOM, so without a structured report: {reports.not_dicom} of {len(predictions)}")
     if failed:
-        notes.append(f"{failed} of {len(predictions)} could not be classified: the note beside each says why")
+        notes.append(f"{failed} of {len(predictions)} could not be classified: see their notes")
     return CommandResult(whole, shown, notes, status=2 if failed or (reports and reports.problems) else 0)
 
 
@@ -189,8 +189,8 @@ def calibrate(
     if several and false_flags is not None:
         raise ConfigError(
             "E-CFG-08",
-            "expected no --false-flags for a model of several labels at once, of which no example is called none, "
-            f"found {false_flags:g}: leave it out",
+            "expected no --false-flags for a multi-label model, which never answers none of the classes, found "
+            f"{false_flags:g}: leave it out",
         )
     made = calibrated(loaded, examples, coverage, FALSE_FLAGS if false_flags is None else false_flags)
     file = out or calibration.calibration_path(model)
@@ -198,7 +198,7 @@ def calibrate(
     facts = made.facts
     said = [("temperature", f"{facts.temperature:.4g}"), ("sets", output.promise(facts, "these"))]
     if facts.false_flags is not None:
-        flagged = f"is said of at most {100 * facts.false_flags:g} % of images of known classes like these"
+        flagged = f"reported for at most {100 * facts.false_flags:g} % of images of known classes like these"
         said.append(("none of them", flagged))
     what = ("answers about labels", "the temperature") if several else ("images", "temperature and class means")
     said.append((what[0], f"{sum(facts.fitted)} to fit {what[1]}, {sum(facts.held)} held out"))
@@ -227,7 +227,9 @@ def page(
 
     loaded = named.load()
     if not loaded.facts.preprocessing.takes_images:
-        raise ConfigError("E-CFG-23", "expected a model of images for a page, found one of other examples: use predict")
+        raise ConfigError(
+            "E-CFG-23", "expected a model for images, found one for other examples: use `consilium predict`"
+        )
     with tempfile.TemporaryDirectory(prefix="consilium-") as folder:
         shown = PredictionPage(Predictor.of(model, loaded, calibration), Path(folder))
         serve_until_stopped(shown.site(), Path(folder), bind, browser, as_json, lambda facts: [KeyValues(facts)])
@@ -241,7 +243,7 @@ def _examples(
     from fl_core.extensions import loading
 
     if bool(paths) == (data is not None):
-        raise ConfigError("E-CFG-02", "expected INPUT... or --data, found both or none: name what is to be classified")
+        raise ConfigError("E-CFG-02", "expected INPUT... or --data, found both or none: give one of them")
     loader = ImageLoader(cache_bytes=0)
     if data is None:
         return from_paths(paths, loaded.facts, loader)
@@ -255,19 +257,19 @@ def _about(predictor: Predictor) -> list[tuple[str, str]]:
     said = [("model", f"{facts.run or 'of a simulation'} (SHA-256 {predictor.model.sha256[:16]})")]
     said.append(("preprocessing", facts.preprocessing.sentence()))
     if calibration is not None:
-        said.append(("probabilities", f"of this hospital's temperature, {predictor.temperature:.4g}"))
+        said.append(("probabilities", f"calibrated at this hospital, temperature {predictor.temperature:.4g}"))
         said.append(("sets", output.promise(calibration.facts, "the calibration's")))
     elif predictor.temperature != 1:
-        said.append(("probabilities", f"of a temperature estimated at export, {predictor.temperature:.4g}"))
+        said.append(("probabilities", f"temperature {predictor.temperature:.4g}, estimated at export"))
     else:
-        how = "of each label" if facts.multi_label else "not calibrated (consilium calibrate)"
-        said.append(("probabilities", f"as the hospitals' evaluation has them: {how}"))
+        how = "of each label, " if facts.multi_label else ""
+        said.append(("probabilities", f"{how}not calibrated (see consilium calibrate)"))
     return said
 
 
 def _warnings(predictor: Predictor, examples: Inputs) -> list[str]:
     calibration, untaught = predictor.calibration, predictor.model.facts.untaught
-    notes = [f"nobody taught the model {listed(untaught)}: it cannot recognise them"] if untaught else []
+    notes = [f"not trained: no hospital had {listed(untaught)}, so the model cannot recognise them"] if untaught else []
     if calibration is not None and examples.fingerprint and examples.fingerprint == calibration.facts.data:
-        notes.append("the model was calibrated with these examples: that sets hold their class shows nothing")
+        notes.append("the model was calibrated with these examples: the share of right sets is no test of it")
     return notes

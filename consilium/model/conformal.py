@@ -1,15 +1,15 @@
-"""Probabilities that mean what they say, and sets of classes that hold the right one as often as they promise.
+"""Calibrated probabilities (temperature scaling), and sets of classes with guaranteed coverage (conformal prediction).
 
 Temperature (Guo, Pleiss, Sun and Weinberger, "On calibration of modern neural networks", ICML 2017): logits are divided
-by one number T > 0, which changes no answer. T minimises the cross entropy. Of each target a share 1 / (n + 2), as
-Platt (1999) has it, is spread over all classes: a model that is right about all n examples does not become certain.
+by one number T > 0. This changes no answer. T minimises the cross entropy with label smoothing 1 / (n + 2), after Platt
+(1999), so a model that is right on all n examples does not become certain.
 
 Sets (split conformal prediction: Papadopoulos et al., ECML 2002; the score 1 - p_y of Sadinle, Lei and Wasserman, JASA
 2019): with n held-out scores of a category of classes, q is the ceil((n + 1) a)-th smallest, and class c is in the set
-where 1 - p_c <= q. An example of that category, exchangeable with the held-out ones, has its own class in the set with
-probability at least a, and at most a + 1 / (n + 1) where no two scores are equal. Categories are single classes of at
-least `OWN` examples, and all others together (Mondrian: Vovk, Gammerman and Shafer 2005), so the promise holds within
-each category and over all of them.
+if 1 - p_c <= q. For a new example of that category, exchangeable with the held-out ones, the set contains the true
+class with probability at least a, and at most a + 1 / (n + 1) if no two scores are equal. Each class with at least
+`OWN` examples is a category; all other classes form one (Mondrian: Vovk, Gammerman and Shafer 2005). The guarantee
+holds within each category and over all of them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torch.nn.functional import cross_entropy
 from fl_core.types.clinical import ReliabilityBin
 
 OWN = 49
-"""Held-out examples from which a class has a quantile of its own: its sets hold it at most 2 points too often."""
+"""Held-out examples from which a class gets its own quantile. Its coverage is then at most 2 points too high."""
 Source = Literal["own", "together", "all"]
-"""Whose scores a quantile is of: the class's own; those of all classes with too few; all, for want of these as well."""
+"""Which scores gave a quantile: the class's own; those of all small classes; all, if the small classes have too few."""
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-3, 1e3
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
-    """Return T for logits (n, C) and labels (n,), n >= 1."""
+    """Fit T to logits (n, C) and labels (n,), n >= 1."""
     z, spread = logits.double(), 1 / (len(logits) + 2)
 
     def loss(log_temperature: float) -> float:
@@ -45,12 +45,12 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
 
 
 def estimate_temperature(bins: Sequence[ReliabilityBin], n_classes: int) -> float | None:
-    """Estimate T from counts alone, as hospitals send them: by the largest probability p, how many, and how many right.
+    """Estimate T from the hospitals' counts: examples and correct answers, in bins by the largest probability p.
 
-    All other classes are taken to be equally likely: p is the sigmoid of m / T - ln(C - 1), and m = ln(p / (1 - p)) +
-    ln(C - 1) at T = 1. That is so of heads that know little of odds, whose calibration errors are the largest; of one
-    that is too certain between two classes T comes out too near to 1. Bins are coarse: a factor of two is possible.
-    None without an example.
+    Assumes that all other classes are equally likely: p is the sigmoid of m / T - ln(C - 1), and m = ln(p / (1 - p)) +
+    ln(C - 1) at T = 1. This holds for models with the largest calibration errors. If a model is too certain between two
+    classes, the estimate is too close to 1. Because bins are coarse, it may be off by a factor of two.
+    Returns None without examples.
     """
     filled = [b for b in bins if b.examples]
     n = sum(b.examples for b in filled)
@@ -70,31 +70,31 @@ def estimate_temperature(bins: Sequence[ReliabilityBin], n_classes: int) -> floa
 
 
 def _minimum(loss: Callable[[float], float]) -> float:
-    """Return the T whose logarithm minimises a loss."""
+    """Minimise a loss over log T, and return T."""
     ends = (math.log(_MIN_TEMPERATURE), math.log(_MAX_TEMPERATURE))
     return math.exp(float(minimize_scalar(loss, bounds=ends, method="bounded", options={"xatol": 1e-6}).x))
 
 
 def probabilities(logits: Tensor, temperature: float, multi_label: bool = False) -> Tensor:
-    """Return p (n, C) in float64: of each class, or of each label that it is there."""
+    """Return p (n, C) in float64: of each class, or that each label is present."""
     scaled = logits.double() / temperature
     return torch.sigmoid(scaled) if multi_label else torch.softmax(scaled, 1)
 
 
 def smallest(share: float) -> int:
-    """Return how many scores a finite quantile needs at least."""
+    """Return the least number of scores for a finite quantile."""
     exact = Fraction(repr(share))
     return math.ceil(exact / (1 - exact))
 
 
 def quantile(scores: Tensor, share: float) -> float:
-    """Return the ceil((n + 1) a)-th smallest of n scores, infinity where n is too small. share: a, as it is written."""
+    """Return the ceil((n + 1) a)-th smallest of n scores, or infinity if n is too small. share: a, exact as written."""
     place = math.ceil((len(scores) + 1) * Fraction(repr(share)))
     return float(scores.sort().values[place - 1]) if place <= len(scores) else math.inf
 
 
 class Quantiles(NamedTuple):
-    """By class: q, in [0, 1], and whose scores it is of."""
+    """For each class q, in [0, 1], and which scores it comes from."""
 
     values: tuple[float, ...]
     sources: tuple[Source, ...]
@@ -106,10 +106,11 @@ def class_quantiles(p: Tensor, labels: Tensor, coverage: float) -> Quantiles:
 
 
 def label_quantiles(p: Tensor, present: Tensor, label: Tensor, n_labels: int, coverage: float) -> Quantiles:
-    """Compute q of each label and answer from m held-out answers about labels: absent, present, absent, ...
+    """Compute q of each label and answer (absent, present, absent, ...) from m held-out answers about labels.
 
-    p: (m, 2), of both answers   present: (m,), 1 or 0   label: (m,), which one each is about. A record gives at most
-    one answer to a label, so a label with its own quantile keeps its promise; others count as independent.
+    p: (m, 2), of both answers   present: (m,), 1 or 0   label: (m,), index of the label. A record has at most one
+    answer per label, so the guarantee holds for labels with their own quantile. Answers that share a quantile are
+    treated as independent.
     """
     return _by_category(_scores(p, present), 2 * label + present, 2 * n_labels, coverage)
 
@@ -130,5 +131,5 @@ def _by_category(scores: Tensor, category: Tensor, n: int, coverage: float) -> Q
 
 
 def in_set(p: Tensor, quantiles: Sequence[float]) -> Tensor:
-    """Tell which classes are in the sets of p (n, C)."""
+    """Return which classes are in the sets (n, C), from p (n, C)."""
     return 1 - p <= torch.tensor(quantiles, dtype=torch.float64)

@@ -1,9 +1,9 @@
-"""How far an example is from everything that was seen of the classes: what tells of "none of the classes".
+"""Distance of an example to the nearest class: the score for "none of the classes".
 
 d^2(v) = min_c (v - m_c)' (S + r I)^-1 (v - m_c), with class means m_c and one covariance S within classes (Lee, Lee,
-Lee and Shin, "A simple unified framework for detecting out-of-distribution samples", NeurIPS 2018), of features and of
-logits; the product of both is the score. It takes a hospital's own examples of known classes, and no others.
-docs/predict.md has what it finds beside the largest logit, energy and the largest probability.
+Lee and Shin, "A simple unified framework for detecting out-of-distribution samples", NeurIPS 2018). The score is the
+product of the distances of features and of logits. Fitting needs only a hospital's own examples of known classes.
+docs/predict.md compares the score with the largest logit, energy and the largest probability.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 MIN_EXAMPLES = 3
-"""Of a class, from which it has a mean."""
+"""Examples that a class needs to have a mean."""
 _RANK = 256
 _SHRINKAGE = 0.1
 _NAMES = ("means", "known", "directions", "weights", "ridge")
@@ -23,10 +23,10 @@ _NAMES = ("means", "known", "directions", "weights", "ridge")
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ClassDistances:
-    """Means of classes and the covariance within them, of vectors of d numbers; float64.
+    """Class means, and the covariance within classes, of vectors of d numbers; float64.
 
-    means: (C, d)   known: (C,) which of them there are   directions: (k, d) orthonormal, k <= 256   ridge: r ()
-    weights: (k,) the share of a squared component along each direction that is taken off: s^2 / (s^2 + r).
+    means: (C, d)   known: (C,) which classes have a mean   directions: (k, d) orthonormal, k <= 256   ridge: r ()
+    weights: (k,) share of the squared component along each direction that is subtracted: s^2 / (s^2 + r).
     """
 
     means: Tensor
@@ -37,7 +37,7 @@ class ClassDistances:
 
     @classmethod
     def of(cls, vectors: Tensor, labels: Tensor, n_classes: int) -> ClassDistances:
-        """Fit to vectors (n, d) and labels (n,). A class of fewer than `MIN_EXAMPLES` has no mean; one must have."""
+        """Fit to vectors (n, d) and labels (n,). At least one class needs `MIN_EXAMPLES`; smaller ones get no mean."""
         v = vectors.double()
         counts = torch.bincount(labels, minlength=n_classes)
         measured = counts >= MIN_EXAMPLES
@@ -50,7 +50,7 @@ class ClassDistances:
         return cls(means, measured, directions, s / (s + ridge), ridge)
 
     def squared(self, vectors: Tensor) -> Tensor:
-        """Return d^2 (n,) of vectors (n, d) from the nearest class that has a mean."""
+        """Return d^2 (n,) of vectors (n, d) to the nearest class that has a mean."""
         least = torch.full((len(vectors),), torch.inf, dtype=torch.float64)
         for mean in self.means[self.known]:
             rest = vectors.double() - mean
@@ -59,18 +59,18 @@ class ClassDistances:
         return least
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
-        """Return what a file holds: float64, `known` as 0 and 1."""
+        """Return the tensors for a file: float64, `known` as 0 and 1."""
         return {f"{prefix}.{name}": getattr(self, name).double().contiguous() for name in _NAMES}
 
     @classmethod
     def read(cls, tensors: Mapping[str, Tensor], prefix: str, n_classes: int) -> ClassDistances:
-        """Take it from a file's tensors; raises ValueError on others."""
+        """Build from a file's tensors; raises ValueError if they do not fit."""
         stored = [tensors.get(f"{prefix}.{name}", torch.zeros(0)) for name in _NAMES]
         means, measured, directions, weights, ridge = stored
         d = means.shape[-1] if means.ndim == 2 else -1
         shapes = [(n_classes, d), (n_classes,), (len(weights), d), (len(weights),), ()]
         if [tuple(v.shape) for v in stored] != shapes or any(v.dtype != torch.float64 for v in stored):
-            raise ValueError(f"{prefix}: shapes that do not go together")
+            raise ValueError(f"{prefix}: tensors with shapes or types that do not match")
         sound = all(bool(torch.isfinite(v).all()) for v in stored) and bool(((measured == 0) | (measured == 1)).all())
         if (
             not sound
@@ -78,5 +78,5 @@ class ClassDistances:
             or not float(ridge) > 0
             or not bool(((weights >= 0) & (weights <= 1)).all())
         ):
-            raise ValueError(f"{prefix}: numbers that no distances have")
+            raise ValueError(f"{prefix}: numbers out of range")
         return cls(means, measured > 0, directions, weights, ridge)

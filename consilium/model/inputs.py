@@ -1,7 +1,7 @@
-"""What is to be classified: image files, rows of a table, or data by reference; each example has a name.
+"""Inputs to classify: image files, rows of a table, or data by reference. Each example has a name.
 
-An input that does not fit the model is refused as a whole before anything is read; one file or row that cannot be used
-is named with its fault, and the others are classified.
+Inputs of a kind that the model does not take are refused before anything is read. A single unusable file or row is
+reported with its problem, and the others are classified.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _ALL = "all"
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Inputs:
-    """Examples with names, and what cannot be used with its fault.
+    """Named examples, and unusable inputs with their problem.
 
-    files: of each example where it is one   labelled: whether the examples' labels are known
-    fingerprint: of data by reference, and which split of it; else empty
+    files: of the examples, if they are image files   labelled: whether the examples' labels are known
+    fingerprint: of data by reference, and its split; otherwise empty
     """
 
     names: tuple[str, ...]
@@ -62,9 +62,9 @@ class _Found:
 
 
 def from_paths(paths: Sequence[Path], facts: ModelFileFacts, loader: ImageLoader) -> Inputs:
-    """Find image files (also in folders, at any depth), or the rows of one table where the model takes columns.
+    """Find image files (also in folders, at any depth), or read one table if the model takes columns.
 
-    Raises ConfigError (E-CFG-23) on inputs that the model does not take; DataError (E-DATA-02) where there is nothing.
+    Raises ConfigError (E-CFG-23) on inputs that the model does not take; DataError (E-DATA-02) if nothing is found.
     """
     missing = [path for path in paths if not path.exists()]
     if missing or not paths:
@@ -74,18 +74,23 @@ def from_paths(paths: Sequence[Path], facts: ModelFileFacts, loader: ImageLoader
         if len(paths) > 1 or paths[0].is_dir() or paths[0].suffix.lower() not in _TABLES:
             raise ConfigError(
                 "E-CFG-23",
-                f"expected one table (CSV or Parquet) for a model of {len(facts.columns)} columns, found others",
+                f"expected one table (CSV or Parquet) for a model of {len(facts.columns)} columns, found "
+                f"{', '.join(map(str, paths[:3]))}: name one table",
             )
         return _rows(paths[0], facts.columns)
     if not facts.preprocessing.takes_images:
         raise ConfigError(
             "E-CFG-23",
-            f"expected data by reference (--data {facts.data}/...), since this model takes no image files, but "
-            f"examples of the shape {list(facts.shape)}",
+            f"expected data by reference, since this model takes examples of the shape {list(facts.shape)}, found "
+            f"files: use --data {facts.data}/...",
         )
     images = _images(paths)
     if not images.files and not images.problems:
-        raise DataError("E-DATA-02", f"expected an image below {paths[0]}, found none: {', '.join(sorted(SUFFIXES))}")
+        raise DataError(
+            "E-DATA-02",
+            f"expected an image in {paths[0]}, found none: name files or folders with DICOM or "
+            f"{', '.join(sorted(SUFFIXES))}",
+        )
     notes = (f"{images.unread} other files were not read",) if images.unread else ()
     names = tuple(map(str, images.files))
     return Inputs(
@@ -104,17 +109,17 @@ def _images(paths: Sequence[Path]) -> _Found:
         elif path.suffix.lower() in SUFFIXES or is_dicom(path):
             wanted = [path]
         else:
-            collected.problems.append((str(path), f"no image: expected DICOM, or {', '.join(sorted(SUFFIXES))}"))
+            collected.problems.append((str(path), f"not an image: expected DICOM, or {', '.join(sorted(SUFFIXES))}"))
             continue
         collected.files += [file for file in wanted if file not in seen]
         seen.update(wanted)
     if len(collected.files) > MAX_FILES:
-        raise DataError("E-DATA-02", f"expected at most {MAX_FILES} images at once, found more: divide them")
+        raise DataError("E-DATA-02", f"expected at most {MAX_FILES} images at once, found more: split them")
     return collected
 
 
 def _rows(file: Path, columns: Sequence[Column]) -> Inputs:
-    """Read the columns that the model takes; a row that its rules refuse is a problem."""
+    """Read the model's columns from a table. A row with an invalid cell becomes a problem."""
     missing = frozenset(read_schema(schema_path(file)).missing if schema_path(file).exists() else ("",))
     wanted = [composed(column.name) for column in columns]
     header, body = read_cells(file, wanted)
@@ -123,8 +128,8 @@ def _rows(file: Path, columns: Sequence[Column]) -> Inputs:
         require_commas(file, header)
         raise DataError(
             "E-DATA-07",
-            f"expected each of the model's {len(wanted)} columns once in {file}, found {', '.join(lacking[:10])} not "
-            "there or twice: export the table again",
+            f"expected each of the model's {len(wanted)} columns once in {file}, found {', '.join(lacking[:10])} "
+            "missing or twice: export the table again",
         )
     parsers = [
         (name, cell_parser(column, missing), header.index(name)) for name, column in zip(wanted, columns, strict=True)
@@ -135,7 +140,7 @@ def _rows(file: Path, columns: Sequence[Column]) -> Inputs:
     for line, cells in body:
         name = f"{file}:{line}"
         if len(cells) != len(header):
-            problems.append((name, "more or fewer cells than the header has"))
+            problems.append((name, "more or fewer cells than the header"))
             continue
         row: list[float] = []
         for column, parse, place in parsers:
@@ -148,7 +153,7 @@ def _rows(file: Path, columns: Sequence[Column]) -> Inputs:
             names.append(name)
             numbers.append(row)
         if len(names) > MAX_FILES:
-            raise DataError("E-DATA-07", f"expected at most {MAX_FILES} rows at once, found more: divide the table")
+            raise DataError("E-DATA-07", f"expected at most {MAX_FILES} rows at once, found more: split the table")
     x = torch.tensor(numbers, dtype=torch.float32).view(len(numbers), width(columns))
     return Inputs(tuple(names), TensorExamples(x, torch.full((len(x),), -1)), tuple(problems))
 
@@ -156,9 +161,10 @@ def _rows(file: Path, columns: Sequence[Column]) -> Inputs:
 def from_reference(
     reference: str, split: str, facts: ModelFileFacts, data_root: Path | None, loader: ImageLoader
 ) -> Inputs:
-    """Load data by reference as a silo serves them; split: train, test or all.
+    """Load data by reference as a silo does. split: train, test or all.
 
-    Raises as `datasets.load`; SchemaError (E-DATA-05) on data of another shape than the model takes.
+    Raises as `datasets.load`; SchemaError (E-DATA-05) if shape, columns or kind of labels differ from the model's;
+    ConfigError (E-CFG-02) on another split.
     """
     source = reference.partition(":")[0]
     by_side = source in FILES[:2] or reference.startswith("isic2019")
@@ -168,13 +174,13 @@ def from_reference(
         differs = difference(facts.columns, data.schema.columns) if facts.columns else ""
         raise SchemaError(
             "E-DATA-05",
-            f"expected data of shape {list(facts.shape)}, as the model takes them, found {list(data.schema.shape)}"
-            f"{differs and f' ({differs})'}: serve other data, or take another model",
+            f"expected data of shape {list(facts.shape)} for this model, found {list(data.schema.shape)}"
+            f"{differs and f' ({differs})'}: use other data or another model",
         )
     if data.schema.multi_label != facts.multi_label:
         raise SchemaError(
             "E-DATA-05",
-            f"expected data with {facts.schema.kind}, as the model answers, found {data.schema.kind}: serve other data",
+            f"expected data with {facts.schema.kind} for this model, found {data.schema.kind}: use other data",
         )
     halves = {Split.TRAIN.value: data.train, Split.TEST.value: data.test}
     chosen = list(halves) if split == _ALL else [split]

@@ -1,7 +1,7 @@
-"""A file of an exported model: safetensors, whose header has all that it takes to build the model again.
+"""The file of an exported model: safetensors with a header from which the model is rebuilt.
 
-No code in a file is run. It is checked against its card, which names the SHA-256 of its bytes: another file under the
-same name is refused. Whoever replaces both is found by the card's own signature alone, where it has one.
+Loading runs no code from the file. The model card names the SHA-256 of the file, so a different file under the same
+name is refused. If both are replaced, only the card's signature shows it, and only if the card is signed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fl_core.types.values import RoundContext, Tensors
 
 FORMAT = 1
 KEY = "consilium"
-"""Of the header's metadata, under which the facts stand as JSON."""
+"""Key in the header's metadata; its value is the facts as JSON."""
 CARD_SUFFIX = ".md"
 _MAX_CARD_BYTES = 16 << 20
 _MAX_CLASSES, _MAX_NUMBERS, _MAX_NAME_CHARS = 10_000, 1 << 26, 200
@@ -43,14 +43,13 @@ _DIGEST = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFileFacts:
-    """What a model's file says of itself.
+    """Facts in the header of a model file.
 
-    run: its id, empty in a simulation   data: the name of the data set that it was trained on, which decides how images
-    are prepared   frozen: whether a body was left as the run began with it   multi_label: whether classes are labels,
-    of which an example may have several   temperature: what logits are divided by before they become probabilities, as
-    the hospitals' counts suggested it at export; None where nothing did   untaught: classes that nothing taught
-    it, as far as the run knows.
-    Raises ConfigError (E-CFG-02) on what no model has.
+    run: the run's id, empty for a simulation   data: name of the training data set, which determines how images are
+    prepared   frozen: whether the body was not trained   multi_label: whether an example may have several of the
+    classes   temperature: logits are divided by it; estimated at export from the hospitals' counts, None without an
+    estimate   untaught: classes without training examples, as far as the run knows.
+    Raises ConfigError (E-CFG-02) on values that no model can have.
     """
 
     method: str
@@ -75,23 +74,39 @@ class ModelFileFacts:
     def __post_init__(self) -> None:
         if self.format != FORMAT:
             raise ConfigError(
-                "E-CFG-02", f"expected a model of format {FORMAT}, found {self.format}: use the version that wrote it"
+                "E-CFG-02", f"expected model format {FORMAT}, found {self.format}: use the version that wrote the file"
             )
         names = self.classes
         if not 2 <= len(names) <= _MAX_CLASSES or len(set(names)) != len(names) or not all(map(_is_name, names)):
             raise ConfigError(
-                "E-CFG-02", f"expected 2 to {_MAX_CLASSES} classes of different names, found {len(names)}: export again"
+                "E-CFG-02",
+                f"expected 2 to {_MAX_CLASSES} classes with different names of 1 to {_MAX_NAME_CHARS} characters, "
+                f"found {len(names)} classes ({len(set(names))} different names): export again",
             )
         if not self.shape or not all(n > 0 for n in self.shape) or math.prod(self.shape) > _MAX_NUMBERS:
-            raise ConfigError("E-CFG-02", f"expected the shape of an example, found {self.shape[:8]}: export again")
-        if not set(self.untaught) <= set(names):
-            raise ConfigError("E-CFG-02", "expected untaught classes among the classes, found others: export again")
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected an example shape of positive sizes with at most {_MAX_NUMBERS} numbers, found "
+                f"{self.shape[:8]}: export again",
+            )
+        if others := sorted(set(self.untaught) - set(names)):
+            raise ConfigError(
+                "E-CFG-02", f"expected untaught classes to be classes of the model, found {others[:3]}: export again"
+            )
         if self.columns:
             check_columns(self.columns)
             if self.shape != (width(self.columns),):
-                raise ConfigError("E-CFG-02", "expected examples as wide as their columns, found others: export again")
+                raise ConfigError(
+                    "E-CFG-02",
+                    f"expected the example shape ({width(self.columns)},) of the columns, found {self.shape[:8]}: "
+                    "export again",
+                )
         if self.temperature is not None and not _MIN_TEMPERATURE <= self.temperature <= _MAX_TEMPERATURE:
-            raise ConfigError("E-CFG-02", f"expected a temperature above 0, found {self.temperature}: export again")
+            raise ConfigError(
+                "E-CFG-02",
+                f"expected a temperature from {_MIN_TEMPERATURE:g} to {_MAX_TEMPERATURE:g}, found {self.temperature}: "
+                "export again",
+            )
 
     @property
     def schema(self) -> Schema:
@@ -123,9 +138,9 @@ class ModelFileFacts:
         )
 
     def metadata(self) -> dict[str, str]:
-        """Return the metadata of a safetensors file."""
+        """Return the metadata for a safetensors header."""
         raw = asdict(self)
-        if not self.untaught:  # 0.1.0 reads such files
+        if not self.untaught:  # 0.1.0 does not know this field
             del raw["untaught"]
         return {KEY: json.dumps(raw, sort_keys=True)}
 
@@ -136,10 +151,10 @@ def _is_name(text: str) -> bool:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LoadedModel:
-    """A model that was built again, in evaluation mode. sha256: of its file.
+    """A model rebuilt from its file, in evaluation mode. sha256: of its file.
 
-    body, head: what it is made of, so that features cost nothing beside logits; of a model that is not in these parts
-    the body does nothing.
+    body, head: the two parts, so that features and logits need one pass. If the model cannot be split, body is an
+    identity and head the whole model.
     """
 
     facts: ModelFileFacts
@@ -148,7 +163,7 @@ class LoadedModel:
     head: nn.Module
 
     def answers(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return features (B, d) and logits (B, C) of examples (B, *shape); logits for features where it has none."""
+        """Return features (B, d) and logits (B, C) of examples (B, *shape); without features, the logits twice."""
         with torch.no_grad():
             z = self.body(x)
             logits: Tensor = self.head(z)
@@ -162,11 +177,11 @@ def card_beside(file: Path) -> Path:
 
 
 def load(file: Path, card: Path | None = None, sha256: str | None = None) -> LoadedModel:
-    """Read a model; card: that names it, by default the one beside it   sha256: of the file, in place of a card.
+    """Read a model file. card: defaults to the one in the file's folder   sha256: of the file, instead of a card.
 
-    Raises StateError (E-STATE-22) on a file that its card does not name, or that is no model of an export by this
-    version; ConfigError on one whose method, model or extension is not here (E-CFG-01, E-CFG-08), or that the memory
-    does not hold (RefusedError, E-RUN-38).
+    Raises StateError (E-STATE-22) if the card does not name the file, or the file is no model of this version;
+    ConfigError (E-CFG-01, E-CFG-08) if its method, model or extension is not installed; RefusedError (E-RUN-38) if it
+    does not fit into memory.
     """
     if file.suffix != ".safetensors" or not file.is_file():
         raise ConfigError(
@@ -177,47 +192,51 @@ def load(file: Path, card: Path | None = None, sha256: str | None = None) -> Loa
         _require_named(content.sha256, file, card or card_beside(file))
     elif content.sha256 != sha256.lower():
         raise StateError(
-            "E-STATE-22", f"expected SHA-256 {sha256[:16]} of {file}, found {content.sha256[:16]}: fetch it again"
+            "E-STATE-22", f"expected SHA-256 {sha256[:16]} of {file}, found {content.sha256[:16]}: download it again"
         )
     try:
         facts = structure(ModelFileFacts, content.facts, "")
     except (ConversionError, ConfigError) as error:
         message = error.message if isinstance(error, ConfigError) else str(error)
         raise StateError(
-            "E-STATE-22", f"expected a model file of this version in {file}, found: {message}. Export it again"
+            "E-STATE-22", f"expected a model file of this version at {file}, found: {message}. Export it again"
         ) from error
     return assembled(facts, content.tensors, content.sha256)
 
 
 def assembled(facts: ModelFileFacts, tensors: Tensors, sha256: str) -> LoadedModel:
-    """Build a model again; sha256: of its file. Raises as `build`."""
+    """Rebuild a model. sha256: of its file. Raises as `build`."""
     return LoadedModel(facts, sha256, *_in_parts(build(facts, tensors)))
 
 
 def _require_named(sha256: str, file: Path, card: Path) -> None:
     try:
-        if card.stat().st_size > _MAX_CARD_BYTES:
-            raise StateError("E-STATE-22", f"expected a model card of at most {_MAX_CARD_BYTES} bytes in {card}")
+        if (size := card.stat().st_size) > _MAX_CARD_BYTES:
+            raise StateError(
+                "E-STATE-22",
+                f"expected a model card of at most {_MAX_CARD_BYTES} bytes at {card}, found {size}: name the right "
+                "card with --card",
+            )
         text = card.read_bytes()
     except OSError as error:
         raise StateError(
             "E-STATE-22",
-            f"expected the card of {file.name} at {card}, found {error.strerror}: keep both together, or name it with "
-            "--card",
+            f"expected the card of {file.name} at {card}, found {error.strerror}: keep both files together, or name "
+            "the card with --card",
         ) from error
     if sha256.encode() not in _DIGEST.findall(text):
         raise StateError(
             "E-STATE-22",
             f"expected {card} to name the SHA-256 of {file} ({sha256[:16]}...), found that it does not: this card "
-            "is of another file; fetch both again, or export again",
+            "belongs to another file; download both again, or export again",
         )
 
 
 def build(facts: ModelFileFacts, tensors: Tensors) -> nn.Module:
-    """Build the evaluated model from what `RunSetup.exported` chose.
+    """Build the evaluated model from the tensors that `RunSetup.exported` returns.
 
-    It is built as the method's global model before round 1; then every tensor is overwritten.
-    Raises StateError (E-STATE-22) unless tensors are exactly those of the model, and numbers that one can have.
+    Creates the method's global model as before round 1, then overwrites every tensor.
+    Raises StateError (E-STATE-22) unless names, shapes and values of the tensors fit the model.
     """
     registry.require_same(facts.method, facts.model, facts.extensions)
     model = build_model(facts.model, facts.model_options, facts.schema, 0)
@@ -237,7 +256,7 @@ def build(facts: ModelFileFacts, tensors: Tensors) -> nn.Module:
 
 
 def _in_parts(network: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Divide a model into its body and the rest, which it then is of the body's output."""
+    """Split a model into its body and the rest. Changes the model: its body becomes an identity."""
     if isinstance(network, nn.Sequential):  # on a frozen body
         return network.body, network.classifier  # type: ignore[return-value]
     own_pass = isinstance(network, SplitModel) and (
@@ -255,5 +274,7 @@ def _fill(module: nn.Module, tensors: Tensors) -> None:
     missing = [name for name in wanted if name not in tensors]
     unfit = f"none for {missing[0]}" if missing else pretrained.problem(tensors, module) if wanted or tensors else ""
     if unfit:
-        raise StateError("E-STATE-22", f"expected the tensors of the model that the file names, found {unfit}")
+        raise StateError(
+            "E-STATE-22", f"expected the tensors of the model that the file names, found {unfit}: export again"
+        )
     tensor_maps.load_state(module, tensors)

@@ -22,16 +22,16 @@ CANNOT_TELL = "cannot tell whether it belongs to none of the classes"
 
 
 def check_out(out: Sequence[Path]) -> None:
-    """Raise ConfigError (E-CFG-02) on files that are neither CSV nor JSON, before anything is computed."""
+    """Raise ConfigError (E-CFG-02) unless each file is CSV or JSON in an existing folder. Call before computing."""
     for file in out:
         if file.suffix.lower() not in SUFFIXES:
             raise ConfigError("E-CFG-02", f"--out: expected a file ending in .csv or .json, found {file}: rename it")
         if not file.parent.is_dir():
-            raise ConfigError("E-CFG-02", f"--out: expected a folder at {file.parent}, found none: make it")
+            raise ConfigError("E-CFG-02", f"--out: expected a folder at {file.parent}, found none: create it")
 
 
 def document(predictor: Predictor, predictions: Sequence[Prediction], counted: Tally) -> dict[str, object]:
-    """Return everything for machines. Probabilities are in the order of the classes."""
+    """Return all results for JSON. Probabilities are in the order of the classes."""
     facts, calibration = predictor.model.facts, predictor.calibration
     return {
         "model": {
@@ -68,7 +68,7 @@ def _entry(found: Prediction) -> Mapping[str, object]:
 
 
 def csv_text(predictions: Sequence[Prediction], classes: Sequence[str]) -> str:
-    """Write a row per example. A cell that a spreadsheet would take for a formula begins with an apostrophe."""
+    """Return CSV with a row per example. Cells that a spreadsheet would read as a formula get a leading apostrophe."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     names = ("example", "answer", "class", "set", "none_of_the_classes", "label", "problem")
@@ -92,18 +92,19 @@ def _cell(text: str) -> str:
 
 
 def write(file: Path, predictions: Sequence[Prediction], whole: Mapping[str, object], classes: Sequence[str]) -> None:
-    """Write a file of `SUFFIXES`, for its owner alone; raises ConfigError (E-CFG-02) where that cannot be."""
+    """Write a CSV or JSON file with mode 0600; raises ConfigError (E-CFG-02) if it cannot be written."""
     text = csv_text(predictions, classes) if file.suffix.lower() == ".csv" else json.dumps(whole, indent=1) + "\n"
     try:
         replace_file(file, text.encode(), 0o600)
     except OSError as error:
         raise ConfigError(
-            "E-CFG-02", f"--out: expected a file that can be written, found {file}: {error.strerror}"
+            "E-CFG-02",
+            f"--out: expected a writable file, found {file} ({error.strerror}): name another file",
         ) from error
 
 
 def table(predictions: Sequence[Prediction], untaught: Collection[str] = ()) -> TextTable:
-    """Return a row per example. untaught: as in `ModelFacts`; an answer that is one of them says so."""
+    """Return a row per example. untaught: as in `ModelFileFacts`; answers among these classes get a note."""
     return TextTable("predictions", HEAD, [_row(p, untaught) for p in predictions], headings=True)
 
 
@@ -120,13 +121,13 @@ def _row(found: Prediction, untaught: Collection[str]) -> tuple[str, ...]:
         else ""
     )
     if wrong := found.answers_among(untaught):
-        note = "; ".join([*filter(None, [note]), f"nobody taught it {', '.join(wrong)}"])
+        note = "; ".join([*filter(None, [note]), f"not trained: no hospital had {', '.join(wrong)}"])
     shares = [f"{100 * p:.1f} %" for p in (found.probabilities if found.right else [max(found.probabilities)])]
     return found.name, found.answer_text, ", ".join(shares), chosen, note
 
 
 def tally_table(found: Tally, calibrated: bool) -> TextTable:
-    """Return a row per class of what was right, where labels are known."""
+    """Return a row per class: how many answers were right, of examples with known labels."""
     head = ("class", "examples", "right", *(("in the set", "answers per set", "flagged") if calibrated else ()))
     rows = [*found.classes.items(), ("all", found.whole)]
     return TextTable("against the labels", head, [(name, *_counts(t, calibrated)) for name, t in rows], headings=True)
@@ -147,29 +148,29 @@ def _share(part: int, whole: int) -> str:
 
 WORDS = {
     "own": "its own examples",
-    "together": "those of all classes with fewer than 49 examples, together",
-    "all": "those of all classes: nothing is promised for this one alone",
+    "together": "all classes with fewer than 49 examples, together",
+    "all": "all classes: no guarantee for this class alone",
 }
 
 
 def promise(facts: CalibrationFacts, those: str) -> str:
-    """Say what sets hold, of examples like `those`."""
+    """State the guarantee of the sets, for examples like `those`."""
     share = f"{100 * facts.coverage:g} %"
     if facts.multi_label:
-        return f"hold the right answer about a label for {share} of records like {those}"
-    return f"hold the right class of {share} of images like {those}"
+        return f"contain the right answer about a label for {share} of records like {those}"
+    return f"contain the right class for {share} of images like {those}"
 
 
 def calibration_table(facts: CalibrationFacts) -> TextTable:
-    head = ("class", "to fit", "held out", "enters sets at p", "by the quantile of", "none of the classes")
+    head = ("class", "to fit", "held out", "in sets from p", "quantile from", "none of the classes")
     several = facts.multi_label
     names = [f"{name}: {answer}" for name in facts.classes for answer in ANSWERS] if several else facts.classes
     rows = [
-        (name, str(a), str(b), f"{1 - q:.4f}", WORDS[source], "can be judged" if judged else "too few images to judge")
+        (name, str(a), str(b), f"{1 - q:.4f}", WORDS[source], "can be decided" if judged else "too few images")
         for name, a, b, q, source, judged in zip(
             names, facts.fitted, facts.held, facts.quantiles, facts.sources, facts.judged, strict=True
         )
     ]
-    if several:  # of which none is flagged
+    if several:  # nothing is flagged
         return TextTable("calibration", ("label", *head[1:-1]), [row[:-1] for row in rows], headings=True)
     return TextTable("calibration", head, rows, headings=True)

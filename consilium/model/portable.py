@@ -1,8 +1,8 @@
-"""A run's model as ONNX and as a program of plain torch (`.pt2`), which classify without any code of ours.
+"""A run's model as ONNX and as a plain torch program (`.pt2`). Both classify without Consilium's code.
 
-Both take images as people have them: float32 (N, C, H, W) in [0, 1], RGB, of the side that the file names. What
-hospitals do to such an image before the model sees it (mean and standard deviation) is inside the graph. Cropping and
-resizing are the caller's, for libraries differ in them: the file says how it was done in training.
+Both take RGB images as float32 (N, C, H, W) in [0, 1], with the side that the file names. The graph normalises them by
+the mean and standard deviation of training. The caller crops and resizes, because libraries differ there; the file
+describes how training did it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ ONNX, TORCH = "onnx", "torch"
 FORMATS = (ONNX, TORCH)
 SUFFIX: Mapping[str, str] = {ONNX: ".onnx", TORCH: ".pt2"}
 _LEAST_OPSET = 20
-"""Of ONNX: the first that torch's exporter writes without a conversion."""
+"""The lowest ONNX opset that torch's exporter writes without a conversion."""
 TOLERANCE = 1e-4
-"""Within which the written file must give the logits of the model that it was made from."""
+"""Largest difference, absolute and relative, between logits of the written file and of the model."""
 
 
 class _FromImages(nn.Module):
@@ -55,7 +55,7 @@ class _FromImages(nn.Module):
 
 
 class _Prepared(nn.Module):
-    """Make of an image in [0, 1] what each body takes."""
+    """Prepares an image in [0, 1] for each body."""
 
     def __init__(self, bodies: Sequence[BodyFacts]) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class _Prepared(nn.Module):
 
 
 class _Classified(nn.Module):
-    """Make logits of the bodies' answers."""
+    """Computes logits from the bodies' outputs."""
 
     def __init__(self, bodies: Sequence[BodyFacts], trained: nn.Module) -> None:
         super().__init__()
@@ -79,15 +79,15 @@ class _Classified(nn.Module):
 
 
 def classifier(run: RunSetup, server: State) -> nn.Module:
-    """Make the model that the run evaluates, for images in [0, 1]; raises ConfigError (E-CFG-08) where it has none."""
-    run.method.exported(server)  # refuses a method without a model of the federation's own
+    """Build the model that the run evaluates, for images in [0, 1]; raises ConfigError (E-CFG-08) if it has none."""
+    run.method.exported(server)  # raises if the method has no global model
     network = run.classifier(server)
     mean, std = normalisation(run.manifest.data)
     return (_FromImages(network, mean, std) if mean else network).eval()
 
 
 def facts(manifest: RunManifest, run: str, model_digest: str, licence: str = "") -> dict[str, str]:
-    """Say what a file holds; texts, as ONNX keeps them. licence: in the lead's words."""
+    """Describe an exported file, in strings as ONNX metadata requires. licence: text from the lead."""
     mean, std = normalisation(manifest.data)
     facts = {
         "run": run,
@@ -114,17 +114,20 @@ def require(formats: Sequence[str]) -> None:
     """Raise ConfigError before anything is fetched: E-CFG-02 on an unknown format, E-CFG-08 without its packages."""
     for kind in formats:
         if kind not in FORMATS:
-            raise ConfigError("E-CFG-02", f"expected --format of safetensors, {', '.join(FORMATS)}, found {kind!r}")
+            raise ConfigError(
+                "E-CFG-02",
+                f"--format: expected one of safetensors, {', '.join(FORMATS)}, found {kind!r}: correct it",
+            )
     if ONNX in formats:
         for name in ("onnx", "onnxscript", "onnxruntime"):
             _require(name)
 
 
 def write(kind: str, run: RunSetup, server: State, named: Mapping[str, str], file: Path) -> None:
-    """Write a model whose batch may have any size; with bodies from ONNX files one image.
+    """Write a model for batches of any size; with bodies from ONNX files, for one image.
 
-    Raises ConfigError (E-CFG-08) where the extra is not installed, and on a model that cannot be written like this;
-    after writing, the file's answer to random images is compared with the model's.
+    After writing, compares the file's logits for random images with the model's. Raises ConfigError (E-CFG-08) if they
+    differ, the extra is not installed, or the model cannot be written in this format.
     """
     require([kind])
     manifest, network = run.manifest, classifier(run, server)
@@ -148,7 +151,7 @@ def write(kind: str, run: RunSetup, server: State, named: Mapping[str, str], fil
         raise ConfigError(
             "E-CFG-08",
             f"expected a model that can be written as {kind}, found that {manifest.model.name} cannot "
-            f"({type(error).__name__}): take safetensors",
+            f"({type(error).__name__}): use --format safetensors",
         ) from error
     with _quiet():
         _check(kind, network, images[:1], file)
@@ -163,7 +166,7 @@ def _graph(made: nn.Module | torch.export.ExportedProgram, inputs: Any, **option
 
 
 def _with_bodies(run: RunSetup, server: State, bodies: Bodies, image: Tensor) -> Any:  # noqa: ANN401
-    """Join what prepares an image, the bodies as they are in their files, and the trained part."""
+    """Join three graphs: image preparation, the bodies as stored in their files, and the trained part."""
     from onnx import compose, load_from_string, version_converter
 
     encoders = cast(Sequence[Encoder], bodies.encoders)
@@ -221,7 +224,8 @@ def _check(kind: str, network: nn.Module, images: Tensor, file: Path) -> None:
         apart = float((values - wanted).abs().max())
         raise ConfigError(
             "E-CFG-08",
-            f"expected a {kind} file with the model's logits, found {apart:.1e} between them: take safetensors",
+            f"expected a {kind} file with the model's logits, found a difference of {apart:.1e}: use --format "
+            "safetensors",
         )
 
 
@@ -231,13 +235,13 @@ def _require(name: str) -> Any:  # noqa: ANN401
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the exporters' notes on their passes off the terminal."""
+    """Silence the exporters' log lines and warnings."""
     logger = logging.getLogger("torch.onnx")
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the exporters, about their own parts
+            warnings.simplefilter("ignore")  # from the exporters, about their own internals
             yield
     finally:
         logger.setLevel(before)

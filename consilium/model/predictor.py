@@ -1,4 +1,4 @@
-"""Classifying examples with an exported model, as the silo's evaluation does, and saying how sure that is."""
+"""Classify examples with an exported model, as the silo's evaluation does, and report how certain the answers are."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ from fl_core.types.values import Examples
 
 NONE_OF_THEM = "none of the classes"
 NO_LABEL = "none of the labels"
-NO_NUMBERS = "the model answers it with no numbers"
+NO_NUMBERS = "the model's output is not finite"
 Progress = Callable[[int, int], None]
 LabelSet = Literal["empty", "there", "not there", "open"]
-"""What is in a label's set: one answer, both (it stays open) or none."""
+"""Content of a label's set: one answer, both ("open") or none ("empty")."""
 LABEL_SETS: Mapping[tuple[bool, bool], LabelSet] = {
     (False, False): "empty",
     (False, True): "there",
     (True, False): "not there",
     (True, True): "open",
 }
-"""By whether "not there" and "there" are in it."""
+"""By whether "not there" and "there" are in the set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a model says of one example.
+    """A model's prediction for one example.
 
-    probabilities: by class; none where there is a problem   answer: the class of the largest one; of several labels at
-    once all that are likelier there than not, with commas
-    set: classes at the calibration's coverage   unknown: whether it is like no class that the hospital has calibrated;
-    both None without a calibration, `unknown` also where the hospital has shown too few examples of the answer's class
-    sets: of several labels at once, with a calibration, what the set of each holds
-    label: where it is known; of several those that were found   labels: of several at once, those of `answer`
-    right: by label whether what is said of it is so, None where nobody looked or knows   problem: why it was not
-    classified.
+    probabilities: by class; empty if there is a problem   answer: the most probable class; for a multi-label model, all
+    labels with a probability above 0.5, separated by commas
+    set: classes in the set at the calibration's coverage   unknown: whether the example fits none of the classes; both
+    None without a calibration, and `unknown` also if the calibration had too few examples of the answer's class
+    sets: for a multi-label model with a calibration, the content of each label's set
+    label: the true class, if known; for a multi-label model, the labels found   labels: for a multi-label model, the
+    labels in `answer`   right: for a multi-label model, whether the answer for each label is right, None if unknown
+    problem: why the example was not classified.
     """
 
     name: str
@@ -67,12 +67,12 @@ class Prediction:
     problem: str = ""
 
     def answers_among(self, names: Collection[str]) -> list[str]:
-        """Return those of the names that this example is said to be."""
+        """Return which of the names are among this example's answers."""
         return [name for name in self.labels or (self.answer,) if name in names]
 
     @property
     def answer_text(self) -> str:
-        """Return the answer for people."""
+        """The answer as shown to people; "" if the example was not classified."""
         if self.probabilities and not self.answer:
             return NO_LABEL
         return NONE_OF_THEM if self.unknown else self.answer
@@ -80,16 +80,16 @@ class Prediction:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Predictor:
-    """A model with what is known of its calibration."""
+    """A model with its calibration, if it has one."""
 
     model: LoadedModel
     calibration: Calibration | None = None
 
     @classmethod
     def of(cls, model: Path, loaded: LoadedModel, file: Path | None = None, raw: bool = False) -> Predictor:
-        """Take the calibration that is named, or lies beside the model; raw: none, and no temperature of the export.
+        """Use the named calibration, or the one in the model's folder. raw: use none, and no temperature of the export.
 
-        Raises ConfigError (E-CFG-08) where both are asked for; as `calibration.read`.
+        Raises ConfigError (E-CFG-08) if both `raw` and `file` are given; as `calibration.read`.
         """
         if raw:
             if file is not None:
@@ -102,13 +102,13 @@ class Predictor:
 
     @property
     def temperature(self) -> float:
-        """Return the hospital's own, else the export's, else 1, with which the silo's evaluation computes."""
+        """The calibration's temperature, else the export's, else 1 as in the silo's evaluation."""
         if self.calibration is not None:
             return self.calibration.facts.temperature
         return self.model.facts.temperature or 1.0
 
     def predictions(self, inputs: Inputs, progress: Progress = lambda *_: None) -> list[Prediction]:
-        """Classify everything; files that break while they are read are problems, too."""
+        """Classify all inputs, then append their problems. A file that cannot be read also becomes a problem."""
         results = list[Prediction]()
         for indices in _batches(inputs.examples, self.model):
             results += self._batch(inputs, indices)
@@ -189,9 +189,9 @@ def _batches(examples: Examples, model: LoadedModel) -> Sequence[Tensor]:
 def calibrated(
     model: LoadedModel, inputs: Inputs, coverage: float, false_flags: float, progress: Progress = lambda *_: None
 ) -> Calibration:
-    """Calibrate with labelled inputs; raises as `calibration.calibrate`, and DataError on a file that breaks.
+    """Calibrate with labelled inputs; raises as `calibration.calibrate`, and DataError on an unreadable file.
 
-    false_flags: says nothing of a model of several labels at once.
+    false_flags: ignored for a multi-label model.
     """
     features, logits = list[Tensor](), list[Tensor]()
     for indices in _batches(inputs.examples, model):
@@ -207,14 +207,15 @@ def calibrated(
     return calibrate(request, *both, inputs.examples.labels)
 
 
-# ---- what was right, where labels are known --------------------------------------------------------------------------
+# ---- right answers, of examples with known labels --------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class ClassTally:
-    """Examples of one class, or in which a label was looked for.
+    """Counts over examples of one class; for a multi-label model, over known answers about one label.
 
-    Right answers, sets with the class (or the answer), classes in all sets, flagged and judged ones.
+    right: right answers   covered: sets with the true class or answer   in_sets: total size of the sets
+    flagged: examples reported as none of the classes   judged: examples for which that could be decided
     """
 
     examples: int = 0
@@ -225,7 +226,7 @@ class ClassTally:
     judged: int = 0
 
     def add_label(self, right: bool, present: bool, chosen: LabelSet | None) -> None:
-        """Count an answer about a label. present: whether the record has it   chosen: what its set holds."""
+        """Count an answer about a label. present: whether the record has it   chosen: the content of its set."""
         self.examples += 1
         self.right += right
         self.covered += chosen in ("open", "there" if present else "not there")
@@ -242,14 +243,14 @@ class ClassTally:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """By class, and over all of them."""
+    """Counts by class, and over all classes."""
 
     classes: dict[str, ClassTally] = field(default_factory=dict)
     whole: ClassTally = field(default_factory=ClassTally)
 
 
 def tally(predictions: Sequence[Prediction], classes: Sequence[str]) -> Tally:
-    """Count the predictions whose label is known; classes without any are left out."""
+    """Count the predictions with a known label. Classes without predictions are left out."""
     sums = Tally()
     for prediction in predictions:
         for label, right in zip(classes, prediction.right, strict=False):

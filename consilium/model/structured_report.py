@@ -1,10 +1,11 @@
-"""Predictions as DICOM Structured Reports (PS3.16, TID 1500): what an archive and a viewer file beside the image.
+"""Predictions as DICOM Structured Reports (PS3.16, TID 1500), which archives and viewers store with the image.
 
-One report per DICOM image, in its study and of its patient. It holds the answer as a finding, the probability of each
-class as a measurement, the classes of a calibration's set, and which model said so. Class names are a run's own and of
-no terminology, so their codes are private: the class's place, in a scheme whose version is the model file's digest.
+One report per DICOM image, in the same study and for the same patient. It contains the answer as a finding, the
+probability of each class as a measurement, the classes in the calibrated set, and the model's identity. Class names
+come from the run, not from a terminology. So their codes are private: the class's index, in a scheme whose version is
+the beginning of the model file's SHA-256.
 
-A report holds the patient's tags that the image holds (`fl_core/datasets/decoding/dicom.py` reads none of them).
+A report repeats the patient's tags from the image (`fl_core/datasets/decoding/dicom.py` reads none of them).
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ if TYPE_CHECKING:
     from pydicom import Dataset
 
 SCHEME = "99CONSILIUM"
-"""Of the codes that no terminology has; names that begin with 99 are private (PS3.16, section 8.2)."""
+"""Coding scheme of our private codes; names that begin with 99 are private (PS3.16, section 8.2)."""
 _NEEDED = ("SOPClassUID", "SOPInstanceUID", "StudyInstanceUID", "SeriesInstanceUID")
 _COPIED = (
     *("PatientID", "PatientName", "PatientBirthDate", "PatientSex"),
     *("StudyID", "StudyDate", "StudyTime", "AccessionNumber", "ReferringPhysicianName"),
 )
-"""Tags that a report repeats and that may be empty, but must be there (type 2)."""
+"""Tags that a report repeats. They must be present but may be empty (type 2)."""
 _SERIES_NUMBER = 9900
 _MEANING = 64
-"""Characters that a code's meaning has at most."""
+"""Maximum length of a code's meaning, in characters."""
 _DEVICES = uuid.UUID("4a0b1b5e-6f1c-5d0b-9d35-6b0d6a2b7f11")
 
 
 @dataclass(slots=True)
 class Reports:
-    """What was written, by example; and which predictions have no report, and why."""
+    """Written files, and reasons why predictions have no report, by example. not_dicom: images that are not DICOM."""
 
     files: dict[str, Path] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
@@ -52,20 +53,20 @@ class Reports:
 
 
 def check(folder: Path) -> None:
-    """Raise ConfigError (E-CFG-08, E-CFG-02) where reports cannot be written, before anything is computed."""
+    """Raise ConfigError (E-CFG-08, E-CFG-02) if reports cannot be written. Call before computing anything."""
     require("highdicom", "model", "structured reports")
     if folder.exists() and not folder.is_dir():
         raise ConfigError("E-CFG-02", f"--sr: expected a folder, found the file {folder}: name another place")
     if not folder.exists() and not folder.parent.is_dir():
-        raise ConfigError("E-CFG-02", f"--sr: expected a folder at {folder.parent}, found none: make it")
+        raise ConfigError("E-CFG-02", f"--sr: expected a folder at {folder.parent}, found none: create it")
 
 
 def write(folder: Path, predictor: Predictor, predictions: Sequence[Prediction]) -> Reports:
-    """Write FOLDER/UID.dcm for each DICOM image that was classified; the folder is made where it is not there.
+    """Write FOLDER/UID.dcm for each DICOM image that was classified. Creates the folder if needed.
 
-    Guarantees: an image that lacks what a report must name is a problem, and the others have theirs; files are for
-    their owner alone; nothing of an image's tags is in a message. Raises ConfigError (E-CFG-02) where the folder cannot
-    be written.
+    Guarantees: an image without the required tags is reported as a problem and the others still get a report; files
+    have mode 0600; messages contain none of an image's tags. Raises ConfigError (E-CFG-02) if the folder cannot be
+    written.
     """
     reports, series = Reports(), dict[str, str]()
     with _writable(folder):
@@ -77,7 +78,7 @@ def write(folder: Path, predictor: Predictor, predictions: Sequence[Prediction])
             reports.not_dicom += 1
             continue
         try:
-            with without_contents("tags that make no report"):
+            with without_contents("tags that do not fit a report"):
                 report, uid = _encoded(predictor, prediction, series, len(reports.files) + 1)
         except UnreadableError as error:
             reports.problems[prediction.name] = str(error)
@@ -95,7 +96,8 @@ def _writable(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            "E-CFG-02", f"--sr: expected a folder that can be written, found {folder}: {error.strerror}"
+            "E-CFG-02",
+            f"--sr: expected a writable folder, found {folder} ({error.strerror}): name another folder",
         ) from error
 
 
@@ -115,7 +117,7 @@ def _image(path: Path) -> Dataset:
 
 
 def _encoded(predictor: Predictor, prediction: Prediction, series: dict[str, str], number: int) -> tuple[bytes, str]:
-    """Return a report's file and its UID. series: the reports' series by study, which grows."""
+    """Return a report's bytes and UID. series: UIDs of the reports' series by study; grows with new studies."""
     import highdicom as hd
     from highdicom.sr import ComprehensiveSR
 
@@ -132,7 +134,7 @@ def _encoded(predictor: Predictor, prediction: Prediction, series: dict[str, str
         is_complete=True,
         series_description="Predictions of Consilium, not verified",
     )
-    report.SpecificCharacterSet = "ISO_IR 192"  # UTF-8, since names of classes need not fit the image's set
+    report.SpecificCharacterSet = "ISO_IR 192"  # UTF-8: class names need not fit the image's character set
     buffer = io.BytesIO()
     report.save_as(buffer)
     return buffer.getvalue(), str(report.SOPInstanceUID)
@@ -186,12 +188,12 @@ def _private(value: str, meaning: str, scheme_version: str | None = None) -> Any
 
 
 def _reading_notes(predictor: Predictor) -> list[str]:
-    """Say how to read the numbers."""
+    """Return notes on how to read the numbers."""
     notes, calibration = [f"temperature {predictor.temperature:.6g}"], predictor.calibration
-    if calibration is None or calibration.facts.false_flags is None:  # the latter of rows, which no report is of
+    if calibration is None or calibration.facts.false_flags is None:  # None only for several labels
         return [*notes, "not calibrated at this hospital"]
     return [
         *notes,
-        f"sets hold the right class of {100 * calibration.facts.coverage:g} % of images like the calibration's",
-        f"{NONE_OF_THEM}: said of at most {100 * calibration.facts.false_flags:g} % of images of known classes",
+        f"sets contain the right class for {100 * calibration.facts.coverage:g} % of images like the calibration's",
+        f"{NONE_OF_THEM}: reported for at most {100 * calibration.facts.false_flags:g} % of images of known classes",
     ]

@@ -1,1 +1,1 @@
-"""A page on loopback for an exported model: images are dropped on it, and it says what the model makes of them."""
+"""A page on loopback that classifies dropped images with an exported model."""

@@ -1,4 +1,4 @@
-"""The page for images: what it shows of each, and what it takes."""
+"""The page that classifies images: its views, uploads and downloads."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from fl_core.errors import DataError
 TEMPLATES = Path(__file__).parent / "templates"
 COMMAND = "consilium page MODEL"
 MAX_SHOWN = 50
-"""Images whose answers are kept; the oldest makes room."""
+"""Number of answered images to keep; a new one replaces the oldest."""
 SHOWN_CLASSES = 5
 _SEEN = "seen/"
 
 
 @dataclass(frozen=True, slots=True)
 class AnsweredImage:
-    """One image's answer. png: the square that the model saw, as PNG."""
+    """One image's answer. png: the square image that the model saw."""
 
     number: int
     prediction: Prediction
@@ -43,7 +43,7 @@ class AnsweredImage:
 
 @dataclass(slots=True)
 class PredictionPage:
-    """The page of one model. folder: a private one, where an image lies while it is classified."""
+    """The page of one model. folder: private folder for each image while it is classified."""
 
     predictor: Predictor
     folder: Path
@@ -83,7 +83,7 @@ class PredictionPage:
         }
 
     def take(self, name: str, file: Path) -> None:
-        """Classify an image; raises DataError (E-DATA-04) on a file that is none."""
+        """Classify an image and show the answer; raises DataError (E-DATA-04) on a file that is no usable image."""
         examples = self.predictor.model.facts.preprocessing.examples([file], self._loader)
         (prediction,) = self.predictor.predictions(Inputs((name,), examples))
         if prediction.problem:
@@ -98,7 +98,7 @@ class PredictionPage:
         with self._lock:
             self._shown.clear()
             self._changes += 1
-        return "All answers are gone."
+        return "All answers are deleted."
 
     def _download(self, id: str) -> Download | None:
         with self._lock:
@@ -110,12 +110,12 @@ def _headline(shown: list[AnsweredImage]) -> str:
     if not shown:
         return "Drop images here: nothing leaves this machine"
     none = sum(bool(image.prediction.unknown) for image in shown)
-    what = f"{len(shown)} {'image is' if len(shown) == 1 else 'images are'} classified"
+    what = f"{len(shown)} {'image' if len(shown) == 1 else 'images'} classified"
     return f"{what}, {none} of them as none of the classes" if none else what
 
 
 def _png(pixels: torch.Tensor) -> bytes:
-    """Write (C, S, S) uint8, of one or three channels."""
+    """Encode (C, S, S) uint8 with one or three channels."""
     values = pixels.permute(1, 2, 0).numpy()
     file = io.BytesIO()
     Image.fromarray(values[..., 0] if values.shape[2] == 1 else values).save(file, "PNG")

@@ -118,7 +118,7 @@ def test_an_image_that_cannot_be_read_is_named_and_the_others_are_answered_by_pr
     [
         (3, "expected paths, PIL images or arrays"),
         ([3], "expected paths, PIL images or arrays"),
-        (["a.png", np.zeros((8, 8), np.uint8)], "no mixture"),
+        (["a.png", np.zeros((8, 8), np.uint8)], "not a mixture"),
         (np.zeros((8, 8, 3), np.uint8), r"images\[None\]"),
         (np.zeros(8, np.uint8), r"images\[None\]"),
         (np.zeros((2, 8, 8, 5), np.uint8), "expected an image"),

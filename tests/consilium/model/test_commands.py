@@ -58,8 +58,8 @@ def consilium(capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
 def test_calibrate_then_predict(made: Exported, model: Path, consilium: Callable[..., Done]) -> None:
     done = consilium("calibrate", model, "--data", made.hospital)
     assert done.status == 0, done.err
-    assert "hold the right class of 90 % of images like these" in done.out
-    rows = re.findall(r"^\d\s+\d+\s+\d+\s+0\.\d+\s+those of all classes with fewer than 49", done.out, re.MULTILINE)
+    assert "contain the right class for 90 % of images like these" in done.out
+    rows = re.findall(r"^\d\s+\d+\s+\d+\s+0\.\d+\s+all classes with fewer than 49", done.out, re.MULTILINE)
     assert len(rows) == 9
     file = model.with_name("digits-1.calibration.safetensors")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -95,7 +95,7 @@ def test_an_answer_that_nobody_taught_is_marked_in_the_table_and_named_in_the_fi
         shutil.copy(sorted((made.images / f"new/{digit}").iterdir())[0], tmp_path / f"in/{digit}.png")
     done = consilium("predict", model, "in", "--out", out)
     assert done.status == 0, done.err
-    assert "nobody taught the model 3, 5: it cannot recognise them" in done.err
+    assert "not trained: no hospital had 3, 5, so the model cannot recognise them" in done.err
     whole = json.loads(out.read_text())
     assert whole["model"]["untaught"] == ["3", "5"]
     answers = {p["answer"] for p in whole["predictions"]}
@@ -104,7 +104,7 @@ def test_an_answer_that_nobody_taught_is_marked_in_the_table_and_named_in_the_fi
     done = consilium("predict", model, "in")
     rows = dict(re.findall(r"\.png\s+(\d)\s+\d+\.\d %\s+-(.*)$", done.out, re.MULTILINE))
     assert {answer: note.strip() for answer, note in rows.items()} == {
-        answer: f"nobody taught it {answer}" if answer in "35" else "" for answer in answers
+        answer: f"not trained: no hospital had {answer}" if answer in "35" else "" for answer in answers
     }
 
 
@@ -133,7 +133,7 @@ def test_dicom_images_get_structured_reports(
     done = consilium("predict", model, tmp_path / "in", "--sr", tmp_path / "sr")
     assert (done.status, len(list((tmp_path / "sr").iterdir()))) == (0, 1), done.err
     assert f"wrote 1 structured report to {tmp_path / 'sr'}" in done.out
-    assert "no DICOM, and so without a structured report: 1 of 2" in done.err
+    assert "not DICOM, so without a structured report: 1 of 2" in done.err
 
     write_dicom(tmp_path / "in/c.dcm", pixels)
     done = consilium("predict", model, tmp_path / "in", "--sr", tmp_path / "sr", "--json")
@@ -183,7 +183,7 @@ def test_another_file_under_the_name_of_the_exported_one_is_refused(
     done = consilium("predict", model, ".")
     assert done.status != 0
     assert "E-STATE-22" in done.err
-    assert "this card is of another file" in done.err
+    assert "this card belongs to another file" in done.err
 
 
 OFFLINE = """

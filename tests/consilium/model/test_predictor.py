@@ -160,7 +160,7 @@ def test_rows_become_numbers_and_those_that_do_not_fit_are_named_by_line(table: 
     assert [text for _, text in found.problems] == [
         "sex: none of the declared categories",
         "age: outside 0 to 100",
-        "more or fewer cells than the header has",
+        "more or fewer cells than the header",
     ]
     assert len(Predictor(table).predictions(found)) == 5
 
@@ -190,5 +190,5 @@ def test_images_for_a_model_of_columns_and_a_table_for_one_of_images_are_refused
         inputs.from_paths([made.images / "unknown"], table.facts, LOADER)
     file = rows_of(tmp_path / "p.csv", [["sex"], ["f"]])
     (problem,) = Predictor(model).predictions(inputs.from_paths([file], model.facts, LOADER))
-    assert problem.problem.startswith("no image")
+    assert problem.problem.startswith("not an image")
     assert issubclass(SchemaError, DataError)

@@ -154,7 +154,7 @@ def test_an_image_that_names_no_study_is_told_without_its_tags_and_the_others_ha
 def test_a_folder_that_cannot_be_written_is_named(made: Exported, predictor: Predictor, tmp_path: Path) -> None:
     found = predictions(predictor, image(tmp_path / "a.dcm", made))
     (tmp_path / "sr").touch()
-    with pytest.raises(ConfigError, match="expected a folder that can be written"):
+    with pytest.raises(ConfigError, match="expected a writable folder"):
         structured_report.write(tmp_path / "sr", predictor, found)
 
 
@@ -162,7 +162,7 @@ def test_what_cannot_be_written_is_said_first(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="found the file"):
         structured_report.check(tmp_path / "file")
-    with pytest.raises(ConfigError, match="make it"):
+    with pytest.raises(ConfigError, match="create it"):
         structured_report.check(tmp_path / "no/sr")
     monkeypatch.setitem(__import__("sys").modules, "highdicom", None)
     with pytest.raises(ConfigError, match=r"pip install 'consilium-fl\[model\]'"):

@@ -114,7 +114,7 @@ def test_a_head_is_trained_and_the_export_is_body_and_head(
     assert run.model_digest == simulated.model_digest
     folder = tmp_path / "models"
     export(run.id, out=folder, formats=["onnx"], home=world.home)
-    with pytest.raises(ConfigError, match="take safetensors"):
+    with pytest.raises(ConfigError, match="use --format safetensors"):
         export(run.id, out=tmp_path / "program", formats=["torch"], home=world.home)
     loaded = model_file.load(folder / f"{run.id}.safetensors")
     session = onnxruntime.InferenceSession(folder / f"{run.id}.onnx")

@@ -63,7 +63,7 @@ def test_an_image_is_classified_shown_and_deleted(made: Exported, page: Predicti
     assert upload(browser, file.read_bytes())[0] == 204
     text = browser.get().text
     assert "a name.png" in text
-    assert "1 image is classified" in text
+    assert "1 image classified" in text
     seen = browser.get("/files/seen/1")
     assert seen.body.startswith(b"\x89PNG")
     assert [f.name for f in page.folder.iterdir()] == [server.file.name]
@@ -169,9 +169,9 @@ def test_images_are_dropped_chosen_and_forgotten(browser, made: Exported, server
 
     tab.set_input_files("#files", [image(made, "unknown"), image(made, "new/5")])
     tab.wait_for_selector("#answers tbody tr:nth-child(3)")
-    until(lambda: "3 images are classified" in tab.inner_text("h1"))
+    until(lambda: "3 images classified" in tab.inner_text("h1"))
     tab.click("#forget")
-    tab.wait_for_selector("text=All answers are gone.")
+    tab.wait_for_selector("text=All answers are deleted.")
     assert "No image yet" in tab.inner_text("#answers")
     assert visit.elsewhere == []
     assert [text for text in visit.complaints if "422" not in text] == []
