@@ -1,8 +1,8 @@
 """Limits the memory of all streams together: which uploads and downloads may run now.
 
-gRPC buffers a whole window of a stream before anybody reads it. So the number of windows is limited, not their size: an
-upload gets a slot when it is opened, a download waits for its turn. Both are leases: after `lease_s`, a stream must
-yield if another one waits, and continues later from the byte where it stopped.
+gRPC buffers a whole window of a stream before it is read. So the number of windows is limited, not their size: an
+upload gets a slot when it is opened, a download waits for its turn. Both are leases: after `LEASE_S` seconds, a stream
+must yield if another one waits, and continues later from the byte where it stopped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNUSED_S = 15.0
 
 @dataclass(slots=True)
 class Slot:
-    """Memory for the window of one upload. streams: those that use it; two while a newer one takes over."""
+    """Memory for the window of one upload. streams: that use it; two while a newer one takes over."""
 
     silo: str
     room: int
@@ -40,7 +40,7 @@ class Slot:
 class UploadSlots:
     """The slots of all uploads; used on the event loop only.
 
-    budget: bytes of memory for all of them   window: bytes that one may be ahead of its reader.
+    budget: bytes of memory for all uploads   window: bytes that an upload may be ahead of its reader.
     """
 
     def __init__(self, budget: int, window: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -51,7 +51,7 @@ class UploadSlots:
 
     @property
     def room(self) -> int:
-        """The memory that all slots may use now."""
+        """The bytes of memory that all slots may use now."""
         return sum(slot.room for slot in self._slots.values())
 
     @property
@@ -109,9 +109,10 @@ class UploadSlots:
 
 
 class LeadsFirst:
-    """Uploads give way to leads between two chunks; used on the event loop only.
+    """Makes uploads wait, between two chunks, for the calls of leads; used on the event loop only.
 
-    Guarantees: an upload waits at most `PAUSE_S` for each chunk, and a call holds uploads up for at most `HELD_S`.
+    Guarantees: an upload waits at most `PAUSE_S` seconds per chunk, and a call delays uploads for at most `HELD_S`
+    seconds after it began.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -121,7 +122,7 @@ class LeadsFirst:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Let uploads wait while the block runs."""
+        """Make uploads wait while the block runs."""
         key = object()
         self._calls[key] = self._clock()
         self._quiet.clear()

@@ -156,7 +156,8 @@ class Authorizer:
     def silos_in_force(self) -> Callable[[PeerCertificate], bool]:
         """Look up all silos at once; return a test whether a caller is a silo that is certainly allowed.
 
-        Checking a thousand open streams one by one would take a whole core. For all others ask `authorize_peer`.
+        Checking a thousand open streams one by one would take a whole core. Check all other callers with
+        `authorize_peer`.
         """
         in_force, now = self.members.in_force(), utc_now()
 

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _CROSSING = ("Transfer/Open", "Transfer/Commit")
 """Calls that exchange the ends of both audit logs."""
 _PUTS, _GET = ("Transfer/Put", "Lead/PutWeights"), "Transfer/Get"
-"""Calls whose requests are chunks, and the one whose replies are."""
+"""Calls whose requests are chunks, and the call whose replies are chunks."""
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 """Requests and replies are not inspected: the interceptor is the same for every message type."""
 
@@ -38,8 +38,8 @@ class Interceptor(grpc.aio.ServerInterceptor):
     """Admits or refuses each call, and converts every error to a status whose text begins with a code.
 
     A handler that is no coroutine runs on a thread; leads have threads of their own, which hospitals cannot occupy.
-    Guarantees: no handler runs for a refused peer; only our own messages are sent: an unexpected error is sent as
-    E-RUN-99, and its traceback is in the log here.
+    Guarantees: no handler runs for a refused peer. Only messages of this software are sent: an unexpected error is
+    sent as E-RUN-99, and its traceback is in the log.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
             return lambda _: None
 
     async def _run_stream(self, inner: Any, method: str, request: object, context: Context) -> None:  # noqa: ANN401
-        """Run one of our streams, which limit their own time, or one of gRPC's services, which do not."""
+        """Run a stream. Those of health and reflection do not limit their own time, and are ended here."""
         if not method.startswith(PUBLIC_SERVICES):
             await inner(request, context)
             return
@@ -141,7 +141,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
 
     @asynccontextmanager
     async def _while_authorized(self, method: str, context: Context) -> AsyncIterator[None]:
-        """End the block with the refusal if its caller is no longer allowed; a session ends itself, with the reason."""
+        """Raise the refusal inside the block if its caller is no longer allowed; sessions end themselves."""
         if method.endswith("/Session"):
             yield
             return

@@ -31,7 +31,7 @@ from service_core.storage.object_store import open_partial
 from service_core.storage.private_files import Credentials
 
 BuildManifest = Callable[[str, list[pb.SiloInfo]], RunManifest]
-"""From a submitted configuration (JSON) and the members of the consortium to the frozen manifest, or ConfigError."""
+"""Makes the frozen manifest of a submitted configuration (JSON) for these members; raises ConfigError."""
 
 _MIN_LIVE_INTERVAL_S = 1.0
 _POLL_S = 5.0
@@ -56,7 +56,7 @@ class LeadService(rpc.LeadServicer):
         put_idle_s: float,
         own: Callable[[], Credentials],
     ) -> None:
-        """Set up; put_idle_s: idle seconds after which an upload of weights ends; own: the signing credentials."""
+        """Set up. put_idle_s: idle seconds after which an upload of weights ends   own: reads the signing key."""
         self._own = own
         self._withdrawals = Withdrawals(store, runs.submit, runs.schedule_cleanup)
         self._weights = weights
@@ -108,7 +108,7 @@ class LeadService(rpc.LeadServicer):
         return self._info(self._runs.submit(manifest, request.spec_json, request.request_id, request.start_from))
 
     def _may_go_on(self, request: pb.SubmitRequest, silos: list[pb.SiloInfo]) -> list[pb.SiloInfo]:
-        """Leave out silos that a run which continues another may not ask, unless it names its silos.
+        """Leave out the silos that a run may not ask because of the run it continues, unless it names its silos.
 
         Raises ConfigError: E-RUN-10 on an unknown run, E-RUN-05 if no silo is left; StateError (E-RUN-11).
         """
@@ -220,7 +220,7 @@ class LeadService(rpc.LeadServicer):
         return self._info(self._runs.with_model_digest(self._runs.extend(request.run_id, request.hours)))
 
     def Withdraw(self, request: pb.WithdrawRequest, context: Context) -> pb.WithdrawReply:  # noqa: N802
-        """Remove a hospital's sums from the models that allow it, and name those that do not."""
+        """Withdraw a hospital from its runs; return the models that its sums are taken out of, and all others."""
         lead = self._authorizer.caller(context).identity.name
         withdrawals = self._withdrawals.withdraw(request.silo, lead, request.preview)
         self._dispatcher.changes.notify()

@@ -21,7 +21,7 @@ from service_core.pki.identity import CertificateRole, PeerCertificate
 audit = logging.getLogger("consilium.audit")
 _UPLOADS = 16
 _TABLE = 4096
-"""Callers that are remembered; beyond this number, idle ones are forgotten."""
+"""Number of callers to remember; beyond it, idle ones are forgotten."""
 _NOTE_S = 60.0
 _UNKNOWN_BYTES = 1 << 16
 
@@ -81,7 +81,7 @@ class Limits:
 
     @classmethod
     def over(cls, round_trip_ms: float) -> Limits:
-        """Return the limits for lines this long: as many uploads at once as over a short line, or `_UPLOADS`."""
+        """Return limits for a round-trip time in ms, with memory for at least `_UPLOADS` uploads at once."""
         window = window_bytes(round_trip_ms)
         return cls(window=window, upload_bytes=max(cls().upload_bytes, _UPLOADS * (window + CHUNK_BYTES)))
 

@@ -95,7 +95,7 @@ def arrivals(updates: Iterable[Contribution]) -> list[pb.Arrival]:
 
 
 def declarations(run_id: str, store: CoordinatorStore) -> list[pb.Declaration]:
-    """Return each silo's attestation with its newest update of a run, without the sealed part."""
+    """Return the attestation in each silo's newest update of a run, without the sealed part."""
     newest = sorted(store.attestations.newest_of_run(run_id).items())
     return [pb.Declaration(silo=name, round=round, stated=stated) for name, (round, stated) in newest]
 

@@ -32,10 +32,10 @@ class _Stream:
 
 
 class OpenStreams:
-    """Checks all open streams every `check_s` seconds, on a thread that no call can take. Used on the event loop.
+    """Checks all open streams every `check_s` seconds, on a thread of its own. Used on the event loop.
 
-    Guarantees: whoever revoked a certificate, this process or another, and however busy other threads are, its streams
-    end within `check_s` seconds and the time of one check.
+    Guarantees: once a certificate is revoked, by this process or another, its streams are ended within `check_s`
+    seconds and the time of one check, even if all other threads are busy.
     """
 
     def __init__(self, authorizer: Authorizer, check_s: float) -> None:
@@ -49,7 +49,7 @@ class OpenStreams:
     def watching(
         self, peer: PeerCertificate, method: str, address: str, on_refused: Callable[[FederationError], None]
     ) -> Iterator[None]:
-        """Call a function, once and on the event loop, if the caller loses its permission inside the block."""
+        """Call `on_refused`, once and on the event loop, if the caller loses its permission inside the block."""
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask_again_and_again())
         stream = _Stream(peer, method, address, on_refused)

@@ -78,7 +78,7 @@ class Settings:
         quota: bytes of unfinished uploads per silo
         limits: per certificate
         metrics: where they are served, if anywhere
-        start_worker: starts what computes for a run
+        start_worker: starts the worker of a run
         extensions: installed distributions whose methods and models runs may use
     """
 
@@ -96,7 +96,7 @@ class Settings:
 class CoordinatorServer:
     """The service over one home folder: database, objects, authority.
 
-    Guarantees: two services never share a home; a stop loses nothing, and neither does a crash.
+    Guarantees: two services never share a home; neither a stop nor a crash loses anything.
     """
 
     def __init__(
@@ -122,7 +122,8 @@ class CoordinatorServer:
     def start(self) -> int:
         """Start the service, resume its runs and return the port.
 
-        Raises StateError: E-STATE-20 when another service uses this home, E-NET-20 when the address cannot be used.
+        Raises StateError: E-STATE-20 if another service uses this home, E-NET-20 if the address cannot be used,
+        E-STATE-63 if too few files may be open; ConfigError (E-CFG-01) if an extension cannot be loaded.
         """
         consortium = Authority.open(self.home).consortium
         self._lock = lock_home(self.home)
@@ -160,14 +161,14 @@ class CoordinatorServer:
         return port
 
     def _load_extensions(self) -> None:
-        """Say what runs may use; raises ConfigError (E-CFG-01) on extensions that cannot be loaded."""
+        """Log the extensions that runs may use; raises ConfigError (E-CFG-01) if one cannot be loaded."""
         if self.settings.extensions:
             with self.runs.workers.opening() as worker:
                 for extension in worker.extensions:
                     log.info("runs may use the %s", extension)
 
     def stop(self, grace: float = 5.0) -> None:
-        """Interrupt the runs where they are, end the sessions, and give running calls `grace` seconds."""
+        """Interrupt the runs, end the sessions, and give running calls `grace` seconds."""
         self._stopping.set()
         self._readiness.stop()
         self._close_metrics()
@@ -310,7 +311,7 @@ class CoordinatorServer:
 
 
 def _give_memory_back() -> None:
-    """Have glibc give back what streams have freed: it would keep the most that a round ever needed."""
+    """Have glibc return freed memory to the system: by itself it would keep the most that a round ever needed."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
@@ -333,7 +334,7 @@ def _raise_descriptor_limit() -> int:
 
 
 def _connections_of(descriptors: int) -> int:
-    """Return the connection limit that always leaves descriptors for the service's own files."""
+    """Return a connection limit that leaves descriptors for the service's own files."""
     reserved = min(_OWN_DESCRIPTORS, descriptors // 2)
     return max(1, min(descriptors - reserved, _MAX_CONNECTIONS))
 

@@ -1,6 +1,6 @@
-"""Transfer: objects up and down, resumable at every byte.
+"""Transfer: uploads and downloads of objects, resumable at every byte.
 
-A stream has one chunk in work and a window ahead of it; `coordinator.api.admission` limits the windows of all streams.
+A stream processes one chunk while a window is buffered; `coordinator.api.admission` limits the windows of all streams.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TransferService(rpc.TransferServicer):
         leads_first: LeadsFirst,
         check: Callable[[Contribution, Path], None],
     ) -> None:
-        """Set up; check: as `UpdateChecks.check`."""
+        """Set up. check: as `RunWorkers.check`."""
         self._authorizer = authorizer
         self._store = store
         self._objects = objects
@@ -79,7 +79,7 @@ class TransferService(rpc.TransferServicer):
         self._check_update = check
 
     async def Open(self, request: pb.OpenRequest, context: Context) -> pb.OpenReply:  # noqa: N802
-        """Accept the announcement of an update and return how many bytes are here."""
+        """Accept the announcement of an update; return the number of bytes received so far."""
         silo = self._authorizer.caller(context).identity.name
         contribution, anew = await self._workers.run(self._announce, request, silo)
         if contribution.received is not None:
@@ -148,7 +148,7 @@ class TransferService(rpc.TransferServicer):
             return file.size
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.Receipt:  # noqa: N802
-        """Verify an upload, accept it and sign for it; object and record are on disk before the receipt leaves."""
+        """Verify and accept an upload, and return a signed receipt. Object and record are on disk before that."""
         silo = self._authorizer.caller(context).identity.name
         c = await self._workers.run(self._contribution_of, request.contribution_id, silo)
         if c.received is not None:
@@ -164,7 +164,7 @@ class TransferService(rpc.TransferServicer):
             receipt = self._take(c, upload)
         except FileNotFoundError as error:  # its round ended meanwhile, and its bytes were deleted
             raise _forgotten(c) from error
-        # Here and not after the await: a caller that has left is no reason to let the run wait for what is here.
+        # Here and not after the await: the run gets the update even if the caller has left.
         self._uploads.forget(c.id)
         self._dispatcher.delivered(c)
         return receipt
@@ -234,7 +234,7 @@ class TransferService(rpc.TransferServicer):
                 while (chunk := await workers.run(next, chunks, None)) is not None:
                     await _write(chunk, context, self._limits.get_idle_s)
                     sent += len(chunk.data)
-                    del chunk  # the caller left; the next one takes its turn
+                    del chunk  # before the next one is read
                     yield_to_others()
         finally:
             await workers.always(self._end_download, chunks, silo, run_id, sent)

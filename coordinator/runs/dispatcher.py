@@ -1,6 +1,6 @@
-"""The sessions of silos: messages to them, and which run receives their messages.
+"""The sessions of silos: sends messages to silos, and passes their messages to the runs.
 
-Nothing here survives the process: after a restart the store's open rounds are offered again.
+All of it is in memory: after a restart the store's open rounds are offered again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SiloActivity:
 class SiloSession:
     """A control stream. Any thread sends; only the stream's own coroutine calls `next`.
 
-    on_change: called from any thread after a message was queued, the Hello has come or the session has ended.
+    on_change: called from any thread after a message was queued, the Hello arrived or the session ended.
     """
 
     peer: PeerCertificate
@@ -79,7 +79,8 @@ class SiloSession:
     def conflict_with(self, other: SiloSession, alive_s: float) -> str | None:
         """Return why a newer session of the same name may not replace this one; None if it may.
 
-        It may with a newer certificate, from the same home, or after this session was silent for `alive_s` seconds.
+        With a newer certificate it may, with an older one it may not. With the same certificate it may if it comes from
+        the same home, or after this session was silent for `alive_s` seconds.
         """
         if self.over or self.peer.not_before < other.peer.not_before:
             return None
@@ -92,7 +93,7 @@ class SiloSession:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the last message; 0 while one is processed, since those behind it are not read yet."""
+        """Seconds since the last message; 0 while one is processed, since later ones are not read until then."""
         return 0.0 if self.hearing else time.monotonic() - self.last_heard
 
     @contextmanager
@@ -115,7 +116,7 @@ class SiloSession:
         self.on_change()
 
     def finish(self, error: FederationError | None = None) -> None:
-        """End the session with an error or, if it was replaced or the silo has gone, without (None)."""
+        """End the session. error: None if it was replaced or the silo has left."""
         with self._lock:
             if self.over:
                 return
@@ -139,7 +140,7 @@ class SiloSession:
 class Dispatcher:
     """The sessions of all silos, and the running runs that receive their messages. Thread-safe.
 
-    Guarantees: a silo has at most one session; a task of a silo that was revoked does not wait.
+    Guarantees: a silo has at most one session; no run waits for the task of a revoked silo.
     """
 
     def __init__(
@@ -186,8 +187,8 @@ class Dispatcher:
     def attach(self, session: SiloSession) -> None:
         """Make this the session of its silo and end an older one.
 
-        Raises RefusedError (E-ID-26) if two machines have one name: the older session is alive, and has a newer
-        certificate or this one on another home.
+        Raises RefusedError (E-ID-26) if two machines use one name: the older session has a newer certificate, or it is
+        alive with the same certificate on another home.
         """
         with self._lock:
             older = self._sessions.get(session.name)
@@ -211,7 +212,7 @@ class Dispatcher:
         self.changes.notify()
 
     def catch_up(self, session: SiloSession, hello: pb.Hello, last_seen: float) -> None:
-        """Send a silo what it missed: closed rounds, ended runs, open tasks, and the messages of fixed sets."""
+        """Send the messages that a silo missed: closed rounds, ended runs, open tasks, and those of fixed sets."""
         for ref in hello.staged:
             if message := self._close_of(session.name, ref):
                 session.send(message)
@@ -248,7 +249,7 @@ class Dispatcher:
         self.changes.notify()
 
     def store_last_seen(self) -> None:
-        """Store that silos were here until now: those that left since the last call, and once a minute all others.
+        """Store the time at which silos were last seen: of those that left since the last call, once a minute of all.
 
         One transaction for all of them. Raises as `Database.write`; the next call then stores them.
         """
@@ -278,7 +279,7 @@ class Dispatcher:
             self.changes.notify()
 
     def hear(self, session: SiloSession, message: FromSilo) -> None:
-        """Pass a silo's message to the run that it is about."""
+        """Pass a silo's message to its run."""
         if isinstance(message, pb.SecaggConfirm):
             self.store.secagg.note_answers(session.name, message.masked_answers)
         if (tasks := self.tasks_of(message.run_id)) is not None:
@@ -378,7 +379,7 @@ def negotiate(hello: pb.Hello, ours: int) -> None:
 
 
 def round_closed(row: RoundRow, name: str) -> pb.CoordinatorMessage:
-    """Report to a silo what happened to its update, and why parts were not taken."""
+    """Report to a silo whether its update is in a closed round, and why it or parts of it are not."""
     record = row.record
     reason = record.missing.get(name) or record.cut.get(name, "")
     closed = pb.RoundClosed(

@@ -1,4 +1,4 @@
-"""What the service and the worker of a run ask of each other; tensors go by file."""
+"""Messages between the service and the worker of a run; tensors are passed as files."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ERRORS = ErrorLines({RunInterrupted.__name__: RunInterrupted})
 
 
 class Place(NamedTuple):
-    """Where a worker works.
+    """The paths and extensions of a worker.
 
-    objects: the folder of objects   written: the beginning of the paths of the files that it writes for the service
+    objects: the folder of objects   written: prefix of the paths of all files that it writes for the service
     extensions: installed distributions whose methods and models runs may use.
     """
 
@@ -33,9 +33,9 @@ class Place(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What a worker needs to know of its run.
+    """The run that a worker computes for.
 
-    manifest: as JSON   sizes: of each member, its training and test examples where it declares them (0: it does not).
+    manifest: as JSON   sizes: each member's training and test examples, as declared (0: not declared).
     """
 
     manifest: str
@@ -43,7 +43,7 @@ class Setup(NamedTuple):
 
 
 class RunReference(NamedTuple):
-    """What the opening of a run needs to know of another one; fields as of `StoredRun`."""
+    """Another run that the opening of a run reads; fields as in `StoredRun`."""
 
     id: str
     manifest: str
@@ -61,10 +61,10 @@ class RunReference(NamedTuple):
 
 
 class OpenRequest(NamedTuple):
-    """A run that is to be opened.
+    """A request to open a run.
 
     manifest: as JSON, with no model to start from   sizes: as in `Setup`   parent: the run that it continues
-    beside: the run whose models are measured beside its model.
+    beside: the run whose models are evaluated together with its model.
     """
 
     manifest: str
@@ -74,10 +74,10 @@ class OpenRequest(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """A run that can be stored.
+    """An opened run, ready to be stored.
 
     facts: as `DerivedFacts.to_dict`   state: of its first round, if it begins from another run or from weights
-    other: the model that is measured beside it.
+    other: the model that is evaluated together with its model.
     """
 
     manifest: str
@@ -88,7 +88,7 @@ class Opened(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A file that the worker wrote, with the digest and the number of its bytes."""
+    """A file that the worker wrote. digest: of its bytes   size: in bytes."""
 
     path: str
     digest: str
@@ -96,7 +96,7 @@ class Written(NamedTuple):
 
 
 class Update(NamedTuple):
-    """An update: whose it is, of what round, and its file."""
+    """A silo's update in a file."""
 
     id: str
     silo: str
@@ -106,10 +106,10 @@ class Update(NamedTuple):
 
 
 class Rounds(NamedTuple):
-    """Which rounds are to be run, and from what.
+    """The rounds to run, from `start` to the end of the run.
 
-    state: the file of the server's state   quorum: updates that close a round, 0: as the manifest says
-    closed: the medians of norms of the rounds before `start`   counted: hospitals of each class, of a census.
+    state: the file of the server's state   quorum: updates that close a round; 0: the manifest's
+    closed: the median norms of the rounds before `start`   counted: hospitals per class, from a census.
     """
 
     state: str
@@ -120,19 +120,22 @@ class Rounds(NamedTuple):
 
 
 class RunService(Protocol):
-    """What the arithmetic of a run asks of the service. Every method may raise RunInterrupted."""
+    """Calls of a run's arithmetic to the service. Every method may raise RunInterrupted."""
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str], needed: int) -> None:
-        """Open a round. needed: updates that close it, unless masks need more."""
+        """Open a round. needed: updates that close it; a masked round may need more."""
 
     def broadcast(self, round: int, written: Written | None) -> None:
-        """Store what a round's silos get; None: the state that was stored just before."""
+        """Store the message to a round's silos; None: it is the state that was stored last."""
 
     def ask(self, silo: str, context: RoundContext, kind: TaskKind) -> Later[tuple[str, Path]]:
-        """Return the id and the file of a silo's update, once it is here; raises why there is none, now or later."""
+        """Ask a silo for its update; return the update's id and file once it has arrived.
+
+        If there is no update, this call or the result raises the reason.
+        """
 
     def arrived(self, silo: str, classes: Collection[str] | None) -> None:
-        """Count an update that was added. classes: that it trains; None if it does not say."""
+        """Count an update that was added. classes: those that it trains; None if unknown."""
 
     def refused(self, silo: str, why: str) -> None:
         """Record that a silo will send nothing in this round."""
@@ -141,34 +144,34 @@ class RunService(Protocol):
         """Have the members open the sum of a round; raises as `MaskedRounds.unmask`."""
 
     def counted(self, hospitals: Sequence[int]) -> None:
-        """Keep the proof of a census, whose sum these are."""
+        """Store the proof of a census. hospitals: the opened sum, hospitals per class."""
 
     def closed(self, record: RoundRecord, written: Written | None, model: str) -> None:
-        """Store a round's result. written: the server's state after training   model: its digest after the last."""
+        """Store a round's result. written: the state after training   model: its digest, after the last round."""
 
 
 def seeds_as_json(opened: OpenedSeeds) -> list[object]:
-    """Write what takes masks off a sum."""
+    """Convert the seeds that remove the masks from a sum."""
     seeds = [[*slot, seed.hex()] for slot, seed in opened.seeds.items()]
     return [opened.task, opened.context.hex(), opened.inside, seeds]
 
 
 def seeds_of_json(raw: Sequence[Any]) -> OpenedSeeds:
-    """Read what `seeds_as_json` wrote."""
+    """Read the result of `seeds_as_json`."""
     task, context, inside, seeds = raw
     opened = {(block, dealer, slot): bytes.fromhex(seed) for block, dealer, slot, seed in seeds}
     return OpenedSeeds(task, bytes.fromhex(context), tuple(inside), opened)
 
 
 def open_request_of_json(raw: Sequence[Any]) -> OpenRequest:
-    """Read the fields of an `OpenRequest` that passed as JSON."""
+    """Read an `OpenRequest` from JSON."""
     manifest, sizes, *others = raw
     parent, beside = (None if other is None else RunReference(*other) for other in others)
     return OpenRequest(manifest, sizes, parent, beside)
 
 
 def opened_of_json(raw: Sequence[Any]) -> Opened:
-    """Read the fields of an `Opened` that passed as JSON."""
+    """Read an `Opened` from JSON."""
     manifest, sizes, facts, *files = raw
     state, other = (None if file is None else Written(*file) for file in files)
     return Opened(manifest, sizes, facts, state, other)

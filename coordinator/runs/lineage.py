@@ -1,8 +1,9 @@
-"""A lineage of runs: whose updates its newest model has, and who has withdrawn from it.
+"""A lineage of runs: the hospitals whose updates are in its newest model, and those that have withdrawn.
 
-Runs that add to one exact sum (`analytic`) count each hospital once: a hospital in the sums is not asked again by a run
-that continues them. A hospital that has withdrawn from a run is in no later run of its lineage. A separate run takes
-its updates out, and later runs continue from that one; if they cannot be taken out, no run continues from the model.
+Runs that add to one exact sum (`analytic`) count each hospital once: a run that continues the sums does not ask a
+hospital again that is in them. A hospital that has withdrawn from a run is in no later run of its lineage. A separate
+run takes its updates out, and later runs continue from that one. If they cannot be taken out, no run continues from
+the model.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ class RunLineage:
     runs: RunStore
 
     def before(self, run: StoredRun) -> Iterator[StoredRun]:
-        """Yield the runs that a run continues, the nearest first."""
+        """Yield a run's ancestors, the nearest first."""
         while parent := parent_of(run):
             run = self.runs.get(parent)
             yield run
 
     def updates_in(self, run: StoredRun) -> dict[str, list[ContributedModel]]:
-        """Return by silo the updates that a run's model depends on; silos whose sums were taken out have none."""
+        """Return the updates in a run's model, by silo; a silo whose sums were taken out is absent."""
         updates: dict[str, list[ContributedModel]] = {}
         summed = False
         for one in reversed([run, *self.before(run)]):
@@ -67,7 +68,7 @@ class RunLineage:
         return updates
 
     def withdrawn(self, run: StoredRun) -> dict[str, list[str]]:
-        """Return who has withdrawn from a run or its ancestors, with the runs."""
+        """Return the silos that have withdrawn from a run or its ancestors, each with the ids of those runs."""
         ids: dict[str, list[str]] = {}
         for one in (run, *self.before(run)):
             for event in self.runs.events_of(one.id, WITHDRAWN):
@@ -75,14 +76,17 @@ class RunLineage:
         return ids
 
     def not_asked(self, parent: StoredRun, adds_up: bool) -> dict[str, str]:
-        """Return who may not be a member of a run that continues another, and why."""
+        """Return the silos that may not be members of a run that continues `parent`, with the reasons.
+
+        adds_up: whether that run adds to exact sums.
+        """
         reasons = {name: f"withdrew from {', '.join(ids)}" for name, ids in self.withdrawn(parent).items()}
         if adds_up and adds(parent):
             reasons = dict.fromkeys(self.updates_in(parent), "is in its sums already") | reasons
         return reasons
 
     def require_fits(self, parent: StoredRun | None, manifest: RunManifest) -> None:
-        """Refuse a run that would count a hospital twice, or one that has withdrawn, or sums of other features.
+        """Refuse a run that would count a hospital twice, ask one that has withdrawn, or add sums of other features.
 
         parent: the run that it continues, if any.
         Raises StateError (E-RUN-11) on a parent that no run may continue; ConfigError: E-RUN-05 on a member, E-CFG-08
@@ -191,7 +195,7 @@ def is_complete(run: StoredRun) -> bool:
 
 
 def exchanges(run: StoredRun) -> int:
-    """Return after how many rounds a run's method ends; 0 if every round improves the model."""
+    """Return after how many rounds a run's method is complete; 0 if every round improves the model."""
     return DerivedFacts.of(run).exchanges
 
 

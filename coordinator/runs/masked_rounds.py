@@ -1,7 +1,7 @@
 """Masked rounds, in which the coordinator reads only sums: all differences from plain rounds.
 
-The set of a round is on the disk before any member sees it, and no other set is sent for the round, whenever the
-service stops: after a restart the same bytes are sent again.
+The set of a round is on disk before any member sees it. No other set is ever sent for the round: after a restart the
+same bytes are sent again.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ _LOOK_S = 0.5
 class MaskedRounds:
     """The rounds of a masked run.
 
-    All members report that they are ready, with their keys, which are then fixed as one object. A separate round, the
-    census, counts classes. A round's sum is opened for one set of updates, by the answers of its members.
+    All members report that they are ready and send their keys, which are stored as one object. A separate round, the
+    census, counts classes. The answers of a round's members open its sum, for one set of updates.
 
-    Guarantees: stored keys never change; only one set is ever sent for a round, after it is on the disk; of its updates
-    only a lost one is asked for again; no other set is opened.
+    Guarantees: stored keys never change. Only one set is ever sent for a round, after it is on disk, and no other set
+    is opened. Of its updates only a lost one is requested again.
     """
 
     run: StoredRun
@@ -88,8 +88,8 @@ class MaskedRounds:
     def prepare(self, steering: Steering) -> ClassCoverage | None:  # noqa: ARG002 - masks need all members
         """Store the keys of all members, after they report that they can do their part.
 
-        They are asked again until the current list of members was sent with the question: a member that renewed its
-        certificate meanwhile signs its keys with an identity that only this list contains. Raises as `ask_preflight`.
+        They are asked again if the list of members has changed in the meantime: a member with a renewed certificate
+        signs its keys with an identity that only the new list contains. Raises as `ask_preflight`.
         """
         store = self.services.store.secagg
         while store.keys(self.run.id) is None:
@@ -130,7 +130,7 @@ class MaskedRounds:
             self.services.store.secagg.keep_keys(self.run.id, objects.put(raw), len(raw), text)
 
     def _stored_keys(self) -> VerifiedKeys:
-        """Read the stored keys; raises StateError (E-STATE-22) if they cannot be read."""
+        """Read the stored keys; raises StateError (E-STATE-63, E-STATE-22) if they are missing or damaged."""
         raw = self.services.objects.verified(self.masks["secagg_keys_digest"]).read_bytes()
         try:
             return self._vouch(pb.SecaggKeys.FromString(raw), lambda *_: True)  # at the time when they were stored
@@ -151,13 +151,13 @@ class MaskedRounds:
 
     @property
     def _floor(self) -> bool:
-        """Whether the census decides which rows of classes are left out: then the run needs it to begin."""
+        """Whether the census decides which classes are left out; then the run cannot begin without it."""
         return self.facts.least > 1
 
     def begin(self, census: Callable[[], Sequence[float]]) -> tuple[Sequence[float] | None, ClassCoverage | None]:
         """Hold the census before round 0; return its counts if rounds need them, and the class coverage.
 
-        census: has it computed. Raises UnavailableError if the run needs it and not all hospitals answer.
+        census: runs it. Raises UnavailableError if the run needs it and not all hospitals answer.
         """
         if not self.facts.counts_classes or self.run.closed:
             return None, None
@@ -170,7 +170,8 @@ class MaskedRounds:
     def _census(self, census: Callable[[], Sequence[float]]) -> Sequence[float] | None:
         """Return how many hospitals each class has: from an earlier census, or from a new one.
 
-        None if the run does not need it, and not all hospitals answer, or a round has begun already.
+        Without an earlier census, None if the run does not need one and not all hospitals answer, or a training round
+        has begun, or the coverage is stored.
         """
         store, run = self.services.store, self.run
         digest = store.secagg.census(run.id)
@@ -310,9 +311,9 @@ def _seal_of(message: pb.SecaggSeal, kind: TaskKind) -> Seal:
 class SetOpening:
     """Asks the members of a fixed set to open its sum (`coordinator.runs.tasks.FixedSet`). Thread-safe.
 
-    deadline_s: from the first question until the run pauses. Only the thread that opens waits for seeds.
+    deadline_s: from the first question until the run pauses. Only the thread of `open` waits for seeds.
 
-    Guarantees: no message of a member can speak for another one or end the round's wait.
+    Guarantees: no message of a member counts for another member or stops the round's waiting.
     """
 
     services: Services
@@ -341,7 +342,7 @@ class SetOpening:
     # ---- asked by the dispatcher ---------------------------------------------------------------------------------
 
     def messages_for(self, silo: str) -> Sequence[pb.CoordinatorMessage]:
-        """Return what a member is still asked for: to confirm, to answer, both, or nothing."""
+        """Return the requests that a member still has to answer: to confirm, to open, both, or none."""
         with self._changed:
             member = self._member(silo)
             if member is None or self._joins or member not in self.state.unanswered:
@@ -427,7 +428,7 @@ class SetOpening:
     # ---- asked by the run's thread -------------------------------------------------------------------------------
 
     def open(self) -> OpenedSeeds:
-        """Ask until the seeds are there; raises as `MaskedRounds.unmask`."""
+        """Ask until the seeds can be reconstructed; raises as `MaskedRounds.unmask`."""
         names = [self.round.run.members[u] for u in self.round.cohort]
         self.tasks.notify()
         self.tasks.ask_members(self, names)
@@ -448,7 +449,7 @@ class SetOpening:
         return self.opened
 
     def _join(self) -> OpenedSeeds | None:
-        """Reconstruct the seeds from the received answers; None if one is wrong, and one more can show which."""
+        """Reconstruct the seeds from the received answers; None if one is wrong and another answer can show which."""
         with self._changed:
             answers, self._joins = self.round.n - len(self.state.unanswered), True
         try:
@@ -465,7 +466,7 @@ class SetOpening:
                 self.receive(silo, message)
 
     def _is_confirmed(self) -> bool:
-        """Tell whether enough members confirmed, and no connected one may confirm within the waiting time."""
+        """Tell whether enough members confirmed, and no other connected one is awaited (at most `CONFIRMING_S`)."""
         silent = {self.round.run.members[u] for u in self.state.unconfirmed}
         if self.round.n - len(silent) < self.round.t:
             return False
@@ -501,7 +502,7 @@ class SetOpening:
         )
 
     def waiting(self) -> Waiting:
-        """Return how many confirmed or, after enough have, answered, and who may still do so."""
+        """Return how many members confirmed (once enough have: answered), and which have not."""
         with self._changed:
             silent = self._silent()
             present = self.round.n - len(silent)
@@ -516,8 +517,8 @@ class SetOpening:
 def end_masked_runs(store: CoordinatorStore, remove: Callable[[str], None]) -> list[StoredRun]:
     """End every unfinished masked run whose members' keys were fixed; return them.
 
-    For a coordinator restored from a backup: a hospital opens one set per round and has deleted the keys of every round
-    that it saw closed, and the backup does not know which these are.
+    For a coordinator restored from a backup: a hospital opens one set per round and deletes the keys of every round
+    that it saw closed. The backup does not know which rounds these are.
 
     remove: deletes an object that is no longer needed, by its digest.
     """

@@ -25,8 +25,8 @@ _HISTORY = 50
 class AwaitedSilo:
     """A silo that a run waits for, as a lead sees it.
 
-    left: seconds until it is given up   offline: seconds since it was last connected, None while it is
-    classes: that no other silo has brought in this round.
+    left: seconds until it is given up   offline: seconds since it was last connected; None while it is connected
+    classes: those that no other silo has brought in this round.
     """
 
     name: str
@@ -52,8 +52,8 @@ class Waiting:
 class OpenRound:
     """One open round, also after its set is fixed. Thread-safe; `look` is called several times a second.
 
-    It waits for updates until the rule of `fl_core.rounds.closing` closes it; in a masked run then for the members of
-    its set. Changes by the lead are read from the store at each look.
+    It waits for updates until the rule of `fl_core.rounds.closing` closes it. In a masked run it then waits for the
+    members of its set. Each look reads the lead's changes from the store.
 
     Guarantees: an update whose receipt was signed before the decision is part of the round.
     """
@@ -104,12 +104,12 @@ class OpenRound:
             self._refused.add(name)
 
     def set_fixed(self, waiting: Callable[[], Waiting]) -> None:
-        """Wait no longer for updates, but for the members of the set. waiting: returns which of them."""
+        """Stop waiting for updates, and wait for the members of the set. waiting: returns the awaited ones."""
         with self._lock:
             self._members = waiting
 
     def close(self) -> None:
-        """End with a round that is about to be stored; the classes seen in its training are kept."""
+        """Store the classes of a training round's updates; called just before the round itself is stored."""
         with self._lock:
             seen = {name: sorted(self._brought[name]) for name in self._answered if name in self._brought}
         if seen and self.kind.trains:

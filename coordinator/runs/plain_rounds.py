@@ -70,7 +70,7 @@ class PlainRounds:
         """Record the open round."""
 
     def needed(self, kind: TaskKind, cohort: int, needed: int) -> int:
-        """Return how many updates of a cohort close a round. needed: where nothing else does."""
+        """Return how many updates of a cohort close a round: `needed`, unchanged."""
         del kind, cohort
         return needed
 

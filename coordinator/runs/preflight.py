@@ -40,7 +40,7 @@ def ask_preflight(
     the run's deadline; otherwise only connected silos are asked, and one that does not answer in time is offered its
     task
     quorum: set by the lead; the run begins with that many although others refuse; 0: a refusal stops it
-    check: of a masked run, of a silo's keys; its errors count as that silo's refusal   roster: sent with the question.
+    check: checks a silo's keys in a masked run; its errors count as a refusal   roster: sent with the question.
 
     Raises RefusedError (E-RUN-36), which names every silo that refused, with its code; UnavailableError (E-RUN-37),
     which names required silos that did not answer; RunInterrupted if the run was aborted or the service stops.
@@ -88,7 +88,7 @@ def _failures(
 ) -> Mapping[str, FederationError]:
     """Wait for the answers of all awaited silos; after the first refusal only for a short time.
 
-    Raises RunInterrupted if the run was.
+    Raises RunInterrupted if the run was interrupted.
     """
     failures, answered, until = dict[str, FederationError](), set[str](), math.inf
     while left := [name for name in open_tasks if name not in answered]:

@@ -38,7 +38,7 @@ _LOOK_S = 0.2
 
 
 class StoredObject(NamedTuple):
-    """A round's broadcast, as an object."""
+    """A stored object: its digest, and its size in bytes."""
 
     digest: str
     size: int
@@ -58,19 +58,19 @@ class StoredObject(NamedTuple):
 class ActiveRun:
     """A running run: it is prepared, its rounds are opened and closed one after the other, and it ends.
 
-    A worker computes, and asks it meanwhile (`coordinator.runs.exchange.RunService`). `rounds` has the differences of
-    plain and masked rounds. Other threads than that of `execute` call `waiting` and `interrupt`. After an interruption
-    it does nothing more; a resumed run is a new object.
+    A worker does the arithmetic and calls this object's methods (`coordinator.runs.exchange.RunService`). `rounds` has
+    the differences between plain and masked rounds. Other threads may call `waiting` and `interrupt`. An interrupted
+    object does nothing more; a resumed run is a new object.
 
-    Guarantees: it begins after the last closed round; whenever the process ends, the final model is the same to the
-    bit; a closed round is on disk before its close is announced; an update that was taken before a crash is not asked
-    for again.
+    Guarantees: it begins after the last closed round. The final model is the same to the bit, whenever the process
+    ends. A closed round is on disk before its close is announced. An update that was accepted before a crash is not
+    requested again.
     """
 
     def __init__(
         self, run_id: str, services: Services, workers: RunWorkers, delete_unused: Callable[[str], None]
     ) -> None:
-        """Prepare the execution. delete_unused: called with the run's id when it needs fewer of its objects."""
+        """Prepare the execution. delete_unused: called with a run's id once the run needs fewer objects."""
         self.id = run_id
         self.services, self.workers, self._delete_unused = services, workers, delete_unused
         self.tasks = services.dispatcher.add_run(run_id)
@@ -94,7 +94,7 @@ class ActiveRun:
             self.workers.interrupt(self.id)
 
     def execute(self) -> None:
-        """Return when the run has ended; raises what stopped it: RunInterrupted, or the error in its stored end."""
+        """Run the run to its end. Raises RunInterrupted, or the error that stops it."""
         services, store = self.services, self.services.store
         run = store.runs.get(self.id)
         if run.state.ended:
@@ -128,7 +128,7 @@ class ActiveRun:
             raise RunInterrupted(self.id)
 
     def _compute(self, worker: RunWorker) -> None:
-        """Have the rounds that are left computed."""
+        """Have the worker compute the remaining rounds."""
         run, runs = self.row, self.services.store.runs
         state = self._begin(worker)
         over = threading.Event()
@@ -223,7 +223,7 @@ class ActiveRun:
     # ---- the rounds ------------------------------------------------------------------------------------------------
 
     def opened(self, context: RoundContext, kind: TaskKind, names: Sequence[str], needed: int) -> None:
-        """Store a round as open unless it is; a round with a fixed set waits only for the set's updates."""
+        """Store a round as open, unless it is stored; a round with a fixed set waits only for the set's updates."""
         store, number = self.services.store, context.round
         unless_over(lambda: store.runs.open_round(self.id, number, kind, names, self.rounds.base(kind)))
         row, needed = store.runs.round(self.id, number), self.rounds.needed(kind, len(names), needed)
@@ -235,7 +235,7 @@ class ActiveRun:
         self.rounds.opened(self.round)
 
     def broadcast(self, round: int, written: Written | None) -> None:
-        """Store a round's broadcast as an object, which is the state stored before where nothing was written."""
+        """Store a round's broadcast as an object. written: None: it is the state that was stored last."""
         objects = self.services.objects
         with self._open_round():
             self._broadcast = self._state if written is None else StoredObject.adopt(written, objects)
@@ -245,10 +245,9 @@ class ActiveRun:
 
     @contextmanager
     def _open_round(self) -> Iterator[OpenRound]:
-        """Let nothing end the open round inside the block.
+        """Keep the open round open inside the block.
 
-        Raises RunInterrupted if none is open: a worker that was killed had asked for this just before, and the run may
-        have been resumed.
+        Raises RunInterrupted if none is open: the call may come from a worker that was killed in the meantime.
         """
         with self.services.objects.lock:
             if self.round is None:
@@ -266,8 +265,8 @@ class ActiveRun:
         fixed = self.rounds.fixed_set(context.round, kind)
         if fixed is not None and silo not in fixed:
             raise UnavailableError("E-RUN-13", "no update: the aggregation set was fixed without it")
-        # Pending before we look, so that a later delivery settles it; offered only after, so that no silo makes again,
-        # and pays for, what is here.
+        # Pending before the look-up, so that a later delivery settles it. Offered after it, so that no silo repeats and
+        # pays for, an update that is here.
         pending = self.tasks.begin(task)
         try:
             digest = self._received_digest(task)
@@ -300,7 +299,7 @@ class ActiveRun:
             return digest
 
     def _received_digest(self, task: RoundTask) -> str | None:
-        """Return the digest of an update received before; one that the disk has lost is asked for again."""
+        """Return the digest of an update received before; None if there is none, or if the disk has lost it."""
         services = self.services
         contribution = services.store.contributions.contribution(task.contribution_id)
         if contribution is None or contribution.received is None:
@@ -334,7 +333,7 @@ class ActiveRun:
         )
 
     def arrived(self, silo: str, classes: Collection[str] | None) -> None:
-        """Count an update towards the quorum. classes: that it trains; None if it does not say."""
+        """Count an update towards the quorum. classes: those that it trains; None if unknown."""
         if self.round is not None:
             if classes is not None:
                 self.round.record_classes(silo, frozenset(classes))
@@ -351,16 +350,16 @@ class ActiveRun:
         return self.rounds.unmask(round, kind, members, blocks)
 
     def counted(self, hospitals: Sequence[int]) -> None:
-        """Keep the proof of the census whose sum was just opened. hospitals: of each class."""
+        """Store the proof of the census whose sum was just opened. hospitals: per class."""
         assert isinstance(self.rounds, MaskedRounds)
         self.rounds.keep_census(hospitals)
 
     def closed(self, record: RoundRecord, written: Written | None, model: str) -> None:
         """Store a round's result and the state after it; then announce the close to the silos.
 
-        model: the model's digest after the last round; between rounds it is computed when it is asked for
+        model: the model's digest after the last round; between rounds it is computed on request
         (`RunScheduler.with_model_digest`).
-        Raises StateError (E-STATE-63) if the file of the state before was damaged meanwhile.
+        Raises StateError (E-STATE-63) if the file of the previous state was damaged in the meantime.
         """
         store, objects = self.services.store, self.services.objects
         with self._open_round() as now:

@@ -1,4 +1,4 @@
-"""What is shown of a run's method and privacy. It is stored with the run: nothing is built to show it.
+"""The facts of a run's method and privacy that are shown. They are stored with the run, so that showing builds nothing.
 
 As a program, it computes the facts of manifests (a JSON list on its input), for runs of versions that stored none.
 """
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DerivedFacts:
-    """Facts that follow from a manifest; by default those of one that this version cannot read.
+    """Facts that follow from a manifest; the defaults are for a manifest that this version cannot read.
 
     exchanges: after how many rounds a closed form is solved; 0 for other methods   aggregator: under the run's privacy
     private: updates are noisy   masked: masks hide single updates   counts_classes: hospitals are counted for each
     class before round 1   least: hospitals that a class needs to be trained   sums_of: updates in the smallest sum that
-    is read; 0 where each is read   noise: which results are noisy; of shown ones alone, without counts and rows.
+    is read; 0 if each update is read   noise: which of the shown results are noisy, without counts and rows.
     """
 
     exchanges: int = 0
@@ -76,7 +76,7 @@ def is_known(run: StoredRun) -> bool:
 
 @lru_cache(maxsize=1024)
 def computed(manifest: str) -> DerivedFacts:
-    """Compute the facts of a manifest (JSON): torch is loaded, unless this version cannot read it."""
+    """Compute the facts of a manifest (JSON); loads torch if this version can read the manifest."""
     try:
         read = RunManifest.from_json(manifest)
         from privacy.compiled_run import CompiledRun
@@ -101,7 +101,7 @@ def computed(manifest: str) -> DerivedFacts:
 
 
 def complete(runs: RunStore) -> None:
-    """Store the facts of runs that have none, computed by a process that ends: torch would stay in this one."""
+    """Store the facts of runs that have none; a child process computes them, so that this one does not load torch."""
     if not (missing := [run for run in runs.all() if not is_known(run)]):
         return
     manifests, program = json.dumps([run.manifest for run in missing]), [sys.executable, "-P", "-m", __name__]

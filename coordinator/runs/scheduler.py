@@ -1,6 +1,6 @@
-"""All runs: submitted, queued, steered, ended, resumed. Each running one is an `ActiveRun`.
+"""All runs: submission, the queue, changes by the lead, ends and resumptions. A running one is an `ActiveRun`.
 
-Nothing here computes: workers do (`coordinator.runs.workers`).
+Workers do the arithmetic (`coordinator.runs.workers`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RunScheduler:
         return run
 
     def _accept(self, manifest: RunManifest, spec: str, request_id: str, start_from: str) -> StoredRun:
-        """Store a waiting run with what it starts from; arguments and errors as of `submit`."""
+        """Store a waiting run and the objects that it starts from; arguments and errors as of `submit`."""
         runs, members = self.store.runs, self.store.members
         enrolled = members.member_names()
         for member in manifest.members:
@@ -139,8 +139,8 @@ class RunScheduler:
     def exclude(self, query: str, silo: str, readmit: bool = False) -> StoredRun:
         """Exclude a silo from waiting and from further rounds; or, with `readmit`, ask it again from the next on.
 
-        Its updates that have arrived count. Raises ConfigError: E-RUN-05 on no member of the run, E-CFG-02 if nobody
-        would be left; StateError (E-RUN-11) if the run is over.
+        Its updates that have arrived count. Raises ConfigError: E-RUN-05 if the silo is no member of the run, E-CFG-02
+        if fewer silos would be left than a sum needs (at least one); StateError (E-RUN-11) if the run is over.
         """
         run = require_state(self.store.runs.find(query), RunState.ABORTED.comes_from, "steered")
         if silo not in run.members:
@@ -227,7 +227,7 @@ class RunScheduler:
         self.workers.close()
 
     def lives(self) -> bool:
-        """Tell whether every running run has a live thread, and no run waits although a thread is free."""
+        """Tell whether every running run has a live thread, and no run is queued although a thread is free."""
         with self._lock:
             active = list(self._active.values())
             waiting = bool(self._queue) and len(active) < self.parallel

@@ -25,7 +25,7 @@ _CODE = re.compile(r"E-[A-Z]+-\d\d")
 
 
 class RunInterrupted(Exception):  # noqa: N818 - no error: the run was aborted, or the service stops
-    """Ends a run's loop where it is; unlike an error it is no silo's fault and closes no round."""
+    """Stops a run's loop at once; unlike an error it is no silo's fault and closes no round."""
 
 
 def unless_over(write: Callable[[], T]) -> T:
@@ -86,7 +86,7 @@ class RoundTask:
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """Asks whether one silo can do its part of a whole run. due: as in a task   signed_roster: as in the message."""
+    """Asks one silo whether it can do its part of a run. due: as in `RoundTask`   signed_roster: as in the message."""
 
     run_id: str
     silo: str
@@ -181,8 +181,8 @@ class FixedSet(Protocol):
 class RunTasks:
     """A running run's open tasks: at most one per silo, or the opening of a fixed set. Thread-safe.
 
-    Guarantees: a task that was offered once is offered in every new session of its silo until it has an outcome; one
-    that was not offered, in none; after an interruption nothing is asked or awaited.
+    Guarantees: an offered task is offered again in every new session of its silo until it has an outcome; other tasks
+    are not sent. After an interruption nothing is sent or awaited.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class RunTasks:
 
     @contextmanager
     def asking(self, fixed: FixedSet) -> Iterator[None]:
-        """Ask the members of a fixed set inside the block, again in each new session; raises as `pending_task`."""
+        """Ask the members of a fixed set inside the block, again in each new session; raises as `begin`."""
         with self._lock:
             self._require_going_on()
             self._set = fixed
@@ -262,7 +262,7 @@ class RunTasks:
             self._ask_of_set(fixed, name, partial(self._send, name))
 
     def interrupt(self) -> None:
-        """Fail all tasks, and those that are opened from now on."""
+        """Settle all tasks with RunInterrupted; from now on `begin` and `asking` raise it."""
         with self._lock:
             self._interrupted = True
             mine, fixed = list(self._pending.values()), self._set
@@ -308,7 +308,7 @@ class RunTasks:
         return pending if pending is not None and (pending.task.round, pending.task.kind) == (round, kind) else None
 
     def hear(self, silo: str, message: FromSilo, software_of: Mapping[str, str]) -> None:
-        """Process a silo's message; it is ignored if nothing is (or is no longer) asked. software_of: the silo's."""
+        """Process a silo's message; one that no open task expects is ignored. software_of: the silo's software."""
         if isinstance(message, pb.Answer):
             pending = self._pending_of(silo, message.round, FROM_WIRE.get(message.kind))
             if pending is not None and isinstance(pending.task, RoundTask):

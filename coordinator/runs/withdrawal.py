@@ -42,8 +42,8 @@ class AffectedRun:
     """A run that a hospital has withdrawn from, or would.
 
     updates: its updates in the model   by: the run that takes its sums out   reason: why they cannot be taken out
-    left: the others whose updates the model has   fetched: who read the model, and when   at: 0 if nothing is
-    recorded.
+    left: the other hospitals with updates in the model   fetched: the leads that read the model, and when
+    at: when it withdrew; 0 if no withdrawal is recorded.
     """
 
     silo: str
@@ -164,7 +164,7 @@ class Withdrawals:
         return AffectedRun(silo, run, 0.0 if noted is None else noted.at, updates, by, reason, others, fetched)
 
     def _removal_run(self, run: StoredRun, silo: str = "") -> StoredRun | None:
-        """Return the run that takes a hospital's sums, or any one's, out of those of a run, unless it was aborted."""
+        """Return the run, not aborted, that takes a hospital's sums out of a run's; by default any hospital's."""
         others = (o for o in self.store.runs.all() if lineage.parent_of(o) == run.id and lineage.removes_sums(o))
         return next((o for o in others if o.state is not RunState.ABORTED and silo in ("", *o.members)), None)
 
@@ -233,7 +233,7 @@ class Withdrawals:
 
 
 def _of_sums(spec: PartSpec) -> PartSpec:
-    """Leave out the right answers of lambdas, which runs of version 0.1.0 had beside sums."""
+    """Leave out the right answers of lambdas, which runs of version 0.1.0 sent together with sums."""
     return replace(spec, shapes={name: shape for name, shape in spec.shapes.items() if name != CANDIDATES})
 
 

@@ -1,4 +1,4 @@
-"""Who computes for a run: a process of its own; in tests and benchmarks that replace the arithmetic, the service's."""
+"""Workers, which compute for runs: separate processes. Tests and benchmarks may compute in the service's process."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ if TYPE_CHECKING:
     from coordinator.worker.work import RunWork
 
 IDLE_S = 60.0
-"""Seconds after which a worker that no run needs ends."""
+"""Seconds after which an unused worker is ended."""
 START_S = 120.0
 """Seconds that a worker has to load torch and extensions."""
 
 
 class RunWorker(Protocol):
-    """Computes what opens runs, then for one run.
+    """Opens runs, then computes for one run.
 
-    It may still load what it needs: every method waits for that, and may raise ConfigError (E-CFG-01) on extensions
-    that cannot be loaded, and UnavailableError (E-RUN-56): it has ended.
+    Every method waits until the worker has loaded torch and extensions. Each may raise ConfigError (E-CFG-01) if an
+    extension cannot be loaded, and UnavailableError (E-RUN-56) if the worker has ended.
     """
 
     service: RunService | None
-    """Whom it asks while it runs rounds."""
+    """The service that it calls while it runs rounds."""
 
     @property
     def extensions(self) -> Sequence[str]:
-        """The methods and models that it has loaded, in words."""
+        """Descriptions of the extensions that it has loaded."""
 
     def build(self, spec: str, silos: Sequence[str]) -> str:
         """Freeze a lead's configuration as a manifest. silos: messages SiloInfo in hex; raises as `build_manifest`."""
@@ -71,7 +71,7 @@ class RunWorker(Protocol):
         """Raise ConfigError (E-CFG-02, E-CFG-08) on a quorum that a run cannot have."""
 
     def take(self, setup: Setup) -> None:
-        """Compute for this run from now on."""
+        """Set the run to compute for."""
 
     def check(self, update: Update) -> None:
         """Raise ProtocolError unless an update is valid for its round; called by any thread."""
@@ -83,24 +83,24 @@ class RunWorker(Protocol):
         """Hold the census; return how many hospitals each class has. quorum: as in `Rounds`."""
 
     def run(self, left: Rounds) -> None:
-        """Run the rounds that are left; raises as `RoundLoop.run`, and what the service raises."""
+        """Run the remaining rounds; raises as `RoundLoop.run`, and the errors of the service's methods."""
 
     @property
     def lives(self) -> bool:
         """Whether it can compute."""
 
     def settle(self) -> None:
-        """Wait until the service does nothing more of what it asked for, after it has ended."""
+        """Wait until the service has finished all calls of a worker that has ended."""
 
     def end(self) -> None:
-        """End it, whatever it does; called by any thread."""
+        """End the worker, also in the middle of its work; called by any thread."""
 
 
 Start = Callable[[Place], RunWorker]
 
 
 def in_this_process(place: Place) -> RunWork:
-    """Compute in the threads that ask."""
+    """Return a worker that computes in the threads that call it."""
     from coordinator.worker.work import RunWork  # loads torch
 
     return RunWork(place)
@@ -110,10 +110,10 @@ launch_here: Launch = partial(launch, worker_words("coordinator.worker"))
 
 
 class ProcessWorker:
-    """A process, launched and not awaited: see `RunWorker`."""
+    """A `RunWorker` in a process of its own."""
 
     def __init__(self, place: Place) -> None:
-        """Launch it; raises UnavailableError (E-RUN-56)."""
+        """Launch the process, without waiting until it is ready; raises UnavailableError (E-RUN-56)."""
         self.service: RunService | None = None
         try:
             self._child = ChildProcess(launch_here)
@@ -206,7 +206,7 @@ class ProcessWorker:
         return _unavailable(self._child.ending() + (f" while it checked updates of {silos}" if silos else ""))
 
     def _answers(self) -> dict[str, Callable[..., object]]:
-        """Return what the worker may ask: each is put to the service that there is then."""
+        """Return the methods that the worker may call, by name: each calls the present `service`."""
 
         def service() -> RunService:
             assert self.service is not None
@@ -250,14 +250,14 @@ class _Started:
         self.worker = start(Place(str(objects), str(objects / self._written), extensions))
 
     def delete_files(self) -> None:
-        """Delete the files that it wrote and nobody took over."""
+        """Delete its files, except those that the service has taken over."""
         for file in self._objects.glob(f"{self._written}*"):
             file.unlink(missing_ok=True)
 
 
 @dataclass(slots=True)
 class _OfRun:
-    """Who computes for a run, and how many want it to. lock: held while the worker loads, and takes the run."""
+    """A run's worker. users: blocks of `RunWorkers.of` that use it   lock: held while it is launched and set up."""
 
     users: int = 0
     failed: bool = False
@@ -266,10 +266,10 @@ class _OfRun:
 
 
 class RunWorkers:
-    """The workers of a coordinator: each run under way has one; it opened a run before, and is there for others after.
+    """The workers of a coordinator: one for each running run, and at most one spare, kept for the next user.
 
-    Guarantees: at most one worker for each run; what it wrote and nobody took over is deleted. A worker is known here
-    from its launch on, so that `interrupt` and `close` end also one that hangs while it loads.
+    Guarantees: a run has at most one worker, plus one that checks the updates of a suspect silo. Files that a worker
+    wrote and the service did not take over are deleted. `interrupt` and `close` also end a worker that is loading.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class RunWorkers:
 
     @contextmanager
     def opening(self) -> Iterator[RunWorker]:
-        """Use a worker without a run inside the block; it is kept for whoever needs one within `IDLE_S`."""
+        """Use a worker without a run inside the block; then it is kept as the spare one for `IDLE_S`."""
         started = self._idle_one()
         try:
             yield started.worker
@@ -296,10 +296,10 @@ class RunWorkers:
 
     @contextmanager
     def of(self, run_id: str, wanted: Callable[[], None] = lambda: None, apart: str = "") -> Iterator[RunWorker]:
-        """Use a run's worker inside the block, also beside others who do.
+        """Use a run's worker inside the block; several threads may use it at once.
 
-        wanted: is called once `interrupt` reaches the worker; raises where nobody wants one any more
-        apart: a silo whose update is checked apart from the run, in a worker of its own.
+        wanted: called once `interrupt` can end the worker; raises if the run no longer needs one
+        apart: a silo whose updates are checked in a separate worker.
         """
         with self._lock:
             entry = self._runs.setdefault((run_id, apart), _OfRun())
@@ -333,7 +333,7 @@ class RunWorkers:
                 (self._end if entry.failed else self._keep)(entry.started)
 
     def interrupt(self, run_id: str) -> None:
-        """End a run's workers in the middle of what they do; whoever uses one gets UnavailableError (E-RUN-56)."""
+        """End a run's workers, also in the middle of their work; their calls raise UnavailableError (E-RUN-56)."""
         with self._lock:
             entries = [entry for (run, _), entry in self._runs.items() if run == run_id]
         for entry in entries:
@@ -343,9 +343,9 @@ class RunWorkers:
     def check(self, update: Contribution, file: Path) -> None:
         """Raise ProtocolError (E-WIRE-05, E-WIRE-06, E-RUN-43, E-RUN-47) unless an update is valid for its round.
 
-        A worker that ends while it checks pauses its run (UnavailableError, E-RUN-56). From then on the silo's updates
-        are checked apart from the run, one at a time; one whose check ends that worker too is refused (ProtocolError,
-        E-RUN-56), and one that passes ends the suspicion.
+        If the worker ends during a check, its run pauses (UnavailableError, E-RUN-56), and the silo becomes suspect:
+        its updates are checked in a separate worker, one at a time. If this worker ends too, the update is refused
+        (ProtocolError, E-RUN-56). An update that passes ends the suspicion.
         """
         who = update.run_id, update.silo
         suspect = who in self._suspects
@@ -373,17 +373,17 @@ class RunWorkers:
             return RunManifest.from_json(worker.build(spec, [silo.SerializeToString().hex() for silo in silos]))
 
     def rest(self) -> None:
-        """End a worker that nobody has needed for `IDLE_S`."""
+        """End the spare worker after `IDLE_S` without use."""
         if self._spare is not None and time.monotonic() - self._spare[1] >= IDLE_S:
             self._end_spare()
 
     def close(self) -> None:
-        """End all workers, whatever they do, and start none from now on."""
+        """End all workers, also in the middle of their work; from now on none can be used."""
         with self._lock:
             self._closed, in_use = True, list(self._all)
         self._end_spare()
         for started in in_use:
-            started.worker.end()  # its files are deleted by whoever uses it
+            started.worker.end()  # its user deletes its files
 
     def _end_spare(self) -> None:
         if (spare := self._taken_spare()) is not None:
@@ -396,7 +396,7 @@ class RunWorkers:
             self._all.remove(started)
 
     def _keep(self, started: _Started) -> None:
-        """Keep a worker for whoever needs one next; it ends where there is one already."""
+        """Keep a worker as the spare one; end it if there is a spare one already."""
         started.worker.service = None  # before another run has it
         started.delete_files()
         with self._lock:

@@ -1,1 +1,1 @@
-"""The arithmetic of one run, which the service has done in a process of its own."""
+"""The arithmetic of a run, in a process that the service starts."""

@@ -1,4 +1,4 @@
-"""The worker of one run, which `coordinator serve` starts: it computes until the service closes its pipe."""
+"""The worker of a run. `coordinator serve` starts it; it computes until the service closes its pipe."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _M_MMAP_THRESHOLD, _LARGE = -3, 1 << 20
 
 
 def _return_large_blocks() -> None:
-    """Have glibc give a freed tensor of 1 MiB or more back at once: else its threshold grows to 32 MiB."""
+    """Have glibc return freed tensors of 1 MiB or more at once; otherwise its threshold grows to 32 MiB."""
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE)
 
 
 def main() -> None:
-    """Read where it works, then answer calls."""
+    """Read the worker's `Place`, then answer calls."""
     _return_large_blocks()
     line = own_streams()
     if (place := line.read()) is not None:

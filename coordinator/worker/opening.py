@@ -1,4 +1,4 @@
-"""How a run is opened: its frozen manifest, what is shown of it, and the state that its first round begins from."""
+"""Opening a run: its complete manifest, its facts, and the state of its first round."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from service_core.storage.object_store import ObjectStore
 
 
 def opened(asked: OpenRequest, objects: ObjectStore, write: Callable[[State], Written]) -> Opened:
-    """Check a run and complete its manifest with what it starts from.
+    """Check a run and complete its manifest with its start point.
 
     write: writes a state into a file
-    Raises RefusedError (E-PRIV-01: an unknown privacy profile), ConfigError (E-CFG-23) on a run to compare with that
-    has no such models, as `RunKind.check_start`, `start_point.resolve` and `start_point.last_broadcast`.
+    Raises RefusedError (E-PRIV-01) on an unknown privacy profile; ConfigError (E-CFG-23) on a run to compare with whose
+    models do not fit; and as `RunKind.check_start`, `start_point.resolve` and `start_point.last_broadcast`.
     """
     manifest, state, other = RunManifest.from_json(asked.manifest), None, None
     sizes = CompiledRun.of(manifest).updates.known_sizes({name: (train, test) for name, train, test in asked.sizes})

@@ -1,4 +1,4 @@
-"""Inside the worker of a run: calls of the service become arithmetic, whose questions become calls to the service."""
+"""The worker's end of the pipes: answers the service's calls, and calls the service from the arithmetic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from service_core.workers.lines import Line
 
 
 def serve(place: Place, line: Line) -> None:
-    """Answer the service until it closes its pipe; then this process ends at once, whatever it does."""
+    """Answer the service until it closes its pipe; then end this process at once, also in the middle of its work.
+
+    If an extension cannot be loaded, send the error and return.
+    """
     try:
         loaded = loading.load_distributions(place.extensions)
     except Exception as error:

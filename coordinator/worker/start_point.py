@@ -41,7 +41,7 @@ def resolve(parent: StoredRun | None, manifest: RunManifest, objects: ObjectStor
 
 
 def last_broadcast(other: StoredRun, objects: ObjectStore) -> State:
-    """Return the broadcast of a run's last model, to measure it beside another one.
+    """Return the broadcast of a run's last model, to compare it with another one.
 
     Raises StateError as `require_over`, E-STATE-22, E-STATE-63 on a model that is missing or damaged; ConfigError
     (E-CFG-23) on one of a frozen body, or if silos rebuild a part of it from a file's weights.

@@ -1,4 +1,4 @@
-"""The arithmetic of a run: its updates are checked and summed, and the server's state is made of the sums."""
+"""The arithmetic of a run: checks updates, sums them, and computes the server's state from the sums."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from service_core.storage.object_store import ObjectStore
 from service_core.workers.calls import Later
 
 MODEL_LOCK = threading.Lock()
-"""Held while a model is built: initial weights come from torch's global generator, which all threads share."""
+"""Hold it while a model is built: initial weights come from torch's global generator, which all threads share."""
 MEASURED = 1000
 """Updates whose measurements are kept until their round takes them."""
 
 
 class RunWork:
-    """Computes what opens runs, and then for one run. `check` is called by any thread, also while `run` is under way.
+    """Opens runs, then computes for one. `check` may be called by any thread, also during `run`.
 
-    service: whom it asks while it runs rounds.
+    service: the service that it calls while it runs rounds.
     """
 
     manifest: RunManifest
@@ -80,7 +80,7 @@ class RunWork:
         opening.require_quorum(RunManifest.from_json(manifest), quorum)
 
     def take(self, setup: Setup) -> None:
-        """Compute for this run from now on; raises as `CompiledRun.of`."""
+        """Set the run to compute for; raises as `CompiledRun.of`."""
         self.__dict__.pop("checks", None)
         self._measured.clear()
         self.manifest = RunManifest.from_json(setup.manifest)
@@ -94,10 +94,10 @@ class RunWork:
         return True
 
     def settle(self) -> None:
-        """Do nothing: what it asks ends with whoever uses it."""
+        """Do nothing: its calls to the service run in the caller's thread."""
 
     def end(self) -> None:
-        """Keep nothing: it ends with whoever uses it."""
+        """Do nothing: its work ends with the caller's thread."""
 
     # ---- updates ---------------------------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class RunWork:
 
 
 class _Rounds(Observer):
-    """The rounds of a run, of which the service is told. stored: the state that it has stored last."""
+    """Reports the rounds of a run to the service. stored: the state that the service stored last."""
 
     def __init__(self, work: RunWork, stored: State | None = None) -> None:
         assert work.service is not None
@@ -227,7 +227,7 @@ class _Rounds(Observer):
         self.service.closed(record, self._written, "")
 
     def ask(self, silo: str, msg: State, context: RoundContext, kind: TaskKind) -> Later[Bundle]:
-        """Have the model sent to a silo; return its update, once it is here. Raises as `RunService.ask`."""
+        """Have the model sent to a silo; return its update once it has arrived. Raises as `RunService.ask`."""
         if not kind.census:
             self._send(msg, context.round)
         sent = self.service.ask(silo, context, kind)
@@ -260,7 +260,7 @@ class _Rounds(Observer):
             yield name, reply_of(read)
 
     def _send(self, msg: State, round: int) -> None:
-        """Have a round's message stored, once; one that is the state stored before needs no file."""
+        """Have a round's message stored, once; no file is needed if it is the state that was stored last."""
         if self._sent != round:
             state = self._stored
             same = state is not None and set(msg) == set(state) and all(msg[group] is state[group] for group in msg)
@@ -306,7 +306,7 @@ def _check_masked(update: BundleFile, layout: Layout) -> None:
 
 
 def classes_in(update: Mapping[str, Part], manifest: RunManifest) -> frozenset[str] | None:
-    """Return the classes that an update trains, with noisy counts taken as they are; None if it counts none.
+    """Return the classes that an update trains (noisy counts are not corrected); None if it counts none.
 
     Uses the weights per class in the run's layout; other shapes are refused elsewhere.
     """

@@ -1,4 +1,4 @@
-"""A process that a service starts to compute: launched, awaited, and ended with all that it started."""
+"""A process that a service starts to compute, and its end."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from contextlib import contextmanager, suppress
 from service_core.workers.lines import Line
 
 END_S = 1.0
-"""Seconds that a process has to end by itself, or to give up what it does; then it is killed."""
+"""Seconds that a process has to end by itself; then it is killed."""
 Launch = Callable[[], "subprocess.Popen[bytes]"]
 """Starts a process that reads and writes lines, as the leader of its process group; raises OSError."""
 Kill = Callable[["subprocess.Popen[bytes]"], None]
-"""Ends such a process and all that it started, whatever it does; is called also once it has ended. Raises nothing."""
+"""Kills such a process and all that it started; also called after the process has ended. Raises nothing."""
 
 
 def worker_words(module: str) -> list[str]:
@@ -38,10 +38,10 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 class ChildProcess:
-    """A process and its line, from the launch on: what it loads then, and how long that takes, is not awaited.
+    """A process and its line. It is launched without waiting until it is ready. All methods are thread-safe.
 
-    Guarantees: `end` takes no longer than `END_S`, whatever the process does, and leaves nothing of its group. Every
-    method may be called by any thread.
+    Guarantees: `end` kills the process after `END_S` if it has not ended by itself, and then waits, without a limit,
+    until the system has ended it. No process of its group is left.
     """
 
     def __init__(self, launch: Launch, kill: Kill = kill_group) -> None:
@@ -59,12 +59,12 @@ class ChildProcess:
 
     @property
     def lives(self) -> bool:
-        """Whether it runs, and nobody has begun to end it."""
+        """Whether the process runs, and `end` was not called."""
         return not self._has_ended() and not self.line.outgoing.closed
 
     @contextmanager
     def within(self, seconds: float, why: str = "") -> Iterator[None]:
-        """Kill it where the block takes longer. why: as in `kill`."""
+        """Kill it if the block takes longer than this. why: as in `kill`."""
         timer = threading.Timer(seconds, self.kill, [why])
         timer.daemon = True
         timer.start()
@@ -74,13 +74,13 @@ class ChildProcess:
             timer.cancel()
 
     def kill(self, why: str = "") -> None:
-        """Kill it, unless it has ended. why: what `ending` says then."""
+        """Kill it, unless it has ended. why: the text that `ending` then returns."""
         if not self._has_ended():
             self._why = self._why or why
             self._kill(self._process)
 
     def end(self) -> None:
-        """Close its pipe, with which it ends by itself, or kill it; whoever reads `line` closes that end."""
+        """Close the process's input, so that it ends; kill it after `END_S`. The reader of `line` closes its output."""
         with self.within(END_S):
             with suppress(OSError, ValueError):
                 self.line.outgoing.close()
@@ -88,7 +88,7 @@ class ChildProcess:
         self._has_ended()
 
     def ending(self) -> str:
-        """End it, and say how it ended: "it was killed by SIGKILL"."""
+        """End it and describe how it ended, as in "it was killed by SIGKILL"."""
         self.end()
         status = self._process.returncode
         name = next((number.name for number in signal.Signals if number == -status), f"signal {-status}")
