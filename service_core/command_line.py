@@ -1,4 +1,4 @@
-"""What both command lines share: turning functions into commands, lazy loading of commands, `--version`."""
+"""Code of both command lines: turning functions into commands, lazy loading of commands, `--version`."""
 
 from __future__ import annotations
 

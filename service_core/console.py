@@ -1,7 +1,7 @@
 """Output of both command lines: JSON for machines, tables and times for people.
 
-Text from the other side (names, reasons, class names, errors) passes `printable` before it is shown or logged. So it
-cannot move the cursor, change the writing direction or start a new line.
+Text from the other side (names, reasons, class names, errors) passes through `printable` before it is shown or logged.
+So it cannot move the cursor, change the writing direction or start a new line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What people see while they wait: moving lines on a terminal, plain ones elsewhere."""
+"""Progress for people who wait: moving lines on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 SILENCE_S = 2.0
-"""Nobody waits longer without reading anything."""
+"""Maximum seconds without output."""
 _ERASE = "\r\x1b[K"
 
 
@@ -31,7 +31,7 @@ def is_animated(console: Console) -> bool:
 class _StillWorking:
     """Writes a line to standard error during a silence, and erases it before anything else is written.
 
-    It watches both streams. Not after text without an end of line: that is a question, or a bar.
+    It watches both streams. After text without an end of line (a question, or a bar) it writes nothing.
     """
 
     active: ClassVar[_StillWorking | None] = None
@@ -97,7 +97,7 @@ os.register_at_fork(after_in_child=_forget)
 
 @contextmanager
 def still_working(what: str, after_s: float = SILENCE_S / 2) -> Iterator[None]:
-    """Say on a terminal that a command is at work whenever it has printed nothing for `after_s`.
+    """Show on a terminal that a command is at work whenever it has printed nothing for `after_s` seconds.
 
     The line is erased by the next output. Without a terminal nothing is written.
     """
@@ -114,7 +114,7 @@ def still_working(what: str, after_s: float = SILENCE_S / 2) -> Iterator[None]:
 
 
 def silent_from_now() -> None:
-    """Say no longer that the command is at work once it has printed something: it waits, as a service does."""
+    """End the message of `still_working` with the command's next output, for commands that wait, such as a service."""
     if _StillWorking.active is not None:
         _StillWorking.active.again = False
 
@@ -122,8 +122,8 @@ def silent_from_now() -> None:
 class Steps:
     """Progress of a command in steps: a bar for each on a terminal; elsewhere lines without control codes.
 
-    Guarantees: it is never silent for much longer than `silence_s`, and prints no more than a line in that time beside
-    the first and the last of a step and what `say` prints; with `quiet` it prints nothing.
+    Guarantees: it is never silent for much longer than `silence_s`. In that time it prints at most one line, besides
+    the first and the last line of a step and the lines of `say`. With `quiet` it prints nothing.
     """
 
     def __init__(self, console: Console = ERR, quiet: bool = False, silence_s: float = SILENCE_S) -> None:
@@ -158,7 +158,7 @@ class Steps:
         self.end()
 
     def end(self) -> None:
-        """Stop; what is printed afterwards stands below."""
+        """Stop; later output is printed below."""
         self._ended.set()
         if self._bars is not None:
             self._bars.stop()
@@ -173,7 +173,7 @@ class Steps:
             self._print(line)
 
     def show(self, step: str, done: int, total: int, note: str = "") -> None:
-        """Show how far a step is. It is finished when `done` is `total`."""
+        """Show the progress of a step, which is finished when `done` is `total`."""
         if self._bars is not None:
             if step not in self._tasks:
                 self._tasks[step] = self._bars.add_task(printable(step), note="", total=total)

@@ -33,7 +33,7 @@ def raise_on_interrupt() -> None:
 
 def exit_process(status: int) -> NoReturn:
     """Exit quickly."""
-    gc.freeze()  # else the last garbage collection walks all of torch's objects: most of a second
+    gc.freeze()  # otherwise the last garbage collection visits all of torch's objects: most of a second
     sys.exit(status)
 
 

@@ -90,7 +90,7 @@ def evaluation_request(
     by_hospital: bool = False,
     beside: str | None = None,
 ) -> RunSubmission:
-    """Put an evaluation together. model, words, by_hospital, beside: as the command's; silos: None for all.
+    """Make an evaluation. model, words, by_hospital, beside: as in the command   silos: None for all.
 
     Raises ConfigError as `of_run` and `of_file`; E-CFG-02 on a file in place of another run.
     """
@@ -189,7 +189,7 @@ def _sets_group(group: str, words: Sequence[str] | None) -> bool:
 def of_file(file: Path, words: Sequence[str]) -> RunSpec:
     """Return the configuration that measures a file of weights: from its metadata, completed by `words`.
 
-    Raises ConfigError: E-CFG-08 on a file of a method whose model is more than its tensors; as `compose_spec`.
+    Raises ConfigError: E-CFG-08 on a file whose tensors are not the whole model of its method; as `compose_spec`.
     """
     from coordinator.config.hydra_config import compose_spec, written
     from fl_core.methods.shared.class_vectors import CLASSIFIER

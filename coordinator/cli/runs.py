@@ -83,7 +83,7 @@ def follow_submitted(client: LeadClient, info: pb.RunInfo, parent: str, detach: 
 
 
 def print_submitted(client: LeadClient, info: pb.RunInfo, parent: str) -> None:
-    """Print what a submitted run is and what it does to its hospitals, on stderr. parent: as `follow_submitted`."""
+    """Print a submitted run and its consequences for the hospitals on stderr. parent: as `follow_submitted`."""
     manifest = client.show(info.run_id).manifest_json
     kind, digest = kind_of(info.method, info.rounds), info.manifest_digest[:16]
     holds = {silo.name: silo.data.holds for silo in client.silos().silos}

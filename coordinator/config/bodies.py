@@ -1,8 +1,8 @@
-"""`model.body=FILE.onnx,...`: graphs from files of the lead become what a run begins with, by digest.
+"""`model.body=FILE.onnx,...`: files of the lead with graphs become objects that a run starts from, by digest.
 
-What a graph is fed is declared beside it, in FILE.yaml or FILE.json, or in its own metadata under `consilium.`:
-`mean` and `std` of each channel for values in [0, 1], `size` in pixels where the graph leaves it open, `layout` (nchw
-or nhwc) where its shape does, `source` and `licence` as texts.
+The input of a graph is declared next to it, in FILE.yaml or FILE.json, or in its own metadata under `consilium.`:
+`mean` and `std` of each channel for values in [0, 1], `size` in pixels if the graph leaves it open, `layout` (nchw
+or nhwc) if its shape leaves it open, `source` and `licence` as texts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_DECLARED = 64 << 10
 
 
 class Taken(NamedTuple):
-    """A configuration that says what its bodies are, their bytes, and what a manifest says of their files."""
+    """Bodies read from files: a configuration that describes them, their bytes, and the manifest's facts about them."""
 
     spec: RunSpec
     tensors: Tensors
@@ -127,7 +127,7 @@ def _described(file: Path, graph: bytes, stated: ImageGraph, data: str) -> tuple
 
 
 def _declared(file: Path, metadata: Mapping[str, str]) -> Mapping[str, object]:
-    """Read what is declared in a graph's metadata, and beside it, which decides."""
+    """Read the declarations in a graph's metadata and in the file next to it, which takes precedence."""
     try:
         raw: dict[str, object] = {
             key: text if key in ("source", "licence", "layout") else yaml.safe_load(text)
@@ -150,7 +150,7 @@ def _declared(file: Path, metadata: Mapping[str, str]) -> Mapping[str, object]:
 
 
 def _image(file: Path, dims: Sequence[int], declared: _Declared) -> tuple[str, tuple[int, int]]:
-    """Choose the layout and the size of a graph's images: its own where its input has them, else as declared."""
+    """Choose the layout and size of a graph's images: those of its input; if it leaves them open, the declared ones."""
     channels = len(declared.mean)
     for layout, of, sides in (("nchw", dims[1], dims[2:]), ("nhwc", dims[3], dims[1:3])):
         size = declared.size or max(sides)

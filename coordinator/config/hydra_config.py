@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
 _PACKAGE = Path(__file__).parents[1]
 CONFIGS = next(folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if folder.is_dir())
-"""The files that Hydra composes: inside the package in a wheel, beside it in a checkout."""
+"""The files that Hydra composes: inside the package in a wheel, next to it in a checkout."""
 GROUPS = ("method", "data", "model", "federation", "privacy", "aggregator", "secagg", "experiment", "scale")
 _NONE = "none"
 _LARGE_SIDE = 64
 """Image side in pixels from which a ResNet gets ImageNet's stem, unless the run chooses one."""
 _CHOSEN = {"random_features": ("kind", "width")}
-"""Options of models that follow from data and privacy unless the run chooses them; of others, the stem."""
+"""Options that follow from data and privacy unless the run chooses them, by model; for other models, the stem."""
 _PRIVATE_WIDTH = 288
-"""Patch features in a private run, whose noise grows with them: chosen by benchmarks/frozen/private.py."""
+"""Number of patch features in a private run, whose noise grows with it; from benchmarks/frozen/private.py."""
 _CONTINUED = ("method", "data", "model", "privacy", "aggregator", "secagg")
 _CLASSES = {5: (2,), 10: (2, 3, 5, 10, 20, 30, 50), 50: (2, 3, 10), 100: (3, 10)}
 _RUN, _SIMULATION = "run", "simulation"
@@ -55,7 +55,7 @@ PARTITIONS = ("hospitals6", *(f"p{silos}c{n}" for silos, classes in _CLASSES.ite
 
 
 def _store_dataclasses() -> None:
-    """Register the choices that are dataclasses or names, and so need no file, with Hydra."""
+    """Register with Hydra the choices that need no file, since they are dataclasses or names."""
     store = ConfigStore.instance().store
     store("run_spec", _defaults(RunSpec) | {"train": _defaults(TrainConfig)})
     for name, method in programs().items():
@@ -95,7 +95,7 @@ _EXTENSIBLE = {"method": "method", "model": "model", "data": "data", "federation
 
 
 def _load_choice(group: str, word: str) -> str | None:
-    """Load the extension that a word names, and register a choice of its name with Hydra; None without one."""
+    """Load the extension that a word names and register it with Hydra; return its name, None if there is none."""
     name = loading.load(_EXTENSIBLE[group], word)
     if name is None:
         return None
@@ -133,9 +133,10 @@ def compose_spec(
     `+key=value` adds a key that the composed files do not have; RunSpec must know it. config_dir: a folder with the
     user's own files, laid out as `configs/` (DIR/experiment/mine.yaml: experiment=mine), under names of their own. A
     method, a model, data or a federation may also be an extension (`fl_core.extensions.loading`), which is imported:
-    the words come from the user of this machine. Raises ConfigError: E-CFG-01 for a word that is no override, a key or
-    a choice that does not exist, E-CFG-02 for a value of the wrong type or range; each names the nearest valid word; as
-    `loading.load`. values: plain Python values that override the composed ones, instead of `key=value` words.
+    the words come from the user of this machine. values: plain Python values that override the composed ones, instead
+    of `key=value` words. Raises ConfigError, which names the nearest valid word: E-CFG-01 on a word that is no
+    override, a key or a choice that does not exist, E-CFG-02 on a value of the wrong type or range; and as
+    `loading.load`.
     """
     return _composed_spec(_RUN, overrides, config_dir, values or {})
 
@@ -173,7 +174,7 @@ def _composed_spec(
 
 
 def _exchanges(chosen: Mapping[str, Any]) -> int:
-    """Return after how many rounds the chosen method ends under the chosen privacy; 0 if it may go on."""
+    """Return after how many rounds the chosen method is complete under the chosen privacy; 0 if it has no such end."""
     choices = (dict(chosen[key]) for key in ("method", "privacy"))
     method, _ = private_form(*(NamedOptions(choice.pop("name"), choice) for choice in choices))
     return build_method(method.name, method.options).exchanges
@@ -227,7 +228,7 @@ def compose_from(parent: RunSpec, overrides: Sequence[str], values: Mapping[str,
 
 
 def words_of(spec: RunSpec) -> list[str]:
-    """Return the shortest list of words that compose a configuration; empty if none do: it names a file's weights."""
+    """Return the shortest list of words that compose a configuration; empty if none do, as with weights of a file."""
     plain = _plain(asdict(spec))
     groups = [f"{group}={plain[group]['name']}" for group in (*_CONTINUED, "federation")]
     try:
@@ -291,9 +292,10 @@ def _model_of_method(words: Sequence[str], values: Mapping[str, object]) -> list
 
 
 def _choose_for_data(chosen: dict[str, object]) -> None:
-    """Resolve `auto`: larger images get ImageNet's stem (CIFAR's needs ten times the memory); patches are of images.
+    """Resolve `auto` in the model's options.
 
-    In a private run these are few.
+    stem: ImageNet's for larger images (CIFAR's needs ten times the memory)   kind: patches for images
+    width: fewer patch features in a private run.
     """
     model, data = chosen["model"], chosen["data"]
     if not isinstance(model, Mapping):
@@ -356,7 +358,7 @@ def _validated(overrides: Sequence[str], config_dir: Path | None = None) -> list
 def _validate_override(word: str, config_dir: Path | None, beside: Sequence[str]) -> list[str]:
     """Check that a word is `key=value`, that its first key exists, and that a group has this choice.
 
-    beside: all words, whose choices have keys that may have been meant.
+    beside: all words; a misspelt key may be one of the groups that they choose.
     """
     match = re.fullmatch(r"(\+{0,2}|~)([\w./@]+)=(.*)", word, re.DOTALL)
     if match is None:
@@ -391,7 +393,7 @@ _OTHER_NAMES = {
 
 
 def _suggest(word: str, valid: Collection[str]) -> str:
-    """Name the valid keys, the nearest one first, as `suggest`; also that which has another name elsewhere."""
+    """Name the valid keys, the nearest one first, as `suggest`; knows the names of keys in other libraries."""
     other = _OTHER_NAMES.get(word, word)
     return suggest(other if other in valid else word, valid)
 
@@ -399,9 +401,9 @@ def _suggest(word: str, valid: Collection[str]) -> str:
 def _check_first_key(
     key: str, first: str, beside: Sequence[str], config_dir: Path | None = None, dot: str = "."
 ) -> None:
-    """Raise ConfigError (E-CFG-01) on a key that is none, with the nearest one, also of those inside of groups.
+    """Raise ConfigError (E-CFG-01) on a key that does not exist; names the nearest one, also inside groups.
 
-    dot: what stands between a group and its key where the user writes them.
+    dot: the user's separator between a group and its key.
     """
     if first in WEIGHTS:
         raise ConfigError("E-CFG-01", f"there is no key {key!r}: write model{dot}weights=FILE")
@@ -420,7 +422,7 @@ def _check_first_key(
 
 
 def _inner_keys(beside: Sequence[str], config_dir: Path | None) -> dict[str, str]:
-    """List the keys inside of the groups that words choose: path -> last name."""
+    """List the keys inside the groups that words choose: path -> last name."""
     chosen = [word for word in beside if word.partition("=")[0] in GROUPS]
     try:
         composed = _compose(_RUN, [w for word in chosen for w in _validate_override(word, config_dir, ())], config_dir)
@@ -450,7 +452,7 @@ def _federation(value: str) -> list[str]:
 
 
 def unreadable_word(error: Exception) -> str:
-    """Describe what Hydra's grammar did not accept, and how to write the value."""
+    """Describe the word that Hydra's grammar did not accept, and how to write the value."""
     message = " ".join(str(error.__cause__ or error).split("\n")[0].split())
     ambiguous = re.match(r"Ambiguous value for argument '(.*)'", message)
     if ambiguous is not None:

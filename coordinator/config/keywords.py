@@ -28,7 +28,7 @@ class Keywords:
                 self.put(path, value)
 
     def put(self, path: str, value: object) -> None:
-        """Take a value, or all of a mapping, for the keys of a path; what names the choice of a group chooses it."""
+        """Store a value, or all values of a mapping, under a path; a name at a group's path is its choice."""
         group = path in GROUPS
         if isinstance(value, Mapping):
             for key, inner in value.items():

@@ -85,7 +85,7 @@ def request_of(spec: RunSpec) -> DataRequest:
 
 
 def declared_columns(spec: RunSpec) -> tuple[Column, ...]:
-    """Return the columns of data.schema: `config.table_schema` has read the file."""
+    """Return the columns of data.schema; `hydra_config.with_schema` has read them from the file."""
     try:
         return structure(_Columns, {"schema": spec.data.get("schema") or []}, "data").schema
     except ConversionError as error:
@@ -107,15 +107,15 @@ def manifest_from(
 ) -> RunManifest:
     """Freeze a run over the silos `names`, in this order.
 
-    sizes: their declared sizes, for private runs   basic_only: those whose version knows no clinical metrics
+    sizes: their declared sizes, for private runs   basic_only: silos whose version has no clinical metrics
     examples: their declared numbers of examples, for masked runs; 0 if not declared
     dictionaries: their declared label dictionaries, by name.
 
     A run with record-level privacy uses the private form of its method, and the manifest states it.
     Raises ConfigError if the method, the model, the data and the privacy profile do not fit together; RefusedError
-    (E-PRIV-01) for an unknown privacy profile, (E-PRIV-20) on a number outside its range, (E-RUN-38) on a model that
-    cannot be trained in the free memory of this machine, which the check of the layout does once. A start is named by
-    its weights alone: whoever has them completes it.
+    (E-PRIV-01) on an unknown privacy profile, (E-PRIV-20) on a number outside its range, (E-RUN-38) on a model that
+    cannot be trained in the free memory of this machine: the check of the layout trains it once. A start has only the
+    digest of its weights; the process that has the weights completes it (`weights.begin`, `start_point.resolve`).
     """
     schema = schema_of(spec)
     privacy, method = _choice(spec.privacy), _method_choice(spec, names, schema)
@@ -275,13 +275,13 @@ def _metrics(spec: RunSpec, schema: Schema, method: Method, privacy: NamedOption
 
 
 def _extensions(method: NamedOptions, model: NamedOptions) -> tuple[Extension, ...]:
-    """List the run's code that is not part of this software: each hospital decides about it."""
+    """List the run's extensions; each hospital decides about them."""
     identities = (registry.identity("method", method.name), registry.identity("model", model.name))
     return tuple(extension for extension in identities if extension is not None)
 
 
 def _model_choice(spec: RunSpec) -> NamedOptions:
-    """Return the model; raises ConfigError (E-CFG-02) if weights are still a file, which the lead must read."""
+    """Return the model; raises ConfigError (E-CFG-02) if its weights are still a file."""
     choice = _choice(spec.model)
     if spec.weights_file:
         raise ConfigError(
@@ -293,7 +293,7 @@ def _model_choice(spec: RunSpec) -> NamedOptions:
 
 
 def _aggregator(spec: RunSpec) -> NamedOptions:
-    """Return the aggregator with those options that a manifest does not imply."""
+    """Return the aggregator with the options that a manifest must state."""
     chosen = _choice(spec.aggregator)
     meant, unsaid = aggregators.read(chosen.name, chosen.options), aggregators.read_written(chosen.name, {})
     options = {f.name: getattr(meant, f.name) for f in fields(meant)}
@@ -307,7 +307,7 @@ def _members(
     examples: Sequence[DeclaredSize] = (),
     dictionaries: Mapping[str, Dictionary] | None = None,
 ) -> tuple[RunMember, ...]:
-    """Draw the silos that submit prototypes. Only private and masked runs store declared sizes; 0: not usable."""
+    """Draw the silos that submit prototypes. Only private and masked runs store declared sizes; 0: unusable or none."""
     declared = None
     if sizes is not None and profiles.is_private(_choice(spec.privacy)):
         declared = [_units(n) for n in sizes]

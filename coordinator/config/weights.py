@@ -38,7 +38,7 @@ class TakenWeights:
 
 
 def without_file(spec: RunSpec) -> RunSpec:
-    """Return a configuration without a file of weights; what bodies' files are is read off them."""
+    """Return a configuration without a file of weights, and with descriptions of bodies instead of their files."""
     spec = bodies.take(spec).spec if bodies.names_files(spec) else spec
     return replace(spec, weights_file="", weights_source="")
 

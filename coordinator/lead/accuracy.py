@@ -40,7 +40,7 @@ def best_of(rounds: Sequence[Sums]) -> Estimate:
 def set_balanced(info: pb.RunInfo, newest: Sums, several_labels: bool = False) -> None:
     """Set the balanced accuracy of a run's newest evaluation, and the number of answers that guessing chooses from.
 
-    newest: as `balanced_sums`
+    newest: as `EvaluationResult.balanced_sums`.
     """
     right, of, noise = newest
     present = sum(n > 0 for n in of) if noise is None else len(of)

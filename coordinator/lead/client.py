@@ -78,7 +78,7 @@ class LeadClient:
     def open(cls, home: Path, lead: str | None = None) -> LeadClient:
         """Connect to a home's service as a lead whose certificate is in it.
 
-        lead: whose; otherwise the one in CONSILIUM_LEAD, otherwise the one that `coordinator init` made.
+        lead: its name; by default that in CONSILIUM_LEAD, then that of `coordinator init`.
         Raises UnavailableError (E-NET-01) if no service runs there; ConfigError (E-ID-11) without a certificate.
         """
         credentials = credentials_of(home, lead)
@@ -154,7 +154,7 @@ class LeadClient:
         return self._call(self._lead.Extend, pb.ExtendRequest(run_id=run, hours=hours))
 
     def withdraw(self, silo: str, preview: bool = False) -> Sequence[pb.Withdrawal]:
-        """Remove a hospital's sums from the models that allow it. preview: only describe it."""
+        """Withdraw a hospital: its sums are taken out of the models that allow it. preview: only describe this."""
         request = pb.WithdrawRequest(silo=silo, preview=preview)
         return self._call(self._lead.Withdraw, request, _SUBMIT_DEADLINE_S).withdrawals
 
@@ -226,7 +226,7 @@ class LeadClient:
             raise self._explain(error) from error
 
     def _explain(self, error: grpc.RpcError) -> FederationError:
-        """Return the error that the service raised, or why it could not be reached."""
+        """Return the error that the service raised, or the reason why it cannot be reached."""
         if not isinstance(error, grpc.Call):
             return UnavailableError("E-NET-01", f"the call failed: {error}")
         answer = status.from_status(error.code().name, error.details())

@@ -111,7 +111,7 @@ def line_json(line: RunLine) -> dict[str, object]:
 
 
 def line_text(line: RunLine, rounds: int) -> str:
-    """Convert one for people. rounds: of the run."""
+    """Convert an event or a line of the audit log for people. rounds: of the run."""
     if line.event is not None:
         event = line.event
         words = [event.kind, place(event, rounds), event.silo, event.text]

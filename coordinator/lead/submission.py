@@ -1,4 +1,4 @@
-"""Runs that are put together and submitted: the same for commands and for Python."""
+"""Composition and submission of runs, for commands and for Python."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RunSubmission:
 
     @classmethod
     def of(cls, spec: RunSpec, parent: pb.RunDetail | None = None) -> RunSubmission:
-        """Read the files that a configuration names, before any service is asked.
+        """Read the files that a configuration names, before any call to the service.
 
         Raises ConfigError: E-CFG-23 on a path of images, since each hospital names its own; as `weights.take`.
         """
@@ -52,7 +52,7 @@ class RunSubmission:
         return "" if self.parent is None else self.parent.manifest_json
 
     def submit(self, client: LeadClient, request_id: str = "") -> pb.RunInfo:
-        """Send the weights that the service lacks, then the configuration. request_id: the same one is one run."""
+        """Send the weights that the service lacks, then the configuration. request_id: a repeated one gives one run."""
         if self.weights is not None:
             with weights.written(self.weights) as file:
                 client.send_weights(self.weights.named.object, file)

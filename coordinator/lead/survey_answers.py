@@ -35,9 +35,9 @@ class SurveyAnswers:
         document: the digest of the question document
         hospitals: how many answered
         epsilon, delta: guaranteed to each patient, or record if the data name no patients; None without noise
-        answers: of all together   by_hospital: of each separately, in a run that asked for it
+        answers: of all hospitals together   by_hospital: of each hospital, in a run that asked for them
         implausible: cells with impossible numbers: a hospital sent wrong ones
-        records: what they are called, "images" or "rows"
+        records: the word for records, "images" or "rows"
     """
 
     document: str

@@ -55,7 +55,7 @@ def unmasked(manifest: str) -> str:
 
 
 def aggregator_warning(manifest: str, holds: Mapping[str, Collection[str]]) -> str:
-    """Describe a disadvantage of the run's aggregator, if any. manifest: JSON; holds: declared classes of silos."""
+    """Describe a disadvantage of the run's aggregator, if any. manifest: JSON   holds: declared classes by silo."""
     raw = json.loads(manifest)
     chosen = raw.get("aggregator") or {"name": options.DEFAULT, "options": {}}
     declared = [holds.get(member["name"], ()) for member in raw["members"]]
@@ -63,9 +63,9 @@ def aggregator_warning(manifest: str, holds: Mapping[str, Collection[str]]) -> s
 
 
 def feature_hint(manifest: str) -> str:
-    """Say that hospitals could keep the features of a network that the run does not train; empty if not.
+    """Suggest that hospitals store the features of a network that the run does not train; empty if this is no gain.
 
-    manifest: JSON of a run. `analytic` ends in the same model either way.
+    manifest: JSON of a run. `analytic` gives the same model either way.
     """
     raw = json.loads(manifest)
     recomputed = raw["method"]["name"] == "analytic" and raw["train"].get("freeze", "none") == "none"
@@ -78,7 +78,7 @@ def feature_hint(manifest: str) -> str:
 
 
 def waiting_lines(info: pb.RunInfo) -> list[str]:
-    """Describe whom a run waits for, how long and why, and who is excluded."""
+    """Describe the silos that a run waits for, how long and why, and the excluded ones."""
     lines = [f"excluded by the lead: {', '.join(info.excluded)}"] if info.excluded else []
     if info.waiting.silos:
         now = info.waiting
@@ -88,7 +88,7 @@ def waiting_lines(info: pb.RunInfo) -> list[str]:
 
 
 def received_text(now: pb.Waiting) -> str:
-    """Describe how many updates an open round has and needs or, if its set is fixed, answers."""
+    """Describe how many updates (or, if the set is fixed, answers) an open round has and needs."""
     if now.sealed:
         return f"all updates received; {now.there} of {now.needed} confirmations"
     if now.there > now.needed:
@@ -115,7 +115,7 @@ def outcomes_text(counts: Mapping[str, int]) -> str:
 
 
 def aggregator_text(aggregator: str, counts: Mapping[str, int]) -> str:
-    """Describe what the aggregator did to a run's updates; empty if nothing."""
+    """Describe the updates of a run that its aggregator refused or clipped; empty if there are none."""
     outcomes = outcomes_text(counts)
     return outcomes and f"aggregator={aggregator or 'unknown to this service'}: {outcomes}"
 
@@ -148,7 +148,7 @@ def _over(measure: Measure, result: EvaluationResult) -> str:
 
 
 def software_text(builds: Mapping[str, str]) -> str:
-    """Describe the software of a run: the coordinator's, and who had another; empty if unknown."""
+    """Describe the software of a run: the coordinator's, and silos with other software; empty if unknown."""
     if "" not in builds:
         return ""
     ours, silos = builds[""], sorted(name for name in builds if name)
@@ -198,7 +198,7 @@ def _minute(unix: float) -> str:
 
 
 def alarms(silos: Iterable[pb.SiloInfo]) -> list[str]:
-    """List what the lead must investigate."""
+    """List the silos' alarms, which the lead must investigate."""
     return [f"{silo.name}: {silo.alarm}" for silo in silos if silo.alarm]
 
 

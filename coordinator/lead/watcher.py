@@ -36,11 +36,11 @@ _CHART_WIDTH, _CHART_MARGIN = 60, 8
 
 
 _SAID_ABOVE = ("warning", "refused", "classes", "clear")
-"""Kinds of events that stay above the repainted view, which does not repeat them."""
+"""Kinds of events that are printed above the repainted view, which does not show them."""
 
 
 class RunReader(Protocol):
-    """Receives a run's progress besides people, such as a tracker."""
+    """A program that receives a run's progress, such as a tracker."""
 
     def note(self, info: pb.RoundInfo) -> None:
         """Receive a closed round."""
@@ -52,7 +52,7 @@ class RunReader(Protocol):
 
 
 class RepaintedView(Protocol):
-    """Where the view of a run is painted again and again, such as a terminal. console: for lines that stay."""
+    """A view of a run that is repainted, for instance on a terminal. console: for lines that stay."""
 
     console: Console
 
@@ -64,7 +64,7 @@ class RepaintedView(Protocol):
 
 
 class Watcher:
-    """Live progress of one run: a repainted table and chart on a terminal; changes as lines if piped, or not `live`."""
+    """Live progress of one run: a repainted table and chart on a terminal; a line per change if piped or not `live`."""
 
     def __init__(self, console: Console = OUT, live: bool = True) -> None:
         self._console = console
@@ -125,7 +125,7 @@ class Watcher:
         return parts
 
     def _measured(self, closed: pb.RoundInfo) -> list[str]:
-        """Describe how good the model is, if the run measures it."""
+        """Describe a round's evaluation, if the run measures its model."""
         measures = kind_of(self._info.method, self._info.rounds).measures
         return measured_parts(accuracy.result_of(closed)) if measures else []
 
@@ -167,7 +167,7 @@ class Watcher:
 
 
 def show_events(events: Iterable[pb.Event], quiet: bool = False, view: Callable[[], Watcher] = Watcher) -> None:
-    """Show events as they come, until the run ends; quiet: only wait for that. view: makes what shows them."""
+    """Show events as they come, until the run ends. quiet: show nothing   view: makes the view."""
     with nullcontext() if quiet else view() as watcher:
         for event in events:
             if watcher is not None:

@@ -31,7 +31,7 @@ def withdrawal_json(withdrawal: pb.Withdrawal) -> Mapping[str, object]:
 
 
 def withdrawal_lines(withdrawal: pb.Withdrawal, anew: str) -> Iterable[str]:
-    """Describe it for people. anew: the command that trains the run without the hospital, if there is one."""
+    """Describe a withdrawal for people. anew: the command that trains the run without the hospital, if there is one."""
     rounds: dict[str, list[str]] = {}
     for update in withdrawal.given:
         rounds.setdefault(update.run_id, []).append(str(update.round + 1))

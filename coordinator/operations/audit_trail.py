@@ -22,7 +22,7 @@ from service_core.pki.identity import CertificateRole, Identity, peer_of
 log = logging.getLogger(__name__)
 _SHOWN = ("run_id", "round", "silo", "contribution_id", "object_digest", "digest", "request_id", "preview")
 _STANDARD = "/grpc."
-"""Health and reflection read no data of ours, so that only their refusals are logged."""
+"""Health and reflection read no stored data; only their refusals are logged."""
 Count = Callable[[int], None]
 
 

@@ -26,9 +26,9 @@ _LOOK_S = 0.25
 
 
 class Readiness:
-    """Problems that keep the service from working; one thread checks, any thread asks.
+    """Problems that keep the service from working. One thread checks; any thread may read the result.
 
-    Guarantees: a missing check counts as a problem: a service that hangs is not ready.
+    Guarantees: a check that is overdue counts as a problem, so a service that hangs is not ready.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Readiness:
         self._stopping.set()
 
     def lives(self) -> bool:
-        """Tell whether checks still run, whatever they find."""
+        """Tell whether the checks still run, regardless of their results."""
         return not self._stopping.is_set() and "maintenance" not in self.problems()
 
     def problems(self) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ def _holds(check: Callable[[], bool]) -> bool:
 
 def _is_writable(database: Path) -> bool:
     """Rewrite existing data; raises sqlite3.Error if that fails."""
-    # A connection of its own: one of the service's would wait half a minute for a lock.
+    # A separate connection: the service's own would wait half a minute for a lock.
     uri = f"{database.absolute().as_uri()}?mode=rw"
     with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_S, isolation_level=None)) as db:
         db.execute("PRAGMA wal_autocheckpoint = 0")  # `Database.shorten_log` logs its actions

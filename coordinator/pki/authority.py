@@ -248,7 +248,7 @@ class Authority:
         return certificates.load_certificate(self.ca_pem, str(self.folder / "ca.crt")), key
 
     def unlock(self) -> None:
-        """Try the authority's key if it is on this machine, so that its passphrase is asked for now and not later.
+        """Read the authority's key if it is on this machine, so that its passphrase is requested now and not later.
 
         Raises StateError (E-STATE-47) without the passphrase.
         """

@@ -23,7 +23,7 @@ class Leads:
     clock: Clock = utc_now
 
     def adopt(self) -> None:
-        """List the leads in the authority's folder, which an authority on another machine may have certified."""
+        """Add the leads in the authority's folder to the list: another machine may have certified them."""
         folder = self._authority().folder
         for path in sorted(folder.glob("lead-*.pem")):
             try:
@@ -75,7 +75,7 @@ class Leads:
             raise ConfigError("E-RUN-10", f"expected the name of a lead, found {name!r}; leads: {names}")
 
     def _certify(self, name: str) -> Lead:
-        """List the certificate before writing it: an unlisted one is not accepted, while the old one still is."""
+        """Certify a lead. The new certificate is listed before it is written: an unlisted one is not accepted."""
         authority = self._authority()
         made = authority.make_lead(name)
         lead = Lead.of(identity_of(made.cert_pem))

@@ -58,7 +58,7 @@ class PassphraseSource:
         return self._typed
 
     def forget(self) -> None:
-        """Ask again next time."""
+        """Forget a typed passphrase, so that `read` asks again."""
         self._typed = b""
 
 

@@ -39,9 +39,9 @@ class ServerCertificate:
         return certificates.read_bundle(folder / "server.pem", (folder / "ca.crt").read_bytes())
 
     def renew_if_due(self) -> bool:
-        """Renew the certificate after two thirds of its life, or if it lies in the future; return whether.
+        """Renew the certificate after two thirds of its life, or if it is not valid yet; return whether it was renewed.
 
-        A certificate lies in the future if a clock was ahead when it was made.
+        A certificate is not valid yet if a clock was ahead when it was made.
         """
         certificate, now = identity_of(self.current().cert_pem), self.clock()
         if (
@@ -90,8 +90,8 @@ class ServerCertificate:
 class Looks:
     """Checks once a second whether the certificate changed, and answers None in between.
 
-    gRPC waits for the answer before it reads a connection's first byte: reading files and parsing certificates for
-    every stranger would delay members.
+    gRPC waits for the answer before it reads a connection's first byte. Reading files and parsing certificates for
+    every connection, also of strangers, would delay members.
     """
 
     def __init__(

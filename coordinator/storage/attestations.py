@@ -73,7 +73,7 @@ def attested(stated: pb.Attestation | None, sealed: bytes = b"") -> dict[str, ob
 
 
 def drop_sealed(db: Connection, silo: str, but: str) -> None:
-    """Delete sealed figures of a silo's committed updates; but: the newest one, the only one that is returned."""
+    """Delete the sealed figures of a silo's committed updates. but: its newest update, whose figures are still used."""
     others = contributions.c.silo == silo, contributions.c.sealed.is_not(None), contributions.c.id != but, *_COMMITTED
     db.execute(update(contributions).where(*others).values(sealed=None))
 

@@ -80,7 +80,7 @@ class ContributionStore:
             add_event(db, self._clock(), c.run_id, "arrived", c.round, c.silo, f"{c.size} bytes")
 
     def reopen(self, contribution: Contribution) -> None:
-        """Undo a commit whose object was lost: its silo, which keeps the update until the round closes, sends it again.
+        """Undo a commit whose object was lost. Its silo keeps the update until the round closes, and sends it again.
 
         The receipt stays true: the same object is accepted again, or another one under a new receipt.
         """
@@ -146,9 +146,9 @@ class ContributionStore:
     def delete_unreferenced(self, run_id: str, release: Callable[[str], None]) -> None:
         """Delete records of objects that a run no longer needs, and `release` objects that no run needs.
 
-        Bundles and bases are needed until their round is closed or their run is over (a failed one may be resumed). The
-        newest two server states stay, and the newest one of a run that is over, unless another one replaced it. Keys
-        and sets of a masked run are deleted at its end.
+        Bundles and bases are needed until their round is closed or their run is over (a failed one may be resumed). A
+        run keeps its newest two server states. A run that is over keeps the newest one, or none if a withdrawal removed
+        it; its keys, census and sets are deleted.
         """
         with self._db.write() as db:
             run = db.execute(select(runs.c.state, runs.c.state_object).where(runs.c.id == run_id)).one()
@@ -185,11 +185,11 @@ def _change(db: Connection, contribution_id: str, **values: object) -> None:
 def _expect_open(db: Connection, c: Contribution) -> None:
     """Raise StateError (E-RUN-06) unless the round is open and asked this silo; E-WIRE-12 on another kind or base.
 
-    A round with a fixed set takes only the set's updates, if one was lost.
+    A round with a fixed set takes only the set's own updates, to replace lost ones.
     """
     of_run = select(rounds, runs.c.state, runs.c.manifest_digest).join(runs)
     row = db.execute(of_run.where(rounds.c.run_id == c.run_id, rounds.c.round == c.round)).first()
-    # The open round of a failed run still takes updates, for when the run is resumed.
+    # The open round of a failed run still takes updates: the run may be resumed.
     what = None
     if row is None:
         what = "none of this number"

@@ -55,8 +55,8 @@ class MemberStore:
     def membership_status(self, name: str, serial: str) -> MembershipStatus:
         """Return whether a certificate is revoked or renewed, and whether it belongs to a member of this name.
 
-        Records that a certificate in force is in use. The first use of one that came by an invitation revokes all older
-        ones of that name: their key is lost. The first use of a renewed one ends them after a grace period.
+        Records the first use of a certificate in force. If it came by an invitation, all older certificates of that
+        name are revoked: their key is lost. If it is a renewal, they end after a grace period.
         """
         with self._db.read() as db:
             reason = why_revoked(db, serial)
@@ -76,7 +76,7 @@ class MemberStore:
         return MembershipStatus(None, member=True)
 
     def in_force(self) -> Set[tuple[str, str]]:
-        """Return names and serials of silos' certificates that are certainly in force; others need a single check.
+        """Return names and serials of silos' certificates that are certainly in force; check all others one by one.
 
         A certificate whose successor is in use is left out, also within its grace period.
         """
@@ -132,7 +132,7 @@ class MemberStore:
     # ---- identities that two parties hold ------------------------------------------------------------------------
 
     def raise_alarm(self, name: str, text: str) -> None:
-        """Store an alarm for the lead, until that hospital enrols anew; at most one a minute and name."""
+        """Store an alarm for the lead, until that hospital enrols again; at most one per minute and name."""
         now = self._clock()
         with self._db.read() as db:
             last = db.scalar(select(alarms.c.at).where(alarms.c.name == name))
@@ -211,7 +211,7 @@ class MemberStore:
     ) -> IssuedCertificate:
         """Use up an invitation for a key and return the certificate that `sign` makes for it.
 
-        proofs: the chain by which other silos accept this key of a member that joins again.
+        proofs: the chain by which other silos accept the new key if a member joins again.
         Guarantees: the same key gets the same certificate until its first use; of two keys that race for one invitation
         one gets a certificate.
         Raises RefusedError: E-ID-24 if the invitation was used up, E-ID-13 if it is unknown, withdrawn or expired.
@@ -341,7 +341,7 @@ def why_revoked(db: Connection, serial: str) -> str | None:
 
 
 def renewed_at(db: Connection, table: Table, serial: str, name: str, now: float) -> float | None:
-    """Return since when a later certificate of this name is in use; None if none is, or not for long enough.
+    """Return since when a later certificate of this name is in use; None if none is, or for less than `GRACE_S`.
 
     table: `certificates` or `leads`.
     """
@@ -393,7 +393,7 @@ def _certify(db: Connection, made: IssuedCertificate, proofs: tuple[tuple[str, s
 def _set_certificate(
     db: Connection, made: IssuedCertificate, state: str, proofs: Sequence[object], since: float
 ) -> None:
-    """Give a silo, new or known, its newest certificate. since: of a new one."""
+    """Give a silo its newest certificate, and add the silo if it is new. since: when a new silo joined."""
     changed = {"state": state, "serial": made.serial, "proofs": proofs}
     row = upsert(silos).values(name=made.name, since=since, software="", last_seen=0.0, **changed)
     db.execute(row.on_conflict_do_update(index_elements=["name"], set_=changed))

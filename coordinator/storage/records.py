@@ -17,7 +17,8 @@ from service_core.pki.identity import PeerCertificate
 class RunState(Enum):
     """The states of a run. A paused or failed run keeps its data and can be resumed; it does nothing until then.
 
-    PAUSED: the lead decides, because too few hospitals can continue   FAILED: an unexpected error
+    PAUSED: the lead decides: hospitals are missing or refuse, classes are left out, or the worker ended
+    FAILED: any other error
     """
 
     WAITING = "waiting"
@@ -33,7 +34,7 @@ class RunState(Enum):
 
     @property
     def comes_from(self) -> tuple[RunState, ...]:
-        """The states that may precede this one; `RunStore` makes the transition, and refuses all others."""
+        """The states that may precede this one; `RunStore` refuses all other transitions."""
         return _COMES_FROM[self]
 
 
@@ -50,7 +51,7 @@ _COMES_FROM = {
 
 
 class ObjectKind(Enum):
-    """What an object is for a run."""
+    """The role of an object in a run."""
 
     MANIFEST = "manifest"
     BASE = "base"
@@ -235,7 +236,7 @@ class Steering:
 
 @dataclass(frozen=True, slots=True)
 class RoundRow:
-    """A round of a run: open, or closed with its record. base: sent to each silo of the cohort."""
+    """A round of a run: open, or closed with its record. base: the object that each silo of the cohort gets."""
 
     run_id: str
     record: RoundRecord
@@ -261,7 +262,7 @@ class EvaluationSummary(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """An announced update; received: when it was committed: object and record are on disk."""
+    """An announced update. received: when it was committed, with object and record on disk; None until then."""
 
     id: str
     run_id: str

@@ -62,10 +62,10 @@ class RunStore:
     ) -> StoredRun:
         """Add a waiting run or return that of its request id; raises ConfigError (E-CFG-02) if the two differ.
 
-        sizes: training and test examples that its silos declare, 0 if not declared.
+        sizes: its silos' declared training and test examples, 0 if not declared.
         start: the server state (digest, size) of a run whose manifest names its start
         weights: the object that silos fill the model with before round 0
-        other: the model that is measured as well, needed until the closing evaluation is closed.
+        other: the object of a second model to evaluate, needed until the closing evaluation is closed.
         """
         with self._db.write() as db:
             existing = _of_request(db, run.request_id)
@@ -149,7 +149,7 @@ class RunStore:
             return {row.run_id: RoundRecord.of(row.record) for row in db.execute(newest)}
 
     def evaluations(self, run_ids: Collection[str]) -> dict[str, list[EvaluationSummary]]:
-        """Return the measurements of each run's closed rounds, in order, in one SQL statement of these alone."""
+        """Return the measurements of each run's closed rounds, in order, in one SQL statement."""
         facts = [rounds.c.record[name].label(name) for name in EvaluationSummary._fields]
         closed = select(rounds.c.run_id, *facts).where(rounds.c.run_id.in_(run_ids), rounds.c.is_open == 0)
         evaluated: dict[str, list[EvaluationSummary]] = {run_id: [] for run_id in run_ids}
@@ -169,7 +169,7 @@ class RunStore:
         return {state: numbers.get(state.value, 0) for state in RunState}
 
     def progress(self, states: Iterable[RunState], most: int) -> list[tuple[str, int, int]]:
-        """Return (id, closed rounds, planned rounds) of the newest runs in these states."""
+        """Return (id, closed rounds, planned rounds) of the newest runs in these states, at most `most`."""
         condition = runs.c.state.in_([state.value for state in states])
         newest = (
             select(runs.c.id, runs.c.closed, runs.c.rounds).where(condition).order_by(runs.c.created.desc(), runs.c.id)
@@ -215,9 +215,9 @@ class RunStore:
             _change_run(db, run_id, bytes_down=runs.c.bytes_down + down)
 
     def open_round(self, run_id: str, round: int, kind: TaskKind, cohort: Sequence[str], base: str = "") -> None:
-        """Open a round; an open one stays open, with its received updates.
+        """Open a round; one that is open stays as it is, with its received updates.
 
-        base: its start, if that is no object.
+        base: the digest that its updates start from, if there is no object to send.
         """
         with self._db.write() as db:
             live_run(db, run_id)

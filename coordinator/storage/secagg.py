@@ -18,7 +18,7 @@ from protos.wire.tasks import TaskKey
 from service_core.storage.sqlite import Database
 
 _MOST_ANSWERS = 1 << 53
-"""A silo's stated number of answers is capped at this."""
+"""Upper limit of a silo's stated number of answers."""
 
 
 class MaskedRunStore:
@@ -32,7 +32,7 @@ class MaskedRunStore:
         self._clock = clock
 
     def note_answers(self, silo: str, number: int) -> int:
-        """Store how many answers in masked runs a silo remembers; return its highest number so far."""
+        """Store the number of answers in masked runs that a silo states; return the highest number before this one."""
         name = f"masked answers {silo}"
         with self._db.read() as db:
             before = db.scalar(select(counters.c.value).where(counters.c.name == name)) or 0
@@ -65,7 +65,7 @@ class MaskedRunStore:
             add_event(db, self._clock(), run_id, "census", text=text)
 
     def drop_census(self, run_id: str) -> None:
-        """Forget an unfinished census; none of it was opened."""
+        """Delete an unfinished census, whose sum was not opened."""
         with self._db.write() as db:
             _delete_census(db, run_id)
 

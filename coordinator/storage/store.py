@@ -32,7 +32,7 @@ def lock_home(home: Path) -> FolderLock:
 
 
 class CoordinatorStore:
-    """The coordinator's database, usable from many threads and beside a second process (the command line)."""
+    """The coordinator's database, for many threads and a second process (the command line) at the same time."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ _TAKEOVER_S = 10.0
 
 @dataclass(slots=True)
 class OpenUpload:
-    """An upload in progress. digest: of all its bytes, if its last stream brought them all."""
+    """An upload in progress. digest: of all its bytes, if its last stream sent them all."""
 
     digest: str | None = None
     writer: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -29,7 +29,7 @@ class OpenUpload:
 class UploadRegistry:
     """The uploads of all silos, in files `partial/<silo>/<contribution>` of a folder. quota: bytes for each silo.
 
-    Coroutines belong to the service's event loop; the rest may be called from any thread.
+    Coroutines run on the service's event loop only; all else may be called from any thread.
     """
 
     def __init__(self, folder: Path, quota: int = QUOTA_BYTES) -> None:

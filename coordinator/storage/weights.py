@@ -24,7 +24,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class WeightsUploads:
-    """Uploads of weights by leads. Calls may come from any thread; `uploads` and `stream` belong to the event loop.
+    """Uploads of weights by leads. Thread-safe, except `uploads` and `stream`, which are for the event loop only.
 
     Guarantees: an unused object is deleted at the next start of the service at the latest.
     """
@@ -40,11 +40,11 @@ class WeightsUploads:
         self._lock = threading.Lock()
 
     def open(self, lead: str, digest: str, size: int) -> int:
-        """Accept an announcement and return how many bytes are here; all of them only if it is an object.
+        """Accept an announcement and return how many bytes are here: `size` once it is an object.
 
-        Raises as `finish` if all bytes arrived but were not made an object, because the disk was full or after a crash;
-        ProtocolError (E-WIRE-06) on an invalid digest or an impossible size; UnavailableError (E-RUN-38) if the disk's
-        reserve would be used.
+        If all bytes are here without being an object (after a crash or a full disk), finish it first, and raise as
+        `finish`. Raises ProtocolError (E-WIRE-06) on an invalid digest or an impossible size; UnavailableError
+        (E-RUN-38) if the disk's reserve would be used.
         """
         if not _DIGEST.fullmatch(digest):
             raise ProtocolError("E-WIRE-06", f"expected a digest in lower-case hex, found {digest[:80]!r}")

@@ -1,6 +1,6 @@
 """Heads of audit logs: the number and hash of the newest line, signed by the side whose log it is.
 
-Each side keeps the other's heads. So whoever rewrites a log must also rewrite what the other side holds.
+Each side keeps the other's heads. So a rewritten log is noticed unless the other side's copies are rewritten too.
 """
 
 from __future__ import annotations

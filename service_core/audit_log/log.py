@@ -134,7 +134,7 @@ class AuditLog:
                 yield LogLine.decode(text)
 
     def sync(self) -> None:
-        """Sync all lines to the disk; others may append meanwhile. Raises as `append`."""
+        """Sync all lines to the disk; other threads may append in the meantime. Raises as `append`."""
         with self._lock:
             changes = 0 if self._db is None else self._db.total_changes
             if changes == self._synced:

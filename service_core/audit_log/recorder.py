@@ -17,7 +17,7 @@ from service_core.storage.private_files import Credentials
 
 log = logging.getLogger(__name__)
 SYNC_S = 1.0
-"""A power cut loses at most the lines of so many seconds."""
+"""Seconds between two syncs; a power cut loses at most the lines of this time."""
 WINDOW_S = 60.0
 _REMEMBERED = 4096
 _Key = tuple[str, ...]
@@ -178,6 +178,6 @@ class Recorder:
 
 
 def _key(entry: LogEntry) -> _Key:
-    """Return what equal entries share. Without the object of a refused call, since the caller chooses it."""
+    """Return the fields by which entries are equal; without a refused call's object, which the caller chooses."""
     about = entry.about if entry.outcome == ALLOWED else ""
     return entry.who or entry.address, entry.serial, entry.what, entry.outcome, entry.code, about

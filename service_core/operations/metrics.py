@@ -27,12 +27,12 @@ from service_core.version import PROTOCOL
 
 log = logging.getLogger(__name__)
 MAX_VALUES = 100
-"""At most so many values per label, for instance silos."""
+"""Maximum number of values per label, for instance silos."""
 _LABEL_CHARS = 100
 _DURATIONS_S = (1.0, 5.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0, 7200.0, 21600.0, 86400.0)
 T = TypeVar("T")
 Samples = Iterable[tuple[Sequence[str], float]]
-"""Label values and their number."""
+"""Label values and the value of the metric."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ def verify(public: ec.EllipticCurvePublicKey, context: str, message: bytes, sign
 
 
 def renewal_message(identity: Identity, new: ec.EllipticCurvePublicKey) -> bytes:
-    """Return what the old key signs when a silo changes keys: its identity and the new key."""
+    """Return the bytes that the old key signs when a silo changes keys: its identity and the new key."""
     return identity.uri.encode() + b"\0" + spki(new)
 
 

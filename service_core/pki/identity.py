@@ -3,8 +3,8 @@
 silo://<consortium>/<name>      a hospital            lead://<consortium>/<name>    a person who starts runs
 coordinator://<consortium>      the service           invite://<consortium>/<name>  may only enrol as <name>
 
-Certificates and requests come from the other side. Whatever the bytes are, parsing raises only ValueError, where the
-library raises half a dozen kinds of errors, some of them late, on access to a field.
+Certificates and requests come from the other side. Parsing raises only ValueError, for any bytes; the library itself
+raises half a dozen kinds of errors, some of them only when a field is read.
 """
 
 from __future__ import annotations

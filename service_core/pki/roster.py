@@ -1,7 +1,7 @@
 """The roster: the members of the consortium, signed by its CA, so that silos need not trust the service.
 
 Canonical JSON (sorted keys, no blanks, ASCII) and an ECDSA-SHA256 signature over those bytes. A member with a new key
-has its chain of renewals: each old key's signature over the next one. Silos that pinned an older key follow the chain,
+has a chain of renewals: each old key's signature over the next key. Silos that pinned an older key follow the chain,
 which the service cannot forge.
 """
 

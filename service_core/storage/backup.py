@@ -41,7 +41,7 @@ _NEVER = (".tmp", ".lock", "-wal", "-shm", "-journal", ".generation")
 
 @dataclass(frozen=True, slots=True)
 class HomeLayout:
-    """What of a home is backed up. Paths are relative to the home.
+    """The parts of a home that are backed up. Paths are relative to the home.
 
     Attributes:
         database: names the objects
@@ -50,7 +50,7 @@ class HomeLayout:
         left_out: files and folders that are recreated, or secrets that are backed up elsewhere
         referenced: returns the digests that a copy of the database names
         place: returns the path of an object in its folder
-        strip: deletes from a copy of the database what no backup may contain
+        strip: deletes rows that no backup may contain from a copy of the database
     """
 
     side: str
@@ -133,7 +133,7 @@ def back_up(home: Path, layout: HomeLayout, target: Path, software: str, at: flo
 def restoring(backup: Path, home: Path, layout: HomeLayout) -> Iterator[BackupContents]:
     """Restore a backup into a new or empty home, with a new incarnation of its database.
 
-    Only this process can use the home within the block; everybody can after it ends without an error.
+    Only this process can use the home inside the block; other processes can once the block ends without an error.
 
     Raises StateError: E-STATE-25 on a folder that is not a backup of this side or was changed, before anything is
     written; E-STATE-20, E-STATE-26 as `unfinished.filling`; ConfigError (E-CFG-02) if the home is not empty.
@@ -188,7 +188,7 @@ def _empty(folder: Path) -> None:
 
 
 def _link_objects(home: Path, layout: HomeLayout, target: Path, scratch: Path) -> None:
-    """Copy the database, and hard-link each object that the copy names into a folder of the home."""
+    """Copy the database, and hard-link the objects that the copy names into `scratch`, a folder of the home."""
     missing = ""
     for _ in range(_TRIES):
         copy = target / layout.database

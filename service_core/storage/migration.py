@@ -28,7 +28,7 @@ def set_user_version(db: sqlite3.Connection, version: int) -> None:
 def set_journal_mode(db: sqlite3.Connection, mode: str, seconds: float) -> None:
     """Choose WAL or DELETE for a file, once no other process reads or writes it.
 
-    seconds: how long to try again, since SQLite does not always wait here: not for a process that opens the file too
+    seconds: how long to try again, since SQLite does not wait here for a process that also opens the file
     Raises sqlite3.OperationalError (SQLITE_BUSY).
     """
     due = time.monotonic() + seconds
@@ -78,8 +78,8 @@ def migrate(
     db: in autocommit mode (isolation_level=None)   create: creates the tables of the newest version in a new file
     tables: names of the tables of the newest version
 
-    Guarantees: files of all earlier versions open. All steps are one transaction, so a crash leaves the old file, and
-    one of two processes migrates. Raises StateError (E-STATE-22) on a newer version or another kind of file.
+    Guarantees: files of all earlier versions open. All steps are one transaction: a crash leaves the old file, and of
+    two processes only one migrates. Raises StateError (E-STATE-22) on a newer version or another kind of file.
     """
     newest = 1 + len(steps)
     if version(db) == newest and set(tables) <= _tables(db):

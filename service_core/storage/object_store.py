@@ -151,8 +151,8 @@ class ObjectStore:
     def commit(self, partial: Path, digest: str, actual: str | None = None, sync: bool = True) -> Path:
         """Turn a complete file into an object and return its path.
 
-        actual: the digest of the file's bytes, computed here when it is None   sync: whether the object is on the disk
-        on return, else `sync` brings it there
+        actual: the digest of the file's bytes, computed here if it is None   sync: whether the object is on the disk on
+        return; otherwise call `sync`
         Raises ProtocolError (E-WIRE-04) and deletes the file if it has another digest.
         """
         actual = file_digest(partial) if actual is None else actual

@@ -94,7 +94,7 @@ class FolderLock:
     def __init__(self, folder: Path, name: str, whose: str) -> None:
         """Lock a folder; raises StateError (E-STATE-20) if another process holds it.
 
-        name: of the file; empty: without one   whose: what that process is, for the message
+        name: of the file; empty: without one   whose: description of the other process, for the message
         """
         self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._file = -1
@@ -186,7 +186,7 @@ def png(figure: Figure) -> bytes:
 
 
 def read_private(path: Path, what: str = "private key") -> bytes:
-    """Read a private file. what: it holds.
+    """Read a private file. what: description of its content, for the message.
 
     Raises StateError if it is missing (E-STATE-43) or others can read it (E-STATE-42).
     """

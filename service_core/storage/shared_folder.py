@@ -1,4 +1,4 @@
-"""A folder that processes on several machines share: that they see the same files and locks is shown by trying."""
+"""Tests whether processes on several machines that share a folder see the same files and locks in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import IO
 from fl_core.errors import StateError
 
 WAIT_S = 90.0
-"""Seconds for which a machine may not see what another one did: NFS remembers a missing name for up to 60."""
+"""Seconds until a machine surely sees the changes of another one: NFS caches a missing name for up to 60."""
 _PAUSE_S = 0.1
 _KINDS: Mapping[str, Callable[[IO[str], int], object]] = {"fcntl": fcntl.lockf, "flock": fcntl.flock}
 """Locks of SQLite, and of files beside its databases."""
@@ -22,7 +22,7 @@ _KINDS: Mapping[str, Callable[[IO[str], int], object]] = {"fcntl": fcntl.lockf, 
 
 @contextmanager
 def held_locks(folder: Path) -> Iterator[str]:
-    """Lock files in a folder inside the block; yield what `require_locks` finds in them."""
+    """Lock files in a folder inside the block; yield the word in them, which `require_locks` expects."""
     word = secrets.token_hex(16)
     with ExitStack() as files:
         for name, lock in _KINDS.items():
@@ -35,7 +35,7 @@ def held_locks(folder: Path) -> Iterator[str]:
 
 
 def require_locks(folder: Path, word: str) -> None:
-    """Raise StateError (E-RUN-55) unless locks of another process, which may be on another machine, hold here."""
+    """Raise StateError (E-RUN-55) unless the locks of `held_locks`, perhaps on another machine, are effective here."""
     for name, lock in _KINDS.items():
         problem = f"that its {name} locks do not hold between the two"
         try:
@@ -62,7 +62,7 @@ def use(file: Path) -> None:
 
 
 def require_unused(file: Path, seconds: float = WAIT_S) -> None:
-    """Wait until no process uses a file; raises StateError (E-STATE-20) after so many seconds."""
+    """Wait until no process uses a file; raises StateError (E-STATE-20) after this many seconds."""
     if not file.exists():
         return
     end = time.monotonic() + seconds
@@ -81,8 +81,8 @@ def require_unused(file: Path, seconds: float = WAIT_S) -> None:
 
 
 def await_file(file: Path, seconds: float = WAIT_S) -> None:
-    """Wait until a file that another machine made is seen here, at most so many seconds."""
+    """Wait until a file that another machine made is visible here, for at most this many seconds."""
     end = time.monotonic() + seconds
     while not file.exists() and time.monotonic() < end:
-        list(file.parent.iterdir())  # has a network file system look anew
+        list(file.parent.iterdir())  # makes a network file system look again
         time.sleep(_PAUSE_S)

@@ -79,9 +79,9 @@ class Database:
         """Open, create or migrate the file. steps: see `migrate`   tables: including `incarnation_table`.
 
         contents: see `GenerationFile.require`   accept_loss: continue with an incomplete database
-        rehearsal: open a temporary copy; raises what opening the file itself would raise
-        wal: with a write-ahead log, which all processes must share memory for, or with a rollback journal, for
-        processes on several machines. The file keeps its choice, which None leaves as it is; a new file has a WAL.
+        rehearsal: open a temporary copy; raises the errors that opening the file itself would raise
+        wal: True: a write-ahead log, for processes that share memory; False: a rollback journal, for processes on
+        several machines; None: the file's present mode, in a new file a write-ahead log.
         Raises StateError: E-STATE-22 on a damaged file, another kind of file or a newer version; E-STATE-23 on a file
         that is missing, empty, older or another home's; E-STATE-26 in an unfinished folder; E-STATE-20 if another
         program has the file open under the other journal.
@@ -194,8 +194,8 @@ class Database:
     def checkpoint(self, whole: bool = False) -> None:
         """Checkpoint the WAL, if there is one, as far as readers allow, without waiting.
 
-        whole: truncate the WAL, so that overwritten data are gone from it
-        A full disk is no error here: the WAL keeps what was committed, and the next write reports it.
+        whole: truncate the WAL, so that no overwritten data remain in it
+        A full disk is no error here: the WAL keeps all committed data, and the next write reports the full disk.
         """
         how = "TRUNCATE" if whole else "PASSIVE"
         try:
@@ -266,8 +266,8 @@ class Database:
 def fetch_at_once(db: Connection, query: Select[Any]) -> list[dict[str, Any]]:
     """Return all rows of a query, as `db.execute(query).mappings()` would, in one step of SQLite.
 
-    The driver releases Python's lock at each row: a thousand rows wait a thousand times in a busy service. Times are
-    exact (SQLite itself rounds numbers beyond about 1e100); columns of bytes cannot be read so.
+    The driver releases Python's lock at each row: in a busy service a thousand rows wait a thousand times. Times are
+    exact (SQLite itself rounds numbers beyond about 1e100). Columns of bytes cannot be read in this way.
     """
     rows = query.subquery().c
     wanted = func.json_group_array(func.json_array(*map(_as_json, rows)))

@@ -1,4 +1,4 @@
-"""Marks a folder while a command fills it, so that nobody uses half of it.
+"""Marks a folder while a command fills it, so that no process uses an incomplete folder.
 
 The marker is the first file in the folder and the last one removed, synced both times. Every command, service and
 database refuses a marked folder and names the command to run again; only that command accepts it.
@@ -54,8 +54,8 @@ def require_finished(folder: Path) -> None:
 def filling(folder: Path, marker: UnfinishedMarker, undo: Callable[[], object] | None = None) -> Iterator[None]:
     """Fill an existing folder, or continue after an interruption.
 
-    undo: deletes what was written, before the block after an interruption, and after an error. Without it the block
-    continues with the files present, and an error leaves the marker.
+    undo: deletes the written files; called before the block if an earlier command was interrupted, and after an error.
+    Without it the block continues with the files present, and an error leaves the marker.
     Raises StateError: E-STATE-20 while another process uses the folder, E-STATE-26 if another command was interrupted,
     or the same one with another source.
     """

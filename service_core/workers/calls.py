@@ -17,15 +17,15 @@ from service_core.workers.lines import ErrorLines, Line, encoded
 
 T = TypeVar("T")
 MOST_THREADS = 32
-"""Calls of the other side that are answered at once; those that it makes later wait."""
+"""Maximum number of calls of the other side that are answered at the same time; further calls wait."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Later(Generic[T]):
-    """An answer that is there once something has happened, without a thread that waits for it.
+    """An answer that is available after an event; no thread has to wait for it.
 
-    event: is done then, with any result   read: returns the answer, or raises
+    event: done once `read` can be called; its result is not used   read: returns the answer, or raises
     """
 
     event: Future[Any]
@@ -38,14 +38,14 @@ class Later(Generic[T]):
 
 
 class OtherSideEndedError(Exception):
-    """The process at the other end of the pipes has ended, or said what nobody understands."""
+    """The process at the other end of the pipes has ended, or sent an invalid line."""
 
 
 class Calls:
-    """One end. Each call of the other side is answered in a thread of its own; `call` may be used by every thread.
+    """One end of the calls. Each call of the other side runs in a thread of its own; any thread may use `call`.
 
-    answers: what the other side may call, by name; arguments and results are JSON, or a `Later` of that
-    errors: those that pass the pipe
+    answers: functions that the other side may call, by name; arguments and results are JSON, or a `Later` of JSON
+    errors: converts errors for the pipe
     """
 
     def __init__(self, line: Line, answers: Mapping[str, Callable[..., object]], errors: ErrorLines) -> None:
@@ -61,7 +61,10 @@ class Calls:
         return self.begin(name, *arguments).result()
 
     def begin(self, name: str, *arguments: object) -> Future[Any]:
-        """Ask, and return what will have the answer of `call`; raises OtherSideEndedError where nobody can answer."""
+        """Send a call; return a future of its answer.
+
+        Raises OtherSideEndedError if the other side has ended, and ValueError as `encoded`.
+        """
         answer: Future[Any] = Future()
         with self._lock:
             if self._ended:
@@ -74,7 +77,7 @@ class Calls:
         return answer
 
     def listen(self) -> None:
-        """Read until the other side ends; calls that are open then, and later ones, raise OtherSideEndedError."""
+        """Process lines until the other side ends; then open calls and later ones raise OtherSideEndedError."""
         try:
             while (message := self._line.read()) is not None:
                 if "call" in message:
@@ -88,14 +91,14 @@ class Calls:
                     number, raw = message["raised"]
                     error = self._errors.read(raw)
                     self._open.pop(number).set_exception(error)
-        except Exception:  # whatever it is, no call may wait for ever
+        except Exception:  # no call may wait forever
             if not self._ended:
                 log.exception("the other side said what nobody understands, or this one cannot answer")
         self.close()
         self._line.incoming.close()
 
     def close(self) -> None:
-        """Have open calls, and later ones, raise OtherSideEndedError, whoever may still hold the pipe."""
+        """Make open calls and later ones raise OtherSideEndedError, even if the pipe is still open."""
         with self._lock:
             self._ended = True
             still_open, self._open = list(self._open.values()), {}
@@ -103,7 +106,7 @@ class Calls:
             answer.set_exception(OtherSideEndedError("it ended"))
 
     def settle(self) -> None:
-        """Wait until every call of a side that has ended is answered."""
+        """Wait until the calls of the other side, which has ended, have returned here."""
         with self._lock:
             answering = list(self._answering)
         for thread in answering:
@@ -142,7 +145,7 @@ class Calls:
             log.debug("nobody waits for the answer to %s any more", name)
 
     def _reply_later(self, number: int, name: str, read: Callable[[], object], event: Future[Any]) -> None:
-        """Reply in another thread: that in which something happened must not wait for the other side to read."""
+        """Reply in another thread: the thread of the event must not wait for the other side to read."""
         del event
         try:
             self._start(self._reply, number, name, read)

@@ -1,6 +1,6 @@
 """Lines over a pair of pipes between a service and its worker, and errors in them.
 
-A line is one JSON object; tensors go by file.
+A line is one JSON object; tensors are passed as files.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fl_core.errors import FederationError, StateError
 
 _MAX_LINE = 1 << 24
 _MAX_TEXT = 1 << 20
-"""Characters of an error that pass: a hospital chooses names in them, and JSON needs up to 12 bytes for one of them."""
+"""Maximum characters of an error: a hospital chooses names in it, and JSON needs up to 12 bytes per character."""
 _CLASSES = [kind for kind in vars(errors).values() if isinstance(kind, type)]
 _KINDS: dict[str, type[FederationError]] = {
     kind.__name__: kind for kind in _CLASSES if issubclass(kind, FederationError)
@@ -26,11 +26,11 @@ _KINDS: dict[str, type[FederationError]] = {
 
 
 class UnforeseenError(Exception):
-    """An error of the other side that nobody foresaw: its log has the traceback."""
+    """An unexpected error of the other side, whose log has the traceback."""
 
 
 def encoded(**message: object) -> bytes:
-    """Write a message as a line; raises ValueError where it is longer than the other side reads."""
+    """Encode a message as a line; raises ValueError if it is longer than the other side reads."""
     data = json.dumps(message).encode() + b"\n"
     if len(data) > _MAX_LINE:
         raise ValueError(f"expected a message of at most {_MAX_LINE} bytes, found {len(data)}")
@@ -38,9 +38,9 @@ def encoded(**message: object) -> bytes:
 
 
 def own_streams() -> Line:
-    """Take a worker's standard streams as its line; what other code prints goes to standard error from now on.
+    """Return a worker's line over its standard streams; output of other code goes to standard error from now on.
 
-    SIGTERM ends it no more: systemd sends it to every process of a service, and the service ends this one.
+    The worker ignores SIGTERM from now on: systemd sends it to all processes of a service, which ends its workers.
     """
     signal.signal(signal.SIGTERM, lambda *_: None)
     line = Line(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"))
@@ -62,13 +62,13 @@ class Line:
         self.write(encoded(**message))
 
     def write(self, data: bytes) -> None:
-        """Write what `encoded` made; raises OSError or ValueError where nobody reads any more."""
+        """Write an encoded line; raises OSError or ValueError if the pipe is closed at either end."""
         with self._lock:
             self.outgoing.write(data)
             self.outgoing.flush()
 
     def read(self) -> Mapping[str, Any] | None:
-        """Return the next message; None where the other side has ended. Raises ValueError on what is no message."""
+        """Return the next message; None if the other side has ended. Raises ValueError on an invalid line."""
         data = self.incoming.readline(_MAX_LINE)
         if len(data) < _MAX_LINE and not data.endswith(b"\n"):  # it may have ended in the middle of a line
             return None
@@ -85,8 +85,8 @@ class Line:
 class ErrorLines:
     """Writes errors for the other side, and reads them.
 
-    plain: errors made of one text, by name   code, what: for an error that nobody foresaw; without a code it is an
-    UnforeseenError there too.
+    plain: errors made of one text, by name   code, what: of the StateError that stands for an unexpected error;
+    without a code it becomes an UnforeseenError.
     """
 
     plain: Mapping[str, type[Exception]] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class ErrorLines:
     what: str = ""
 
     def write(self, error: BaseException) -> dict[str, str]:
-        """Write an error by the class that says what its reader can do."""
+        """Convert an error. One of ours keeps its nearest class of `fl_core.errors`."""
         name = type(error).__name__
         if name in self.plain:
             return {"kind": name, "message": str(getattr(error, "reason", error))[:_MAX_TEXT]}
@@ -107,7 +107,7 @@ class ErrorLines:
         return {"kind": StateError.__name__, "code": self.code, "message": f"{self.what}: {text}"}
 
     def read(self, raw: Mapping[str, str]) -> Exception:
-        """Return the error that the other side wrote; raises TypeError or LookupError on what is none."""
+        """Return the error that the other side wrote; raises TypeError or LookupError on anything else."""
         if not all(isinstance(text, str) for text in raw.values()):
             raise TypeError("an error whose fields are not texts")
         raw = {name: text.encode(errors="replace").decode() for name, text in raw.items()}  # no protobuf has surrogates
