@@ -49,7 +49,7 @@ def check_supported(method: Method, required: Collection[Capability]) -> None:
 def check_batches(method: Method, model: nn.Module, train: TrainConfig) -> None:
     """Raise ConfigError (E-CFG-08) if a batch cannot be divided into micro-batches.
 
-    RefusedError (E-RUN-52) if no batch of the schedule can be a step, whatever the data.
+    Raises RefusedError (E-RUN-52) if no batch of the schedule can be a training step, for any data.
     """
     if train.batch_size == 1 and not method.exchanges and has_batch_norm(model):
         raise no_step_error("train.batch_size=1, batches of one example")

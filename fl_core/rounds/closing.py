@@ -1,4 +1,4 @@
-"""When a round may close: enough updates have arrived, and no silo is worth waiting for. Callers pass the times."""
+"""The rule that closes a round: enough updates have arrived, and no silo is awaited. Callers pass the times."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 CONNECTED, SOLE_CONNECTED, SOLE_OFFLINE = 2, 20, 10
-"""How long to wait for a silo, in multiples of the time that half of the cohort took: for a connected one; for one that
-alone can still bring a class, connected and offline."""
+"""How long to wait for a silo, in multiples of h (see `ClosingRule`): for a connected silo; for a connected and for an
+offline silo with a class that no accepted update has."""
 MISSED = 2
-"""Missed rounds in a row after which an offline silo is not awaited, whatever classes it has."""
+"""Missed rounds in a row after which an offline silo is not awaited, even for its classes."""
 
 
 def needed(quorum: int, cohort: int) -> int:
@@ -28,7 +28,7 @@ class Attendance:
         refused: it will send no update: it refused, was revoked or excluded, or its update was refused
         offline: since its session ended; None while connected
         missed: rounds in a row that closed without it
-        classes: that it has; None if unknown
+        classes: those that it has; None if unknown
     """
 
     name: str
@@ -53,7 +53,7 @@ class ClosingVerdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PendingSilo:
-    """A silo that the round waits for. until: seconds after the opening   classes: missing without it."""
+    """A silo that the round waits for. until: seconds after the opening   classes: that are missing without it."""
 
     name: str
     until: float
@@ -62,7 +62,7 @@ class PendingSilo:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A verdict, the awaited silos, and silos given up although no other one has brought their classes."""
+    """A verdict. awaited: the awaited silos   lost: silos that are given up although their classes are missing."""
 
     verdict: ClosingVerdict
     awaited: tuple[PendingSilo, ...] = ()
@@ -71,13 +71,14 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class ClosingRule:
-    """The rule of a run, with h the time until half of the silos that can answer did, at least half of `patience`.
+    """The closing rule of a run.
 
-    A round closes when the quorum has arrived and nobody is awaited. Awaited are connected silos until 2h, and a silo
-    with a class that no accepted update has until 20h; until 10h if it is offline, and not at all if it is offline and
-    missed two rounds. Below the quorum everybody is awaited until the deadline. A silo that was connected less than
-    `patience` ago counts as connected, so that a restart is no absence. A silo with unknown classes counts as the only
-    one that has them.
+    A round closes when the quorum has arrived and no silo is awaited. Let h be the time until half of the silos that
+    can answer had answered, at least half of `patience`. A connected silo is awaited until 2h. A silo with a class that
+    no accepted update has is awaited until 20h; if it is offline until 10h, and not at all if it also missed the last
+    two rounds. Below the quorum all silos are awaited until the deadline. A silo that was connected less than
+    `patience` ago counts as connected, so that a restart is no absence. A silo with unknown classes counts as one whose
+    classes are missing.
 
     needed: updates that close a round   deadline: seconds after the opening   extension: added by the lead for all.
     """
@@ -108,7 +109,7 @@ class ClosingRule:
 
     @staticmethod
     def _half(silos: Sequence[Attendance]) -> float:
-        """Return when half of the silos that can answer had answered; infinity if they have not yet."""
+        """Return the time when half of the silos that can answer had answered; infinity if they have not yet."""
         times = sorted(max(0.0, s.answered) for s in silos if s.answered is not None)
         half = -(-sum(not s.refused for s in silos) // 2)
         return times[half - 1] if 0 < half <= len(times) else math.inf

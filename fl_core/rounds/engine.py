@@ -34,7 +34,7 @@ from fl_core.types.values import Bundle, RoundContext, State, Tensors
 class Schedule:
     """The public schedule of a run: rounds T, cohort size per round (0: all) and the quorum that closes a round.
 
-    quorum: a number of updates; 0: two thirds of the cohort, or all if the method needs everybody
+    quorum: a number of updates; 0: two thirds of the cohort, or all if the method needs all silos
     kind: defines the tasks of each round.
     """
 
@@ -65,7 +65,7 @@ class Observer:
         """Handle a silo without an update in this round: it was missing or refused."""
 
     def merged(self, server: State) -> State:
-        """Return the state after a merge in memory or in a file; some of it is computed each time it is read."""
+        """Return the merged state, held in memory or in a file: tensors of `server` may be computed at each read."""
         return tensor_maps.in_memory(server)
 
     def closed(self, record: RoundRecord, server: State) -> None:
@@ -73,12 +73,12 @@ class Observer:
 
 
 _NO_STEP = ("E-RUN-52", "E-DATA-08")
-"""Codes of hospitals whose data give no training step: the next round would be the same."""
+"""Codes of hospitals whose data give no training step, in this round and in later ones."""
 
 Replies = Iterator[tuple[str, Future[Bundle]]]
 """Names of silos and their replies, as they arrive."""
 Exchange = Callable[[Sequence[SiloPort], State, RoundContext, TaskKind], Replies]
-"""Asks a cohort for its replies; its errors end the round, an error in a reply is that silo's."""
+"""Asks a cohort for its replies. An error of the exchange ends the round, an error in a reply only that silo's part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,9 @@ class RoundLoop:
 
         closed: `RoundRecord.medians` of the rounds before `start`; without them the bound on norms starts over.
 
-        Raises UnavailableError (E-RUN-03) if fewer silos than the quorum deliver; the observer has the state of the
-        last closed round, and `start` continues from there. RefusedError (E-RUN-52) if no silo of a round can take a
-        training step.
+        Raises UnavailableError (E-RUN-03) if fewer silos than the quorum deliver: the observer has the state of the
+        last closed round, from which a later call can continue with `start`. Raises RefusedError (E-RUN-52) if no silo
+        of a round can take a training step.
         """
         history = NormHistory.of(closed, self.initial)
         if start == 0 and self.sums.census and HOSPITALS not in server:
@@ -279,11 +279,11 @@ class RoundLoop:
                 while ready:  # drop a reply once it is added: its bundle may be in memory
                     yield running.pop(ready[-1]), ready.pop()
         finally:
-            pool.shutdown(wait=False)  # a round that cannot continue waits for nobody
+            pool.shutdown(wait=False)  # a round that cannot continue does not wait
 
 
 def reply_of(read: Callable[[], Bundle]) -> Future[Bundle]:
-    """Return a reply that is here: what `read` returns, or raises."""
+    """Return a finished reply with the result or the error of `read`."""
     reply: Future[Bundle] = Future()
     try:
         reply.set_result(read())

@@ -1,4 +1,4 @@
-"""The memory of tensors while they live, which torch tells of each operation.
+"""Measures the memory of live tensors after each operation of torch.
 
 A separate module, since it needs torch: `memory_need` also runs without torch, and then counts in another way.
 """

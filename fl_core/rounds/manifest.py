@@ -1,4 +1,4 @@
-"""The run manifest: everything agreed before round 0. Both sides refuse to continue if digests differ."""
+"""The run manifest: all terms that are agreed before round 0. Both sides refuse to continue if digests differ."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RunMember:
 
     units: its declared number of records (or groups) in a private or masked run, which determines rates and weights;
     otherwise 0. labels: digest of its label dictionary; empty without one, or if undeclared. coarse: the dictionary has
-    coarse labels; its test records then do not show what it trains on.
+    coarse labels; its test records then do not show the classes that it trains on.
     """
 
     name: str
@@ -80,7 +80,7 @@ class RunMember:
 
 
 class Dictionary(NamedTuple):
-    """A silo's declaration of its label dictionary: see `Member`."""
+    """A silo's declaration of its label dictionary; fields as in `RunMember`."""
 
     labels: str = ""
     coarse: bool = False
@@ -91,7 +91,7 @@ class Weights:
     """Weights trained elsewhere, as the start of a run's model.
 
     object, size: digest (BLAKE3) and bytes of the object that contains them under the model's own names
-    file: SHA-256 of the lead's file   source: its origin; both as the lead states
+    file: SHA-256 of the lead's file   source: its origin; both as stated by the lead
     fresh: modules of the model that are not in it, and begin with the weights of the run's seed.
     """
 
@@ -129,8 +129,8 @@ class StartPoint:
     model: digest of the first round's model, as the coordinator shows it
     broadcast: digest of each group of tensors in the first broadcast, which silos check
     private: whether all training of this model was under differential privacy
-    weights: of the model before round 0 of this run, or of the first of its ancestors: silos compute from it the
-    tensors that are never sent to them, as they do from the seed.
+    weights: of the model before round 0 of this run, or of its first ancestor: from these and the seed, silos compute
+    the tensors that are never sent to them.
     """
 
     run: str = ""
@@ -149,9 +149,9 @@ class StartPoint:
 
 @dataclass(frozen=True, slots=True)
 class OtherModel:
-    """The last model of another run, measured beside this run's on the same images.
+    """The last model of another run, evaluated together with this run's model on the same images.
 
-    method, model, seed: of that run; silos compute the tensors that are never sent from them   object, size: digest
+    method, model, seed: of that run; from these, silos compute the tensors that are never sent   object, size: digest
     (BLAKE3) and bytes of its broadcast.
     """
 
@@ -175,12 +175,12 @@ class OtherModel:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationTerms:
-    """What a run's evaluations measure and send, before each round and at the end; some runs only do the latter.
+    """The contents of a run's evaluations, before each round and at the end; some runs evaluate only at the end.
 
-    metrics: of METRICS_KINDS   by_hospital: ask hospitals to show their own part of the closing evaluation under their
-    names
-    beside: the run whose models are measured beside this run's last one; empty: none. For method=local these are the
-    models that hospitals keep; for any other its last model, in `other`.
+    metrics: one of METRICS_KINDS   by_hospital: ask hospitals to show their own part of the closing evaluation under
+    their names
+    beside: a run whose models are evaluated together with this run's last model; empty: none. For method=local these
+    are the models that hospitals keep; for any other method its last model, in `other`.
     """
 
     metrics: Annotated[str, bounded(one_of, METRICS_KINDS)] = BASIC
@@ -190,7 +190,7 @@ class EvaluationTerms:
 
     @staticmethod
     def nested(raw: object) -> object:
-        """Move these terms into one place in a manifest's keys; raises ConversionError if that is taken.
+        """Collect these terms under the key `evaluation` of a manifest; raises ConversionError if that key exists.
 
         In JSON they are among the other keys, as in earlier versions, so that digests stay the same.
         """
@@ -204,7 +204,7 @@ class EvaluationTerms:
 
     @staticmethod
     def flat(raw: Mapping[str, object]) -> dict[str, object]:
-        """Return the keys of a manifest. raw: these terms as plain values."""
+        """Return these terms as keys of a manifest. raw: the terms as plain values."""
         return {key: raw[name] for name, (key, default) in _EVALUATION.items() if raw[name] != default}
 
     def check(self, run: RunManifest) -> None:
@@ -238,21 +238,23 @@ class EvaluationTerms:
 
 @dataclass(frozen=True, slots=True)
 class RunManifest:
-    """What a run is. Two manifests with equal digests are the same run, up to its id.
+    """The description of a run. Two manifests with equal digests are the same run, up to its id.
 
-    rounds T; cohort: silos per round (0: all); quorum: silos that must deliver (0: two thirds of the cohort);
-    deadline_s: seconds after which a round below its quorum pauses the run, or closes with it; patience_s: seconds for
-    which every connected silo is awaited at least (`closing.ClosingRule`); threads: CPU threads of local training
-    (0: the machine's own number), which decides the last bit of sums and so belongs to the run;
-    personal: whether personal models are measured after every round's training; lead: who asked for the run, as the
-    coordinator read it off the certificate; empty in a simulation; private_form: options of the method that a private
-    run replaced by the method's private form, with the values that were asked for; empty where it runs as asked;
-    lost_state: what a silo does that has lost what it keeps between rounds (SCAFFOLD's control variate, a personal
-    model): refuse the round, or restart from the beginning and say so; start: the run that this one goes on from,
-    None where it begins with fresh weights; extensions: the code of other distributions that method and model are;
-    secagg: the terms of masks, None where updates leave in clear.
-
-    What the run is about, `kind` says.
+    Attributes:
+        rounds: number of training rounds T
+        cohort: silos per round; 0: all
+        quorum: silos that must deliver; 0: two thirds of the cohort
+        deadline_s: seconds after which a round closes with its quorum, or pauses the run below it
+        patience_s: minimum seconds for which every connected silo is awaited (`closing.ClosingRule`)
+        threads: CPU threads of local training; 0: the machine's own number. It decides the last bit of sums
+        personal: whether personal models are measured after every round's training
+        lead: the lead that submitted the run, from the certificate; empty in a simulation
+        private_form: submitted values of the method's options that its private form replaced; empty if none
+        lost_state: what a silo does if it has lost its state between rounds (SCAFFOLD's control variate, a personal
+            model): refuse the round, or restart from the beginning and report it
+        start: the run or weights that this run starts from; None: fresh weights
+        extensions: the extensions that method and model come from
+        secagg: the terms of masks; None: updates are sent without masks
     """
 
     name: str
@@ -287,7 +289,7 @@ class RunManifest:
 
     @property
     def kind(self) -> RunKind:
-        """The one kind of run that this is."""
+        """The kind of the run: training, evaluation, or a program such as a survey."""
         return kind_of(self.method.name, self.rounds)
 
     def to_json(self) -> str:
@@ -333,10 +335,10 @@ class RunManifest:
             raise ProtocolError("E-WIRE-06", f"{error}: one side must be upgraded or repaired") from error
 
     def require_possible(self) -> None:
-        """Raise ConfigError (E-CFG-02) on impossible numbers, whoever made the manifest.
+        """Raise ConfigError (E-CFG-02) on impossible numbers, in any manifest.
 
-        Rounds beyond what a message can say would keep leads from every list of runs; a process that asks its system
-        for a million threads is ended by it.
+        A number of rounds too large for a message would break every list of runs; a process that starts a million
+        threads is killed by the system.
         """
         validate.declared("E-CFG-02", "", self)
         self.train.check()
@@ -369,11 +371,11 @@ class RunManifest:
 
     @property
     def cohort_size(self) -> int:
-        """How many silos a training round asks."""
+        """The number of silos in a training round."""
         return self.cohort or len(self.members)
 
     def masked_units(self, k: int) -> int:
-        """Return what a member counts as where updates are masked, 1 where it declares nothing; else 0."""
+        """Return a member's units in a masked run, 1 if it declares none; 0 in a run without masks."""
         return 0 if self.secagg is None else max(1, self.members[k].units)
 
 
@@ -386,7 +388,7 @@ def make_members(
 ) -> tuple[RunMember, ...]:
     """Freeze a roster, with the silos that submit prototypes drawn from the seed.
 
-    units: declared sizes, if any   dictionaries: of labels, of the silos that told of one, by name.
+    units: declared sizes, if any   dictionaries: declared label dictionaries, by silo.
     """
     if len(set(names)) != len(names) or not names:
         raise ConfigError("E-CFG-02", f"expected at least one silo and each once, found {list(names)}")

@@ -1,7 +1,7 @@
-"""The memory that a run takes.
+"""The memory that a run needs.
 
-At least: counted from its description before anything of it is built or fetched. About: measured in a step of a few
-made-up examples once its model is built.
+A lower bound is computed from the run's description, before anything is built or fetched. An estimate is measured in a
+step on a few blank examples, once the model is built.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TORCH:
 
 _FLOAT = 4
 OVERHEAD: Mapping[str, float] = {"cpu": 2.0, "cuda": 1.0}
-"""By what the tensors of a step are multiplied. On a CPU convolutions copy what they read and write, and freed memory
-is not given back at once: processes grew by 1.5 to 1.9 times their tensors. A GPU that runs out of memory fails one
-task and not the service, so there only the tensors count."""
+"""Factor on the bytes of a step's tensors, by kind of device. On a CPU convolutions copy their inputs and outputs, and
+freed memory is not returned at once: processes grew by 1.5 to 1.9 times their tensors. A GPU that runs out of memory
+fails one task and not the service, so there only the tensors count."""
 
 
 def require_memory(
@@ -87,8 +87,9 @@ class MadeUpExamples(Examples):
 class StepMemory:
     """The additional memory of a silo's round on a device.
 
-    few, more: bytes of tensors after each operation, with `memory.FEW` examples   trained: those of training, with the
-    examples of a step; the others have the examples that are read at once for a sum.
+    few, more: bytes of tensors after each operation, with the two numbers of examples in `memory.FEW`
+    trained: whether the operation is part of training; its memory grows with the examples of a step, that of all other
+    operations with the examples that are read at once for a sum.
     """
 
     device: torch.device
@@ -125,8 +126,8 @@ def measure_step(
 ) -> StepMemory:
     """Measure the memory of a silo's round on a few blank examples, with one step for each of its trainings.
 
-    msg: as in the first round   open_data: opens so many examples, for one step   context: of the first round
-    trains: the run has a round of training.
+    msg: as in the first round   open_data: opens this many examples, for one step   context: of the first round
+    trains: whether the run has a training round.
     Raises RefusedError (E-RUN-38) before more than half of the free memory is used, and errors of the method.
     Guarantees: reads no record; does not change torch's global generator.
     """
@@ -155,7 +156,7 @@ def measure_pass(body: nn.Module, shape: Sequence[int], device: torch.device) ->
 def _two_rounds(
     runtime: SiloRuntime, msg: State, open_data: Callable[[], LocalData], context: RoundContext, trains: bool
 ) -> None:
-    """Do a first round, and one with what the first left at the silo: an earlier model, a control variate."""
+    """Run a first round, and a second one with the silo's state after the first (a model, a control variate)."""
     method, state = runtime.method, None
     received = {group: {name: v.clone() for name, v in values.items()} for group, values in msg.items()}
     for _ in range(2):
@@ -188,7 +189,7 @@ class _Watched(LocalDataWrapper):
 
 
 class TracedMemory:
-    """Without torch the most bytes that were taken at once inside the block, as Python and NumPy report them.
+    """Measures, without torch, the peak of allocated bytes inside the block, as Python and NumPy report it.
 
     Raises RefusedError (E-RUN-38) above a limit.
     """

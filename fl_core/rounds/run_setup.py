@@ -1,4 +1,4 @@
-"""Everything that a run's manifest names, built once: its method, model, guards, and round loop."""
+"""The objects that a run's manifest names, built once: its method, model, guards and round loop."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Guards(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RunSetup:
-    """A manifest and what it names, built on demand and cached.
+    """A manifest and the objects that it names, built on demand and cached.
 
-    It knows no privacy profile: services use `privacy.compiled_run.CompiledRun`. weights: those of the manifest's
+    It ignores the privacy profile: services use `privacy.compiled_run.CompiledRun`. weights: those of the manifest's
     start, set by `with_weights`; without them, nothing that depends on them can be built.
     """
 
@@ -57,10 +57,10 @@ class RunSetup:
 
     @classmethod
     def of(cls, manifest: RunManifest) -> Self:
-        """Compile a manifest with a known method; raises ConfigError (E-CFG-01, E-CFG-02).
+        """Compile a manifest with a known method.
 
-        E-CFG-08 if the loaded version of an extension is not the manifest's; RefusedError as
-        `require_torch`.
+        Raises ConfigError: E-CFG-01, E-CFG-02, E-CFG-08 if the loaded version of an extension is not the manifest's;
+        RefusedError as `require_torch`.
         """
         require_torch(manifest)
         registry.require_same(manifest.method.name, manifest.model.name, manifest.extensions)
@@ -87,7 +87,7 @@ class RunSetup:
         return self._with_masked(Guards((), (FixedPoint(self.manifest.grid),)))
 
     def _with_masked(self, guards: Guards) -> Guards:
-        """Add the guards of a masked run; on a sum, that of norms is last, when numbers are off the grid."""
+        """Add the guards of a masked run. On a sum, the norm guard is undone last, once numbers are off the grid."""
         floor = () if self.updates.floor is None else (self.updates.floor,)
         bound = () if self.norm_guard is None else (self.norm_guard,)
         return Guards((*guards.silo, *floor, *bound), (*bound, *guards.incoming, *floor))
@@ -132,7 +132,7 @@ class RunSetup:
         return self._drawn()
 
     def drop_model(self) -> None:
-        """Free the memory of the initial model; it is drawn again when it is asked for."""
+        """Free the memory of the initial model, which is drawn again at its next use."""
         if self.weights is None:  # those cannot be drawn
             self.__dict__.pop("network", None)
             self.__dict__.pop("_trained", None)
@@ -164,7 +164,7 @@ class RunSetup:
 
     @property
     def frozen(self) -> bool:
-        """Whether examples are features from the body that the run begins with."""
+        """Whether examples are features of the start model's frozen body."""
         return self.manifest.train.freeze == FEATURES
 
     def features(self, examples: Examples, device: torch.device, train: bool) -> Iterator[FeatureBatch]:
@@ -173,7 +173,7 @@ class RunSetup:
         return feature_batches(self.network.body, examples, device, self.views(train))
 
     def views(self, train: bool) -> int:
-        """Return how many views of an example are kept: for training examples, as in the schedule."""
+        """Return the number of stored views per example: for training the schedule's, otherwise 1."""
         return self.manifest.train.views if train else 1
 
     def sent_model(self, msg: State) -> nn.Module:
@@ -230,7 +230,7 @@ class RunSetup:
 
     @cached_property
     def training_rounds(self) -> list[list[int]]:
-        """The rounds in which each silo trains: cohorts follow from the seed."""
+        """The rounds in which each silo trains, in the manifest's order; cohorts follow from the seed."""
         manifest = self.manifest
         rounds = [list[int]() for _ in manifest.members]
         for t in range(manifest.rounds):
@@ -262,7 +262,7 @@ class RunSetup:
 
     @cached_property
     def updates(self) -> PlainUpdates | MaskedUpdates:
-        """How updates are sent and summed: all differences of runs with and without masks."""
+        """The way updates are sent and summed: all differences between runs with and without masks."""
         return updates_of(self.manifest, self.method)
 
     @property
@@ -282,7 +282,7 @@ class RunSetup:
 
     @property
     def guard_parts(self) -> Layout:
-        """The layout of what guards add to updates."""
+        """The layout of the parts that guards add to updates."""
         return {} if self.norm_guard is None else norms_layout(self.norm_guard.blocks)
 
     @property
@@ -298,7 +298,7 @@ class RunSetup:
 
     @property
     def signs(self) -> bool:
-        """Whether an update that lowers the score of its own classes is refused."""
+        """Whether updates that lower the score of their own classes are refused."""
         return isinstance(self.limits, aggregators.NormClipped) and self.limits.signs
 
     @property
@@ -320,9 +320,9 @@ class RunSetup:
         return limits
 
     def update_check(self, sizes: Mapping[str, DeclaredSize] | None = None) -> UpdateCheck:
-        """Create the check of single updates; sizes: declared by silos, none in a simulation.
+        """Create the check of single updates.
 
-        In a masked run those of the manifest.
+        sizes: declared by silos; None in a simulation. A masked run uses those of the manifest.
         """
         manifest = self.manifest
         return UpdateCheck(
@@ -344,7 +344,7 @@ class RunSetup:
         exchange: Exchange | None = None,
         unmask: Unmask | None = None,
     ) -> RoundLoop:
-        """Create this run's round loop; unmask: takes masks off its sums, None if updates have none."""
+        """Create this run's round loop. unmask: removes the masks from its sums; None if updates have none."""
         manifest, check = self.manifest, self.update_check(sizes)
         schedule = Schedule(
             manifest.rounds, manifest.seed, len(manifest.schema.classes), manifest.cohort, manifest.quorum, self.kind

@@ -1,4 +1,4 @@
-"""Who takes part: the cohort of a round, and the silos that submit prototypes. Both are public and verifiable."""
+"""Draws the cohort of a round and the silos that submit prototypes. Both are public and verifiable."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Masking:
-    """The check and layout of an update before masking, since nobody can check it afterwards.
+    """The check and layout of an update before masking, since it cannot be checked afterwards.
 
     check: as the coordinator's of a plain run, `sizes` in the members' order   layouts: of each kind of round
     rows: updates have rows of classes   signs: as `NormClipped.signs`   private: the update is noisy.
@@ -56,8 +56,8 @@ class Masking:
         """Return the two blocks of an update, on the grid. The number of clipped values is in this silo's log only.
 
         In a private run an update that is not finite becomes zeros: an error would reveal it. Otherwise raises as
-        `UpdateCheck.check`, RefusedError (E-RUN-44) as `require_direction`: nothing leaves then. The error that is sent
-        contains no number of the update; the log does.
+        `UpdateCheck.check`, and RefusedError (E-RUN-44) as `require_direction`; no update is sent then. The error that
+        is sent contains no number of the update; the silo's log does.
         """
         layout, here = self.layouts[kind], "this hospital"
         sizes, coarse = dict[str, DeclaredSize](), frozenset[str]()
@@ -97,7 +97,7 @@ def _finite_or_zero(update: Bundle) -> Bundle:
 
 @dataclass(frozen=True, slots=True)
 class SiloRuntime:
-    """What a silo uses in one run: the method, a scratch model, its outgoing guards and the agreed layout.
+    """A silo's objects of one run: the method, a scratch model, its outgoing guards and the agreed layout.
 
     initial: the run's initial weights, copied from `model` if not given   withholds: parts of the evaluation that this
     hospital measures but does not send   masking: in a masked run, the check and layout of updates
@@ -140,9 +140,9 @@ def run_silo_round(
 ) -> SiloRound:
     """Evaluate the broadcast, train if required, measure the personal model if the round has one, apply all guards.
 
-    Returns the bundle that may leave and the silo's next state, the old one if training diverged; the caller commits it
-    at the round's close, as `Method.server_tracks_state` says. `runtime.model` is scratch: it gets the run's initial
-    weights before every use.
+    Returns the bundle that may leave and the silo's next state, or its old state if training diverged. The caller
+    commits it at the round's close (see `Method.server_tracks_state`). `runtime.model` is scratch: it gets the run's
+    initial weights before every use.
     Raises ProtocolError (E-WIRE-06) if the method's bundle does not have the run's layout; RefusedError, before any
     example is read, on a guard's setting that the plan does not cover.
     """
@@ -183,7 +183,7 @@ def run_silo_round(
 
 
 def require_expected(method: Method, update: Bundle, round: int) -> None:
-    """Raise ProtocolError (E-RUN-47) if a round removes an earlier contribution, and this is something else."""
+    """Raise ProtocolError (E-RUN-47) if a round removes an earlier contribution and this update is not that one."""
     if (expected := method.expects(round)) and (fingerprint := method.fingerprint(update)) != expected:
         raise ProtocolError(
             "E-RUN-47",
@@ -193,7 +193,7 @@ def require_expected(method: Method, update: Bundle, round: int) -> None:
 
 
 def round_layout(method: Method, layout: Layout, kind: TaskKind) -> Layout:
-    """Select the layout of bundles of one kind of round; personal models are measured in one kind.
+    """Select the layout of bundles of one kind of round; personal models are measured in only one kind.
 
     A hospital's own numbers are shown only for the closing evaluation: those of every round would reveal images.
     """
@@ -213,7 +213,7 @@ def class_rows(layout: FlatLayout) -> frozenset[str]:
 def measure_global(
     method: Method, model: nn.Module, msg: State, data: LocalData, n_classes: int, parts: Collection[str]
 ) -> dict[str, Part]:
-    """Evaluate the federation's model, for the parts in the run; without a model they have weight 0."""
+    """Evaluate the global model, for the parts of the run; if the method has none, they have weight 0."""
     classifier = method.global_model(model, msg) if method.has_global_model else None
     return evaluate_global(classifier, data, n_classes, CLINICAL_PART in parts)
 

@@ -1,4 +1,4 @@
-"""What a run takes of the machine that computes it: torch, or without it a part of what there is. Imports neither."""
+"""Decides whether a run needs torch, and which runs a machine can compute. Imports neither torch nor onnxruntime."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 INSTALL_TORCH, INSTALL_ONNX = "pip install 'consilium-fl[torch]'", "pip install 'consilium-fl[body]'"
 SURVEYS = "surveys"
 BEHIND_BODIES = "runs of method=analytic and evaluations of method=analytic or fedavg, with model=frozen"
-"""What takes no torch, as far as a run asks for no extension and no privacy but dp_record."""
+"""Runs that need no torch, unless they use an extension or a privacy profile other than dp_record."""
 
 
 def torch_need(manifest: RunManifest) -> str:
-    """Name what of a run takes torch; empty if nothing does."""
+    """Name the part of a run that needs torch; empty if none does."""
     method, model, privacy = manifest.method.name, manifest.model.name, manifest.privacy.name
     if manifest.extensions:
         return f"the code {manifest.extensions[0]}"
@@ -31,7 +31,7 @@ def torch_need(manifest: RunManifest) -> str:
 
 
 def require_torch(manifest: RunManifest) -> None:
-    """Raise RefusedError (E-RUN-14) on a machine without torch, if the run takes it; nothing of the run is imported."""
+    """Raise RefusedError (E-RUN-14) if the run needs torch and this machine has none; imports no code of the run."""
     if installed("torch") or not (need := torch_need(manifest)):
         return
     raise RefusedError(
@@ -42,7 +42,7 @@ def require_torch(manifest: RunManifest) -> None:
 
 
 def abilities() -> tuple[str, dict[str, str]]:
-    """Say what this machine computes, and for what it does not compute the command that brings it."""
+    """Describe the runs that this machine can compute; return also, by missing ability, the command to install it."""
     torch, onnx = installed("torch"), installed("onnxruntime")
     missing = {} if torch else {"training": INSTALL_TORCH}
     if not onnx:

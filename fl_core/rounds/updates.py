@@ -48,7 +48,7 @@ Unmask = Callable[[int, TaskKind, Mapping[str, Tensor], Collection[str], Collect
 
 @dataclass(frozen=True, slots=True)
 class PlainSums:
-    """Sums of updates that are read one by one. aggregator: combines them   unsummed: as `Method`."""
+    """Sums of updates that are read one by one. aggregator: combines them   unsummed: `Method.unsummed_parts`."""
 
     aggregator: Options = aggregators.NormClipped()  # noqa: RUF009
     unsummed: Collection[str] = ()
@@ -84,7 +84,7 @@ class MaskedSums:
     """Sums of masked updates.
 
     layouts: of each kind of round   everybody: the members of the run   least: updates in the smallest sum that is
-    opened
+    opened, for a cohort
     each: as `MaskedSum`   census: hospitals are counted for each class before round 0   unmask: None in a simulation,
     whose updates have no masks.
     """
@@ -129,21 +129,21 @@ class PlainUpdates:
     hidden: ClassVar[bool] = False
     """Whether masks hide single updates."""
     reading: ClassVar[str] = READ_ALONE
-    """Who reads what, in words."""
+    """Description of who reads the updates."""
     floor: ClassVar[ContributorFloor | None] = None
     """Leaves out rows of classes that few hospitals have; None if any number is enough."""
     class_rows: ClassVar[frozenset[str]] = frozenset()
-    """Parts of sums whose rows tell of single classes, but for what an evaluation measures."""
+    """Parts of sums whose rows reveal single classes, except evaluation results."""
     sums_of: ClassVar[int] = 0
-    """Updates in the smallest sum that is read; 0 where each is read by itself."""
+    """Updates in the smallest sum that is read; 0 if each update is read by itself."""
     extra_bytes: ClassVar[int] = 0
-    """Bytes of what an update has beside its numbers, so that others can open sums of them."""
+    """Bytes of an update besides its numbers, with which members open sums."""
     covered: ClassVar[Mapping[TaskKind, Layout]] = {}
-    """The layouts of what silos upload where no number of it can be read; empty where each can."""
+    """The layouts of masked uploads, by kind of round; empty if updates can be read."""
     counts: ClassVar[bool] = True
-    """Whether classes are counted before round 0, where records may be asked."""
+    """Whether hospitals are counted per class before round 0, if the run may use records for this."""
     counts_in_preflight: ClassVar[bool] = True
-    """Whether each silo says of which classes it has records; else it is counted in a round of its own, the census."""
+    """Whether silos state their classes in the preflight; otherwise a separate round, the census, counts them."""
 
     def require_supported(self) -> None:
         """Raise ConfigError (E-CFG-08) if the method needs more than sums."""
@@ -194,7 +194,7 @@ class PlainUpdates:
         return stated
 
     def masking(self, check: UpdateCheck, signs: bool, private: bool) -> Masking | None:
-        """Create the last step of an update before it leaves."""
+        """Create the last step before an update is sent; None without masks."""
         del check, signs, private
         return None
 
@@ -299,7 +299,7 @@ class MaskedUpdates:
 
     @property
     def covered(self) -> Mapping[TaskKind, Layout]:
-        """Two blocks, and the data with which others help to take the masks off."""
+        """Two blocks, and the data with which members help to remove the masks."""
         members, drawn = len(self.manifest.members), self.manifest.cohort_size
         cohorts = {kind: kind.drawn(drawn) or members for kind in TaskKind}
         return {k: {**self.layouts[k].blocks, MASKS: PartSpec(masking_shapes(n), ())} for k, n in cohorts.items()}

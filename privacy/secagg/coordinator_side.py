@@ -37,7 +37,7 @@ _TRIES = 2_000
 
 @dataclass(frozen=True, slots=True)
 class _Envelope:
-    """The stored part of an upload besides its sum; it reveals none of its numbers."""
+    """The stored part of an upload without its words; it reveals no number of the update."""
 
     digest: bytes
     salt: Bytes
@@ -57,9 +57,9 @@ class UploadSum:
 
     @classmethod
     def elsewhere(cls, round: Round, kept: Mapping[int, tuple[bytes, Bytes, Bytes, Bytes]]) -> Self:
-        """Stand for sums that another process keeps: masks are taken off them there (`OpenedSeeds.unmask`).
+        """Represent sums that are in another process, which removes their masks (`OpenedSeeds.unmask`).
 
-        kept: of each member whose upload is in the sums: its digest, salt, commitments and packages.
+        kept: by member whose upload is in the sums: digest, salt, commitments and packages.
         """
         total = cls(round, 0, 0)
         total.envelopes = {member: _Envelope(*parts) for member, parts in kept.items()}
@@ -86,7 +86,7 @@ class UploadSum:
     def seal(self, sign: Callable[[bytes], bytes]) -> Seal:
         """Fix the added uploads as the round's set; raises SecaggError (E-RUN-51) if it is too small.
 
-        sign: by the coordinator's key, under `Seal.CONTEXT`. Store the seal before it is sent: it is the only one.
+        sign: signs with the coordinator's key, under `Seal.CONTEXT`. Store the seal before it is sent: a round has one.
         """
         round = self.round
         uploads = tuple((u, self.envelopes[u].digest) for u in sorted(self.envelopes))
@@ -95,7 +95,7 @@ class UploadSum:
         return replace(unsigned, signature=sign(unsigned.message(round)))
 
     def take(self) -> list[Words]:
-        """Return the sums, once: they are unmasked in place, and no more uploads are added."""
+        """Return the sums, once, to be unmasked in place; no more uploads can be added."""
         sums, self._sums = self._sums, []
         return sums
 
@@ -119,8 +119,8 @@ class OpenedSeeds:
     """The seeds of the masks that are in the sum of a set.
 
     task: in words   context: of its round   inside: the members of the set
-    wrong: (member, dealer): the member's share of a secret of the dealer did not fit; either of them may be wrong,
-    unless more answers are false than are named for that secret.
+    wrong: (member, dealer): the member's share of a secret of the dealer did not fit. One of the two sent wrong data,
+    provided that no more answers for this secret are wrong than are named here.
     """
 
     task: str
@@ -140,7 +140,7 @@ class OpenedSeeds:
         return {(block, member): seed for (block, member, _), seed in self.seeds.items()}
 
     def unmask(self, sums: Sequence[Words]) -> None:
-        """Take the masks off the sums of both blocks, check words first, in place and once.
+        """Remove the masks from the sums of both blocks (check words first), in place and once.
 
         Raises SecaggError (E-RUN-48) if the check words show that masks did not cancel: discard the sums then.
         """
@@ -156,7 +156,7 @@ class SealedRound:
     def __init__(self, total: UploadSum, seal: Seal, sign_keys: Sequence[bytes]) -> None:
         """total: of exactly the sealed uploads, also after a restart. sign_keys: of all members, `VerifiedKeys.sign`.
 
-        Raises SecaggError (E-RUN-51) where the sum is not that of the sealed set.
+        Raises SecaggError (E-RUN-51) if the sum is not that of the sealed set.
         """
         self.round, self.seal = total.round, seal
         self.inside = self.round.check_set(seal.uploads)
@@ -169,7 +169,7 @@ class SealedRound:
         self._answers: dict[int, dict[Slot, bytes]] = {}
 
     def confirm(self, member: int, confirmation: Confirmation) -> None:
-        """Accept a member's confirmation. member: whose session it came by.
+        """Accept a confirmation. member: the owner of the session through which it came.
 
         Raises SecaggError: E-RUN-50 about another set, E-RUN-51 from outside the cohort, E-ID-33 without the signature.
         """
@@ -198,10 +198,10 @@ class SealedRound:
         return Opening(round.run.run_id, round.kind, round.number, self.hash, self.confirmations, packages)
 
     def answer(self, member: int, shares: RevealedShares) -> None:
-        """Accept a member's answer; a later one replaces it. member: whose session it came by.
+        """Accept an answer; a later one replaces it. member: the owner of the session through which it came.
 
-        Raises SecaggError: E-RUN-50 about another set, E-RUN-51 from outside the cohort, E-RUN-48 for other shares than
-        those that open the set.
+        Raises SecaggError: E-RUN-50 about another set, E-RUN-51 from outside the cohort, E-RUN-48 on shares of other
+        seeds than the set needs.
         """
         self.round.place(member)
         check_about(shares, self.round, self.hash, member)
@@ -219,9 +219,9 @@ class SealedRound:
         return tuple(u for u in self.round.cohort if u not in self._answers)
 
     def join(self) -> OpenedSeeds:
-        """Reconstruct the seeds; also with wrong answers, if t correct ones are among them.
+        """Reconstruct the seeds, also if some answers are wrong but t are correct.
 
-        Of up to 14 answers, any number may be wrong that leaves t correct ones; of 20 three, of 50 two, of more one:
+        With up to 14 answers, t correct ones always suffice. Of 20 answers three may be wrong, of 50 two, of more one:
         2,000 choices of t answers are tried.
         Raises UnavailableError (E-RUN-45) with fewer than t answers; SecaggError (E-RUN-48) if no t answers give a
         committed seed (it blames the dealer once every choice was tried).
@@ -299,7 +299,7 @@ class _Joiner:
         return self._weights[helpers]
 
     def _off(self, slot: Slot, helpers: tuple[int, ...]) -> frozenset[int]:
-        """Return whose shares are not on the polynomial through those of the helpers."""
+        """Return the members whose shares are not on the polynomial through the helpers' shares."""
         points, shares = [w + 1 for w in helpers], [self._answers[w][slot] for w in helpers]
         others = set(self._answers) - set(helpers)
         return frozenset(
@@ -309,7 +309,7 @@ class _Joiner:
         )
 
     def _name(self, wrong: frozenset[int], dealer: int) -> None:
-        """Note whose shares do not fit, and try these members last from now on."""
+        """Record the members whose shares do not fit, and try them last from now on."""
         self.wrong += [(w, dealer) for w in sorted(wrong)]
         self._order = sorted(self._order, key=lambda w: w in wrong)
 

@@ -1,11 +1,11 @@
 """Keys of one run: their owners, and the chains of secrets that two members share.
 
 Each member makes an X25519 and an Ed25519 pair from the operating system's entropy and signs them with its identity.
-All members' keys give K, which is part of everything later, and one chain of secrets per pair of members:
+The digest of all members' keys is K, on which every later value depends. Each pair of members has a chain of secrets:
 
 chain_uv(0) = KDF(X25519(agree_u, Agree_v), K, "root", lo, hi)      chain(i + 1) = KDF(chain(i), "", "next")
 
-A chain only goes forward: secrets of a position that was left cannot be derived again.
+A chain only goes forward: secrets of an earlier position cannot be derived again.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class VerifiedKeys(NamedTuple):
 
 
 KeyVerifier = Callable[[MemberKeys, bytes], bool]
-"""Says whether the entry's signature over these bytes is that of the pinned identity of its name."""
+"""Returns whether the entry's signature over these bytes was made by the identity that is pinned for its name."""
 
 
 def verify_keys(run: SecaggRun, entries: Sequence[MemberKeys], trusted: KeyVerifier) -> VerifiedKeys:
     """Verify all members' entries; raises SecaggError (E-ID-33), which blames the member with the wrong entry.
 
-    Guarantees: each member of the manifest occurs once, in its order, with keys that no other member has, under a
-    signature that `trusted` accepts.
+    Guarantees: the entries are those of the manifest's members, once each and in its order. No two members share a key,
+    and `trusted` accepts every signature.
     """
     if (names := tuple(entry.name for entry in entries)) != run.members:
         raise SecaggError(
@@ -87,9 +87,9 @@ def pinned_signature(
 ) -> bool:
     """Return whether the pinned identity of a name signed its entry.
 
-    pins: fingerprints by name. members: the verified roster by name, for its chains of renewals: the key that signed
-    may be the pinned one, an older one that was renewed into it, or a newer one that it was renewed into.
-    Guarantees: never raises, whatever the bytes are.
+    pins: fingerprints by name. members: the verified roster by name, for its chains of renewals: the signing key may be
+    the pinned one, an older one that was renewed to it, or a newer one to which it was renewed.
+    Guarantees: never raises, for any bytes.
     """
     pinned, member = pins.get(entry.name), members.get(entry.name)
     try:
@@ -110,9 +110,9 @@ def pinned_signature(
 
 @dataclass(frozen=True, slots=True)
 class OwnKeys:
-    """A silo's private keys of a run before everybody's are known, raw bytes: state `keyed`. Store before sending.
+    """A silo's private keys of a run until all members' keys are known (state `keyed`), raw bytes.
 
-    Guarantees: they do not show in its text.
+    Store them before sending the entry. Guarantees: the repr hides them.
     """
 
     agree: bytes = field(repr=False)
@@ -127,17 +127,18 @@ class OwnKeys:
         return agree, Ed25519PrivateKey.from_private_bytes(self.sign).public_key().public_bytes_raw()
 
     def entry(self, run: SecaggRun, name: str, certificate_pem: bytes, sign: Callable[[bytes], bytes]) -> MemberKeys:
-        """Make what the silo sends. sign: by its identity key, under KEYS_CONTEXT."""
+        """Make the entry that the silo sends. sign: signs with its identity key, under KEYS_CONTEXT."""
         entry = MemberKeys(name, *self.publics(), certificate_pem, b"")
         return entry._replace(signature=sign(entry.message(run)))
 
 
 @dataclass(frozen=True, slots=True)
 class RunKeys:
-    """A silo's secrets of a run once everybody's keys are known: state `ready`. Raw bytes, to be stored as they are.
+    """A silo's secrets of a run once all members' keys are known (state `ready`). Raw bytes, to be stored as they are.
 
-    index: of this silo. chains: with every member, also itself, at `position`. peers: public keys that confirm.
-    Guarantees: neither the signing key nor a chain shows in its text.
+    index: of this silo. chains: with every member including itself, at `position`. peers: all members' public keys for
+    confirmations.
+    Guarantees: the repr hides the signing key and the chains.
     """
 
     index: int
@@ -151,8 +152,9 @@ class RunKeys:
     def agree(
         cls, run: SecaggRun, name: str, own_keys: OwnKeys, entries: Sequence[MemberKeys], trusted: KeyVerifier
     ) -> RunKeys:
-        """Take everybody's keys, once; raises SecaggError (E-ID-33). Store it in the place of `own`, which goes.
+        """Derive the secrets from all members' keys, once; raises SecaggError (E-ID-33).
 
+        Store the result in place of `own_keys`, which are deleted.
         Guarantees: as `verify_keys`; and the keys under this silo's name are its own.
         """
         verified = verify_keys(run, entries, trusted)
@@ -172,7 +174,7 @@ class RunKeys:
         return cls(index, verified.digest, own_keys.sign, verified.sign, tuple(chains))
 
     def check_open(self, round: Round) -> None:
-        """Raise SecaggError (E-RUN-50) where the task's position was left."""
+        """Raise SecaggError (E-RUN-50) if the chains have passed the task's position."""
         if round.position < self.position:
             raise SecaggError(
                 "E-RUN-50",
@@ -181,23 +183,23 @@ class RunKeys:
             )
 
     def closed(self, round: Round) -> RunKeys:
-        """Return what replaces the keys, in one transaction, when a round's close is processed; no change if it was."""
+        """Return the keys after a round's close; unchanged if it was processed. Store them in one transaction."""
         return self.at(max(self.position, round.position + 1))
 
     def of(self, round: Round) -> RunKeys:
-        """Step a copy to a task; raises SecaggError (E-RUN-50) where it is closed."""
+        """Return the keys at a task's position; raises SecaggError (E-RUN-50) if the task is closed."""
         self.check_open(round)
         return self.at(round.position)
 
     def at(self, position: int) -> RunKeys:
-        """Step a copy forward to a position that is not behind."""
+        """Return the keys at this position, which is not before the present one."""
         chains = self.chains
         for _ in range(position - self.position):
             chains = tuple(kdf(chain, b"", "next") for chain in chains)
         return replace(self, chains=chains, position=position)
 
     def pair_seed(self, round: Round, other: int, block: int) -> bytes:
-        """Derive the seed with another member; the keys stand at the round's position."""
+        """Derive the seed shared with another member; the keys must be at the round's position."""
         lo, hi = sorted((self.index, other))
         return kdf(self.chains[other], round.context, "pair", block, lo, hi)
 
@@ -210,7 +212,7 @@ def _confirmed(seal_hash: bytes) -> bytes:
 
 
 def confirmed_by(sign_key: bytes, seal_hash: bytes, signature: bytes) -> bool:
-    """Return whether a member's key of the run signed a seal; never raises, whatever the bytes are."""
+    """Return whether a member's key of the run signed a seal; never raises, for any bytes."""
     try:
         Ed25519PublicKey.from_public_bytes(sign_key).verify(signature, _confirmed(seal_hash))
     except (InvalidSignature, ValueError):

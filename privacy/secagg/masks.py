@@ -1,4 +1,4 @@
-"""The mask of a seed: the stream of AES-256-CTR, read as words and added to a block in place, modulo the ring."""
+"""The mask of a seed: the key stream of AES-256-CTR, as words that are added to a block in place, modulo the ring."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SPARE = 15
 def add_mask(words: Words, seed: bytes, context: bytes, block: int, *, subtract: bool = False) -> None:
     """Add or subtract the mask of a seed, in place. words: contiguous, unsigned and little-endian.
 
-    Guarantees: a key is used for only one stream, since it depends on context and block; the additional memory is one
+    Guarantees: each key makes only one stream, since it depends on context and block. The additional memory is one
     chunk of 256 KiB.
     """
     stream = Cipher(algorithms.AES(kdf(seed, context, "mask", block)), modes.CTR(bytes(16))).encryptor()
@@ -32,14 +32,14 @@ def add_mask(words: Words, seed: bytes, context: bytes, block: int, *, subtract:
 
 
 def subtracted(member: int, other: int) -> bool:
-    """Return whether `member` subtracts the mask of its pair with `other`, who adds it; its own mask it adds."""
+    """Return whether `member` subtracts the mask that `other` adds. A member adds its own mask."""
     return member > other
 
 
 def check_words(block: Words, silos: int, task: str) -> None:
     """Raise SecaggError (E-RUN-48) unless each check word of an opened sum is the number of uploads in it.
 
-    task: in words. A sum whose masks did not cancel passes with probability 2^-128 in ring32.
+    task: description for the error. A sum whose masks did not cancel passes with probability 2^-128 in ring32.
     """
     if (words := block[:CHECK_WORDS].tolist()) != [silos] * CHECK_WORDS:
         raise SecaggError(

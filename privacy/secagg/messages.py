@@ -1,6 +1,6 @@
 """The messages between the sides, in plain types; senders map them to their wire format.
 
-Members and slots are indices in the manifest. Creating a message checks nothing: its receiver does.
+Members and slots are indices in the manifest. A message is checked by its receiver, not when it is made.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from fl_core.types.secagg import masking_shapes
 from privacy.secagg.terms import Round, SecaggError, frame
 
 CHECK_WORDS = 4
-"""Words of value 1 before each block (`fl_core.aggregation.flat_blocks`), whose sums are the number of uploads unless
-masks did not cancel."""
+"""Words of value 1 before each block (`fl_core.aggregation.flat_blocks`). If the masks cancel, each of their sums is
+the number of uploads."""
 Words = NDArray[np.unsignedinteger]
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedUpload:
-    """What a silo uploads: five tensors, in this order.
+    """A silo's upload: five tensors, in this order.
 
-    Rows of commitments[block] and of packages are the round's cohort, ascending: of the seed with that member (of its
-    own where it is the dealer), and for that member. The blocks are masked words of the ring, check words first.
+    commitments[block] and packages have a row per member of the round's cohort, ascending: the commitment to the seed
+    shared with this member (in the silo's own row: to its own seed), and the package for this member. The blocks are
+    masked words of the ring, check words first.
     """
 
     salt: Bytes
@@ -70,7 +71,7 @@ class Seal:
     CONTEXT: ClassVar[str] = "consilium secagg seal v1"
 
     def message(self, round: Round) -> bytes:
-        """Return what the coordinator's key signs under `CONTEXT`."""
+        """Return the bytes that the coordinator's key signs under `CONTEXT`."""
         return frame("seal signature", self.run_id, round.seal_hash(self.uploads))
 
 
@@ -87,7 +88,10 @@ class Confirmation:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Input of a member's answer: confirmations (index, signature) and, of the set, (index, salt, its package)."""
+    """A request for a member's answer.
+
+    confirmations: (index, signature)   packages: (index, salt, package for this member) of each upload in the set.
+    """
 
     run_id: str
     kind: str

@@ -20,13 +20,13 @@ def _cipher(round: Round, chain: bytes, salt: bytes, dealer: int, member: int) -
 
 
 def encrypt(round: Round, chain: bytes, salt: bytes, dealer: int, member: int, plain: bytes) -> bytes:
-    """Encrypt a dealer's shares for one member. chain: of the two, at the round's position."""
+    """Encrypt a dealer's shares for one member. chain: that of the two members, at the round's position."""
     associated_data = frame("package", round.context, dealer, member)
     return _cipher(round, chain, salt, dealer, member).encrypt(_NONCE, plain, associated_data)
 
 
 def decrypt(round: Round, chain: bytes, salt: bytes, dealer: int, member: int, package: bytes) -> bytes:
-    """Open a package: 66 n bytes; raises SecaggError (E-RUN-48) that blames the dealer.
+    """Decrypt a package into 66 n bytes; raises SecaggError (E-RUN-48), which blames the dealer.
 
     Guarantees: it was made by the dealer, for this member, in this task, with this salt.
     """
@@ -46,6 +46,6 @@ def decrypt(round: Round, chain: bytes, salt: bytes, dealer: int, member: int, p
 
 
 def share_at(round: Round, plain: bytes, block: int, slot: int) -> bytes:
-    """Read the share of one seed off a package."""
+    """Return the share of one seed in a decrypted package."""
     at = SHARE * (block * round.n + round.place(slot))
     return plain[at : at + SHARE]

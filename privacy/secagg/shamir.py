@@ -1,8 +1,8 @@
 """Shares of 32 bytes. Shamir, "How to Share a Secret", CACM 1979, over the field of p = 2^256 + 297.
 
-The share of x is the value there of a polynomial of degree t - 1 whose constant is the secret (little-endian) and whose
-other coefficients are uniform: t shares determine the secret, t - 1 reveal nothing. The field is barely larger than the
-secrets.
+The share of x is the value at x of a polynomial of degree t - 1. Its constant term is the secret (little-endian), its
+other coefficients are uniform: t shares determine the secret, t - 1 reveal nothing. The field is barely larger than
+the secrets.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Random = Callable[[int], bytes]
 
 
 def split(secret: bytes, xs: Sequence[int], t: int, random: Random = secrets.token_bytes) -> list[bytes]:
-    """Share 32 bytes among the points xs, distinct and positive. random: n -> n bytes; rejected draws are repeated."""
+    """Share 32 bytes among the points xs, distinct and positive; t shares restore them. random: returns n bytes."""
     coefficients = [int.from_bytes(secret, "little")]
     while len(coefficients) < t:
         if (drawn := int.from_bytes(random(SHARE), "little") & _DRAWN) < PRIME:

@@ -1,8 +1,8 @@
 """A silo's half of a round: it masks one vector, confirms one set, answers only for that set, and verifies a census.
 
-Two explicit values must survive a crash, and the caller stores them: `RunKeys` of the run, and a `RoundRow` of each
-task until its close. The row of a set is passed to `store` before the signature is made, so that a signature leaves a
-silo only with the row on its disk.
+Two values must survive a crash, and the caller stores them: the `RunKeys` of the run, and a `MaskedTaskRow` of each
+task until its close. The row of a set is passed to `store` before the signature is made: a signature leaves a silo only
+when the row is on its disk.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from privacy.secagg.terms import BLOCKS, CLASSES, Round, SecaggError, SecaggRun
 class MaskedTaskRow:
     """A silo's data of one task until its close; fields are empty until they are known.
 
-    base_digest: of the masked or sealed task's base. object_digest: of its one upload. seal_hash, inside: the one set
-    that it confirmed.
+    base_digest: of the state that the task begins from. object_digest: of its only upload. seal_hash, inside: the only
+    set that the silo confirmed.
     """
 
     kind: str
@@ -49,12 +49,12 @@ class MaskedTaskRow:
 
 
 Store = Callable[[MaskedTaskRow], None]
-"""Writes a row to the disk, replacing the row passed with it; raises if it cannot, or if the row on the disk is another
-one."""
+"""Writes a row to the disk in place of the task's earlier row; raises if it cannot, or if the row on the disk is not
+the one that was read."""
 
 
 def blank(words: int, dtype: str) -> Words:
-    """Create a block of zeros after its check words; the caller fills `block[CHECK_WORDS:]`."""
+    """Create a block of zeros with room for check words; the caller fills `block[CHECK_WORDS:]`."""
     return np.zeros(words + CHECK_WORDS, dtype)
 
 
@@ -81,7 +81,7 @@ def mask(
 
 
 def require_unmasked(row: MaskedTaskRow | None, round: Round) -> None:
-    """Raise SecaggError as `mask`, before there is a vector: E-RUN-49; E-RUN-50 for another base or a sealed task."""
+    """Raise the errors of `mask` before its vector exists: E-RUN-49; E-RUN-50 on another base or a sealed task."""
     if row is None:
         return
     _check_row(row, round)
@@ -141,10 +141,10 @@ def confirm(
     offered: bytes | None = None,
     min_sum: int = 0,
 ) -> Confirmation:
-    """Sign a set, the only one of its task. The row is stored before the signature is made.
+    """Sign the only set of a task. The row is stored before the signature is made.
 
     cohort: of the task, as this silo computes it. signed: (message, signature) -> whether the coordinator signed it,
-    under `Seal.CONTEXT`. offered: the base that this silo was offered for the task, if it was. min_sum: the policy's.
+    under `Seal.CONTEXT`. offered: the task's base in the offer to this silo, if any. min_sum: of the silo's policy.
     Raises SecaggError: E-RUN-50 for another set, task, base or upload, or a round that is closed here; E-RUN-51 for an
     invalid set or one that is too small; E-ID-33 without the coordinator's signature; E-POLICY-17 below the policy's
     minimum.
@@ -193,7 +193,7 @@ def answer(
 
     Raises SecaggError: E-RUN-50 for another set than the confirmed one, or a round that is closed here; E-RUN-51 for
     packages of another set; E-RUN-45 with too few confirmations; E-RUN-48 for a wrong package.
-    Guarantees: a function of the confirmed set and its uploads: a repeated request gets the same bytes.
+    Guarantees: the answer depends only on the confirmed set and its uploads: a repeated request gets the same bytes.
     """
     if row is None or not row.seal_hash:
         raise SecaggError("E-RUN-50", "expected a set that was confirmed here, found none: send the seal first")
@@ -223,9 +223,9 @@ def answer(
 
 @dataclass(frozen=True, slots=True)
 class CensusProof:
-    """The inputs of a census: seal, confirmations by member, own seeds of the class block by member.
+    """The proof of a census: its seal, and by member confirmations, uploads and own seeds of the class block.
 
-    uploads: by member, with the digest of the object's bytes as the reader computed it.
+    uploads: with the digest that the reader computed from the object's bytes.
     """
 
     seal: Seal
@@ -237,13 +237,13 @@ class CensusProof:
 def verify_census(
     run: SecaggRun, keys: RunKeys, classes: int, proof: CensusProof, row: MaskedTaskRow | None
 ) -> NDArray[np.int64]:
-    """Recompute the census H, one number per class, from its proof. row: of the census here, None if it was absent.
+    """Recompute the census H, one number per class, from its proof. row: this silo's row of the census, if any.
 
-    Raises SecaggError: E-RUN-50 for another run's set, or another than this silo sent and confirmed, E-RUN-51 for one
-    without all members, E-RUN-45 if too few confirmed it, E-RUN-48 if uploads, seeds or sums do not fit; ProtocolError
-    (E-WIRE-06) for an upload of another shape.
-    Guarantees: H is the sum that t members confirmed, the same at every silo; only what silos send can change it, not
-    the coordinator.
+    Raises SecaggError: E-RUN-50 on a set of another run, or not the one that this silo sent and confirmed, E-RUN-51 on
+    a set without all members, E-RUN-45 if too few confirmed it, E-RUN-48 if uploads, seeds or sums do not fit;
+    ProtocolError (E-WIRE-06) on an upload of another shape.
+    Guarantees: H is the sum that t members confirmed, the same at every silo. It depends only on the silos' uploads;
+    the coordinator cannot change it.
     """
     seal = proof.seal
     if (seal.run_id, seal.kind, seal.round, seal.keys_digest) != (run.run_id, "census", 0, keys.keys_digest):

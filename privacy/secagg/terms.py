@@ -1,6 +1,6 @@
-"""Computed alike by all members of a run: thresholds, contexts, valid sets, and which seeds are opened.
+"""Values that all members of a run compute: thresholds, contexts, valid sets, and the seeds to open.
 
-Members are written by their index in the manifest; n, t, m and c are those of `fl_core.types.secagg`.
+Members are named by their index in the manifest; n, t, m and c are those of `fl_core.types.secagg`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Thresholds(NamedTuple):
 class SecaggRun:
     """The terms of a masked run. manifest_digest: 32 bytes. members: names in the manifest's order.
 
-    rounds: of the run; a round above it does not exist, an evaluation may follow the last one.
+    rounds: training rounds of the run; an evaluation may follow the last one.
     Raises ConfigError (E-CFG-02) unless there are 3 to 240 members, each once, and the terms fit.
     """
 
@@ -85,20 +85,20 @@ class SecaggRun:
         return _WORDS[self.ring]
 
     def thresholds(self, n: int) -> Thresholds:
-        """Compute t and m of a round of n members; both sides do, and no message contains them."""
+        """Compute t and m of a round of n members. Both sides compute them; no message contains them."""
         return Thresholds(answers(n), self.terms.smallest_sum(n))
 
     def round(
         self, keys_digest: bytes, kind: str, number: int, base_digest: bytes, cohort: Sequence[int] | None = None
     ) -> Round:
-        """Describe one task; raises SecaggError (E-RUN-50, E-RUN-51). cohort: indices, all members where None."""
+        """Describe one task; raises SecaggError (E-RUN-50, E-RUN-51). cohort: indices; None: all members."""
         members = range(len(self.members)) if cohort is None else cohort
         return Round(self, keys_digest, kind, number, base_digest, tuple(sorted(members)))
 
 
 @dataclass(frozen=True)
 class Round:
-    """One task of a run: sides that agree on its fields derive the same context, so that masks cancel.
+    """One task of a run. Sides that agree on its fields derive the same context, so that masks cancel.
 
     keys_digest: K, of all members' keys. base_digest: of the state that the task begins from; for a census it is K.
     cohort: R, ascending. Raises SecaggError: E-RUN-50 for a task outside of the run, E-RUN-51 for an invalid cohort.
@@ -139,7 +139,7 @@ class Round:
 
     @property
     def m(self) -> int:
-        """Return the minimum of uploads in a sum; for a census all."""
+        """Return the minimum number of uploads in a sum; for a census all."""
         return self.n if self.kind == "census" else self.run.thresholds(self.n).m
 
     @property
@@ -178,11 +178,10 @@ class Round:
     def opened(self, inside: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
         """List the seeds that are opened, as (block, dealer, slot), ascending.
 
-        For members of the set: their own seeds (slot = dealer) and those that they share with members outside of it;
-        for the class rows nothing if a member of the run is absent or not drawn, unless the terms open them in each
-        round: the difference of two sums over different sets is class counts.
-        Guarantees: one list decides who is absent, so nobody's own seed is opened together with one shared with that
-        member.
+        For each member of the set: its own seed (slot = dealer) and the seeds that it shares with absent members of the
+        cohort. Seeds of class rows are not opened if a member of the run is absent or not drawn, unless the terms open
+        them in each round: the difference of two sums over different sets would reveal class counts.
+        Guarantees: an absent member's own seed is never opened, nor a seed that two members of the set share.
         """
         absent = tuple(v for v in self.cohort if v not in inside)
         whole = not absent and self.n == len(self.run.members)
