@@ -46,7 +46,7 @@ def explain_text(code: str) -> str:
 
 def page() -> str:
     """Write docs/errors.md: every code under a heading of its own, so that `docs/errors.md#e-tls-05` is a link."""
-    text = "# Error codes\n\nWhat `coordinator explain CODE` says; `make protos` writes this page.\n"
+    text = "# Error codes\n\nThese are the texts of `coordinator explain CODE`. `make protos` writes this page.\n"
     for code, (title, cause, remedy) in sorted(EXPLANATIONS.items()):
         text += f"\n## {code}\n\n**{title}.** {cause}\n\nWhat to do: {remedy}\n"
     return text

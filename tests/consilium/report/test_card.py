@@ -116,7 +116,9 @@ def test_a_member_that_was_not_in_the_run_is_told_so_and_finds_no_contradiction(
 
 
 @pytest.mark.fault(
-    "a lead", "signs that a hospital sent updates of which the hospital has no record", "the hospital's command says so"
+    "a lead",
+    "signs that a hospital sent updates of which the hospital has no record",
+    "`silo card verify` reports the contradiction",
 )
 def test_a_lead_who_claims_other_updates_than_a_hospital_sent_is_contradicted(
     exported: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -75,7 +75,7 @@ def held_back(world: World, people: Federation, name: str, agreed: RunManifest) 
 
 @pytest.mark.slow
 @pytest.mark.fault(
-    "a hospital", "is offline for good, and others have its classes", "no wait for it: rounds close with the others"
+    "a hospital", "is offline for good, and others have its classes", "rounds close without waiting for it"
 )
 def test_a_dead_silo_that_nobody_needs_holds_no_round_up(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
@@ -160,9 +160,7 @@ def test_whoever_watches_reads_who_is_awaited_until_when_and_for_which_classes(t
 
 
 @pytest.mark.slow
-@pytest.mark.fault(
-    "a hospital", "stays connected and never answers", "the round waits for it only as long as the rule says"
-)
+@pytest.mark.fault("a hospital", "stays connected and never answers", "the round waits for it only up to a limit")
 def test_a_silent_silo_does_not_hold_a_round_for_ever(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
         held = threading.Event()

@@ -202,7 +202,7 @@ def test_a_round_that_is_trained_is_measured_in_its_training_and_has_no_evaluati
 
 @pytest.mark.fault(
     "a coordinator",
-    "offers a training round again with another model, whose test results leave with each update",
+    "offers a training round again with another model, to get test results for more models",
     "refused with E-RUN-33, unless the coordinator was restored",
 )
 def test_a_round_of_training_is_about_one_model_unless_the_coordinator_was_restored(started):

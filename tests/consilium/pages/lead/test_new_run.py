@@ -118,7 +118,9 @@ def test_what_was_typed_comes_back_and_neither_token_nor_digest() -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.fault("a malicious service", "sends the forms of the lead's page markup in names", "shown as escaped text")
+@pytest.mark.fault(
+    "a malicious service", "sends names with markup to the forms of the lead's page", "shown as escaped text"
+)
 def test_no_name_brings_markup_into_the_forms(tmp_path: Path) -> None:
     silo = pb.SiloInfo(name=HOSTILE, state="online", fingerprint=HOSTILE)
     silo.data.CopyFrom(pb.DataOffer(name=HOSTILE, classes=[HOSTILE] * 3))

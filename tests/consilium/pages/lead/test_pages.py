@@ -67,7 +67,7 @@ def lied_to(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield opened(server)
 
 
-@pytest.mark.fault("a malicious service", "sends the lead's page markup in names", "shown as escaped text")
+@pytest.mark.fault("a malicious service", "sends names with markup to the lead's page", "shown as escaped text")
 @pytest.mark.parametrize(
     "path", ["/", "/runs/run-1", "/compare?a=run-1&b=run-2", "/compare", "/runs/" + "%3Cscript%3E"]
 )
