@@ -1,4 +1,4 @@
-"""Commands without a service: simulate, demo, methods, models, data. They import what computes when they run."""
+"""Commands that need no service: simulate, demo, methods, models, data. Heavy imports happen when they run."""
 
 from __future__ import annotations
 
@@ -63,13 +63,14 @@ def simulate(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for tables, summary, model and picture. An interrupted simulation goes on from there."
+            help="Folder for tables, summary, model and plot. An interrupted simulation continues from there."
         ),
     ] = None,
     checkpoint_every: Annotated[
         int | None,
         typer.Option(
-            help=f"With --out: number of rounds between two checkpoints. Default: {EVERY}, or a minute's.",
+            help=f"With --out: number of rounds between two checkpoints. Default: {EVERY}. One is also written at the "
+            "start of a round if the last one is a minute old.",
             min=1,
             rich_help_panel=RARE,
         ),
@@ -106,7 +107,7 @@ def simulate(
 
     if checkpoint_every is not None and out is None:
         raise ConfigError(
-            "E-CFG-08", "expected --out FOLDER with --checkpoint-every, found none: checkpoints lie there"
+            "E-CFG-08", "expected --out FOLDER with --checkpoint-every, found none: name a folder for the checkpoints"
         )
     cluster = Cluster(ray_address, ray_actors, gpus=ray_gpus)
     simulator = SimulationEngine(engine, device, spill, deterministic, cluster, workers=workers)

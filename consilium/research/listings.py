@@ -1,4 +1,4 @@
-"""Tables of the methods, of the papers they are from, and of the models."""
+"""Tables of the methods, their papers, and the models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from service_core.console import CommandResult, make_table
 
 
 def methods() -> CommandResult:
-    """List what each method shows the server, whether its loss mixes examples, and what a silo sends."""
+    """List for each method what the server sees, whether its loss mixes examples, and what a silo sends."""
     rows: list[dict[str, Any]] = [
         {
             "name": name,
@@ -43,7 +43,7 @@ def methods() -> CommandResult:
 
 
 def papers() -> CommandResult:
-    """Say where each method is from, what a run must offer it, what of its paper reproduces, which tables have it."""
+    """List for each method its paper, its requirements, which claims of the paper reproduce, and the tables with it."""
     rows: list[dict[str, Any]] = []
     for name, kind in METHODS.items():
         paper = asdict(paper_of(kind) or Paper("", "", "", ""))
@@ -52,7 +52,7 @@ def papers() -> CommandResult:
     lines = [
         (
             str(row["name"]),
-            f"{row['title']}, {row['venue']}" if row["title"] else "a lower bound, from no paper",
+            f"{row['title']}, {row['venue']}" if row["title"] else "no paper: a lower bound",
             str(row["where"]),
             ", ".join(row["needs"]) or "-",
             _verdicts(claims_of(row["name"])),
@@ -66,7 +66,7 @@ def papers() -> CommandResult:
         [
             make_table("Papers", ("method", "paper", "where", "needs", "reproduces", "tables"), lines),
             make_table("Claims", ("paper of", "claim", "printed", "ours, points", "verdict", "scale"), claims),
-            "tables: python -m benchmarks.paper table=NAME; how claims are judged: benchmarks/paper/README.md",
+            "tables: python -m benchmarks.paper table=NAME; how claims are checked: benchmarks/paper/README.md",
         ],
     )
 
@@ -81,7 +81,7 @@ def _verdict(claim: Claim) -> str:
 
 
 def models(overrides: Sequence[str]) -> CommandResult:
-    """Count the parameters of the models: as the papers use them, or all that fit the chosen data."""
+    """Count the models' parameters: in the papers' settings, or for the chosen data."""
     rows = _chosen_rows(compose_spec(overrides)) if overrides else _published_rows()
     head = ("model", "data", "example", "classes", "feature dimension", "parameters", "with buffers", "paper, options")
     lines = [

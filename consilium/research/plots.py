@@ -1,4 +1,4 @@
-"""Curves of runs, and the answers to a survey, as a picture."""
+"""Plots of runs' curves and of survey answers."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 FORMATS = ("png", "svg")
 LINES = (("#0072b2", "-"), ("#c44a00", "--"), ("#00785a", ":"), ("#7b4f9d", "-."))
-"""Colours that colour-blind readers can distinguish; each has its own dashes."""
+"""Colours that colour-blind readers can distinguish, each with its own line style."""
 _NAME_CHARS = 60
 
 
 def plot(details: Sequence[pb.RunDetail], measures: Sequence[str], out: Path) -> list[str]:
     """Draw a panel for each measure with a curve for each run, and return the measures that were drawn.
 
-    measures: those to draw; none: the global accuracy and the balanced one. out: a .png or a .svg file.
-    What noise hides is a gap; other noisy values have the band of their interval.
-    Raises ConfigError (E-CFG-02) on another kind of file, too many runs, or a measure that no run has.
+    measures: empty for accuracy and balanced accuracy   out: a .png or .svg file.
+    A curve has a gap at values hidden by noise; other noisy values have a band for their interval.
+    Raises ConfigError (E-CFG-02) on another kind of file, repeated or too many runs, or a measure that no run has.
     """
     kind = require_file(out, "--out")
     if len({detail.info.run_id for detail in details}) < len(details) or len(details) > MAX_RUNS:
@@ -47,7 +47,7 @@ def plot(details: Sequence[pb.RunDetail], measures: Sequence[str], out: Path) ->
         raise ConfigError(
             "E-CFG-02",
             f"expected measures that one of these runs has, found {', '.join(measures) or 'none'}: "
-            + (f"there are {', '.join(measured)}" if measured else "no round is closed yet"),
+            + (f"choose from {', '.join(measured)}" if measured else "wait until a round is closed"),
         )
     names = [_name(detail.info) for detail in details]
     replace_file(out, picture(drawn, names, by_run, kind), 0o600)
@@ -55,12 +55,12 @@ def plot(details: Sequence[pb.RunDetail], measures: Sequence[str], out: Path) ->
 
 
 def require_file(out: Path, option: str) -> str:
-    """Return the kind of a picture's file; raises ConfigError (E-CFG-02) on another kind, or where no folder is."""
+    """Return png or svg; raises ConfigError (E-CFG-02) on another kind of file, or if its folder does not exist."""
     kind = out.suffix.lower().lstrip(".")
     if kind not in FORMATS or not out.parent.is_dir():
         raise ConfigError(
             "E-CFG-02",
-            f"{option}: expected a .png or .svg file in a folder that is there, found {out}: name another file",
+            f"{option}: expected a .png or .svg file in an existing folder, found {out}: name another file",
         )
     return kind
 
@@ -71,7 +71,7 @@ def _name(info: pb.RunInfo) -> str:
 
 
 def picture(measures: Sequence[str], names: Sequence[str], found: Sequence[dict[str, Curve]], kind: str) -> bytes:
-    """Draw a panel for each measure. names, found: of each run, its name and its curves; kind: png or svg."""
+    """Draw a panel for each measure. names, found: name and curves of each run   kind: png or svg."""
     require("matplotlib", "research", "pictures of runs")
     from matplotlib.figure import Figure
 
@@ -98,7 +98,7 @@ def _draw(axes: Axes, curve: Curve, name: str, number: int) -> None:
 
 
 def survey_drawing(out: Path) -> Callable[[SurveyAnswers], None]:
-    """Return what draws a survey's answers into a file, which it closes to others; raises as `require_file`."""
+    """Return a function that draws a survey's answers into a file with mode 0600; raises as `require_file`."""
     kind = require_file(out, "--picture")
     return lambda answers: replace_file(out, survey_picture(answers, kind), 0o600)
 
@@ -106,8 +106,8 @@ def survey_drawing(out: Path) -> Callable[[SurveyAnswers], None]:
 def survey_picture(found: SurveyAnswers, kind: str) -> bytes:
     """Draw a panel for each question of a survey. kind: png or svg.
 
-    A cell that some hospitals suppressed is hatched, and one that nobody answered has a mark and no bar: neither looks
-    like a small number. Noise has the bar of its interval.
+    Counts that some hospitals suppressed are hatched. Counts that all suppressed have an x and no bar, so that neither
+    looks like a small number. Noisy counts have error bars for their interval.
     """
     require("matplotlib", "research", "pictures of surveys")
     from matplotlib.figure import Figure
@@ -122,7 +122,7 @@ def survey_picture(found: SurveyAnswers, kind: str) -> bytes:
         figure.delaxes(axes)
     hospitals = f"{found.hospitals} hospitals" if found.hospitals != 1 else "1 hospital"
     noise = "" if found.epsilon is None else f", with noise (epsilon {found.epsilon:g})"
-    figure.suptitle(f"Answers of {hospitals}{noise}; hatched: some suppress, x: all do", fontsize="medium")
+    figure.suptitle(f"Answers of {hospitals}{noise}; hatched: some suppressed, x: all suppressed", fontsize="medium")
     return _bytes_of(figure, kind)
 
 
@@ -140,7 +140,7 @@ def _draw_answer(axes: Axes, answer: SurveyAnswer, noisy: bool) -> None:
         axes.plot(unanswered, [0.0] * len(unanswered), "x", color=LINES[1][0])
     axes.set_xticks(places, [printable(cell.name)[:20] for cell in cells], rotation=45, ha="right", fontsize="small")
     for label in axes.get_xticklabels():
-        label.set_parse_math(False)  # a name is no formula
+        label.set_parse_math(False)  # do not read names as formulas
     axes.set_title(f"{answer.title}, {answer.unit}" if answer.unit else answer.title)
     axes.set_ylabel(answer.counts)
     axes.spines[["top", "right"]].set_visible(False)
@@ -162,4 +162,4 @@ def _dress(axes: Axes, measure: str) -> None:
     axes.margins(x=0)
     legend = axes.legend(loc="lower right", frameon=False, fontsize="small")
     for entry in legend.get_texts():
-        entry.set_parse_math(False)  # a name is no formula
+        entry.set_parse_math(False)  # do not read names as formulas

@@ -1,4 +1,4 @@
-"""Commands on privacy, without a run: what one would cost."""
+"""`coordinator privacy preview`: the privacy cost of a run before it starts."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ _NUMBERS = {
 }
 
 _SHARED = {"all honest": "epsilon_all_honest", "masks fail": "epsilon_alone"}
-"""Where hospitals share the noise out."""
+"""Further columns if hospitals share the noise."""
 
 _LEGEND = (
     "q: share of a hospital's records in one step; noise z: standard deviation of the noise over the clipping norm; "
-    "epsilon: what the run spends as the ledger counts it, which decides; with reserve: if rounds are repeated after a "
-    "crash; actually spent: by the privacy loss of all releases together; of a record, of a test record: the part of "
+    "epsilon: what the run spends by the ledger's count, which is binding; with reserve: if rounds are repeated after "
+    "a crash; actually spent: by the privacy loss of all releases together; of a record, of a test record: the part of "
     "one training or test image"
 )
 
 _SHARED_LEGEND = (
-    "; noise is shared out under masks, so epsilon holds while no more hospitals collude than secagg.collusion; all "
-    "honest: with all of them there and honest; masks fail: with a hospital's own noise alone"
+    "; hospitals share the noise under masks, so epsilon holds while at most secagg.collusion hospitals collude; all "
+    "honest: if all are present and honest; masks fail: with a hospital's own noise only"
 )
 
-_HINT = ("to see which accuracy to expect: the same command with --expect 3, on data that this machine has",)
+_HINT = ("to estimate the accuracy, add --expect 3 (needs data on this machine)",)
 
 privacy = typer.Typer(no_args_is_help=True, help="Look at privacy before a run.")
 privacy.callback()(lambda: None)
@@ -111,7 +111,7 @@ def _shown(found: Mapping[str, Any], form: str) -> Iterator[str | Table]:
     if form:
         yield form
     if not found["silos"]:
-        yield f"privacy={found['profile']} adds no noise: no epsilon bounds what this run shows"
+        yield f"privacy={found['profile']} adds no noise: no epsilon bounds what this run reveals"
         return
     title = f"{found['method']}, {found['rounds']} rounds, delta {found['delta']:g}"
     shared = any(silo["epsilon_alone"] != silo["epsilon"] for silo in found["silos"])
@@ -123,7 +123,7 @@ def _shown(found: Mapping[str, Any], form: str) -> Iterator[str | Table]:
 
 
 def _parts(found: Mapping[str, Any]) -> str:
-    """Say where the epsilon that was asked for goes, of the hospital that spends most."""
+    """Describe how the requested epsilon is used, for the hospital that spends most."""
     most = max(found["silos"], key=lambda silo: silo["epsilon"])
     target, spent, with_reserve = found["epsilon_target"], most["epsilon"], most["epsilon_most"]
     kept, again = "nothing is reserved to repeat a round after a crash", found["reserve_rounds"]
@@ -137,7 +137,7 @@ def _parts(found: Mapping[str, Any]) -> str:
     if most["rate"] == 1:
         return text
     return (
-        f"{text}; {target - with_reserve:.2f} stays unused, since a ledger counts training steps at one Renyi order "
+        f"{text}; {target - with_reserve:.2f} stays unused, because a ledger counts training steps at one Renyi order "
         "that is fixed before any run"
     )
 
@@ -153,12 +153,14 @@ def _manifest_of_sizes(spec: RunSpec, sizes: str) -> RunManifest:
     try:
         counts = [int(word) for word in sizes.split(",")]
     except ValueError:
-        raise ConfigError("E-CFG-01", f"expected --sizes N,N,..., found {sizes!r}") from None
+        raise ConfigError("E-CFG-01", f"expected --sizes N,N,..., found {sizes!r}: give whole numbers") from None
     if any(n < 1 for n in counts):
-        raise ConfigError("E-CFG-01", f"expected sizes of at least 1, found {sizes!r}")
+        raise ConfigError("E-CFG-01", f"expected --sizes of at least 1, found {sizes!r}: correct it")
     names = list(spec.silos or [f"hospital{k}" for k in range(len(counts))])
     if len(names) != len(counts):
-        raise ConfigError("E-CFG-01", f"expected a size for each of {len(names)} silos, found {len(counts)}")
+        raise ConfigError(
+            "E-CFG-01", f"expected a size for each of {len(names)} silos, found {len(counts)}: correct --sizes"
+        )
     return manifest_from(spec, names, counts)
 
 

@@ -1,4 +1,4 @@
-"""`coordinator compare`, `plot` and `logs`: what runs have brought, and how they went."""
+"""`coordinator compare` and `plot`: compare the results of runs, and draw their curves."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Runs = Annotated[list[str], typer.Argument(help="Ids or names of runs, or `lates
 _NAMES = ", ".join(measure.name for measure in MEASURES)
 _VALUE_CHARS = 60
 _HEADS_CHARS = 40
-"""Half of a narrow terminal's line."""
+"""Characters for run ids in a table's head: half the line of a narrow terminal."""
 
 
 @command
@@ -57,7 +57,7 @@ def _compared(found: RunComparison) -> Iterator[str | Table]:
 
 
 def _heads(runs: Sequence[str]) -> list[str]:
-    """Name runs at the head of a column: by their ids, and by letters where these leave no room for values."""
+    """Return column heads for runs: their ids, or letters if the ids leave no room for values."""
     fit = sum(map(len, runs)) <= _HEADS_CHARS
     return list(runs) if fit else [chr(ord("A") + k) for k in range(len(runs))]
 

@@ -1,7 +1,7 @@
-"""TensorBoard and MLflow as readers of a run: what the displays show, and nothing of a single hospital.
+"""Log a run to TensorBoard and MLflow: the same values as the displays, and none of a single hospital.
 
-A value is logged at the number of training rounds that its model has behind it. One that noise surrounds comes with the
-ends of its 95 % interval (`.../low`, `.../high`); one that noise hides is not logged, and the reason is a tag.
+The step of a value is the number of training rounds before it. A noisy value is logged with the ends of its 95 %
+interval (`.../low`, `.../high`). A value hidden by noise is not logged; a tag states the reason.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _MLFLOW = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
-"""MLflow would tell its makers of each use, and wait minutes for a server that is away."""
+"""By default, MLflow sends telemetry and waits minutes for an unreachable server."""
 
 
 class Tracker(Protocol):
-    """Where a run's numbers are written."""
+    """A destination for a run's numbers."""
 
     def log(self, step: int, values: Mapping[str, float], tags: Mapping[str, str]) -> None:
-        """Write the numbers of one round; raises UnavailableError (E-NET-01) when they are not taken."""
+        """Write the numbers of one round; raises UnavailableError (E-NET-01) if the tracker does not accept them."""
         ...
 
     def end(self, state: str) -> None:
@@ -48,19 +48,22 @@ class Tracker(Protocol):
 
 
 def open_tracker(where: str, run: str, about: Mapping[str, str]) -> Tracker:
-    """Open a tracker for a run. where: `tensorboard:DIR` or `mlflow:URI`; about: parameters of the run, for people.
+    """Open a tracker for a run. where: `tensorboard:DIR` or `mlflow:URI`   about: parameters of the run to display.
 
-    Raises ConfigError: E-CFG-02 on another form, E-CFG-08 without the package; UnavailableError (E-NET-01) when the
+    Raises ConfigError: E-CFG-02 on another form, E-CFG-08 without the package; UnavailableError (E-NET-01) if the
     server does not answer.
     """
     kind, place = parsed(where)
-    if not _RUN_ID.fullmatch(run):  # it names a folder
-        raise ConfigError("E-CFG-02", f"expected a run's id of letters, digits and hyphens, found {run[:80]!r}")
+    if not _RUN_ID.fullmatch(run):  # it becomes a folder's name
+        raise ConfigError(
+            "E-CFG-02",
+            f"expected a run's id of lower-case letters, digits and hyphens, found {run[:80]!r}: correct it",
+        )
     return _TensorBoard(Path(place) / run) if kind == "tensorboard" else _MlFlow(place, run, about)
 
 
 def parsed(where: str) -> tuple[str, str]:
-    """Return the kind of a tracker and its place; raises ConfigError (E-CFG-02) on another form."""
+    """Split into a tracker's kind and place; raises ConfigError (E-CFG-02) on another form."""
     kind, _, place = where.partition(":")
     if kind not in ("tensorboard", "mlflow") or not place:
         raise ConfigError("E-CFG-02", f"expected --tracker {' or '.join(KINDS)}, found {where!r}: correct it")
@@ -68,7 +71,7 @@ def parsed(where: str) -> tuple[str, str]:
 
 
 def values_of(info: pb.RoundInfo) -> tuple[dict[str, float], dict[str, str]]:
-    """Return what a closed round says of the global model and of personal ones, and why something is left out."""
+    """Return a closed round's measures of the global and personal models, and tags for withheld measures."""
     return values_from(len(info.included), accuracy.result_of(info))
 
 
@@ -95,7 +98,7 @@ def _add(values: dict[str, float], withheld: dict[str, str], name: str, found: E
 
 
 class RunTrackers:
-    """The trackers of one run. A tracker that fails is named in a warning and left out; the others go on."""
+    """The trackers of one run. A tracker that fails is removed with a warning; the others continue."""
 
     def __init__(
         self,
@@ -111,7 +114,7 @@ class RunTrackers:
         self.log(info.round, *values_of(info))
 
     def log(self, step: int, values: Mapping[str, float], tags: Mapping[str, str]) -> None:
-        """Write numbers of a model with so many rounds behind it."""
+        """Write numbers. step: training rounds of the measured model."""
         self._each(lambda tracker: tracker.log(step, values, tags))
 
     def end(self, state: str) -> None:
@@ -123,7 +126,7 @@ class RunTrackers:
                 do(tracker)
             except (UnavailableError, OSError) as error:
                 self._trackers.remove(tracker)
-                self._warn(f"{error}; nothing more is written there: {self._remedy}")
+                self._warn(f"{error}; logging to it has stopped: {self._remedy}")
 
 
 def tracking_of(where: Sequence[str], info: pb.RunInfo) -> RunTrackers:
@@ -138,7 +141,7 @@ def _library(name: str) -> Any:  # noqa: ANN401
 
 
 class _TensorBoard:
-    """Event files in a folder of the run's own."""
+    """TensorBoard event files in the run's own folder."""
 
     def __init__(self, folder: Path) -> None:
         self._event: Any = _library("tensorboard.compat.proto.event_pb2")
@@ -149,11 +152,11 @@ class _TensorBoard:
             self._writer = writer.EventFileWriter(str(folder))
         except OSError as error:
             raise ConfigError(
-                "E-CFG-02", f"expected a folder to write in at {folder}, found {error.strerror}"
+                "E-CFG-02", f"expected a writable folder at {folder}, found {error.strerror}: name another folder"
             ) from error
 
     def log(self, step: int, values: Mapping[str, float], tags: Mapping[str, str]) -> None:
-        del tags  # of text that TensorBoard shows beside curves there is none
+        del tags  # TensorBoard shows no text next to curves
         entries = [self._summary.Summary.Value(tag=name, simple_value=v) for name, v in sorted(values.items())]
         event = self._event.Event(wall_time=time.time(), step=step, summary=self._summary.Summary(value=entries))
         self._writer.add_event(event)
@@ -165,14 +168,14 @@ class _TensorBoard:
 
 
 class _MlFlow:
-    """A run of MLflow's, found again by the tag that names ours."""
+    """An MLflow run, found by a tag with our run's id."""
 
     def __init__(self, uri: str, run: str, about: Mapping[str, str]) -> None:
         parts = urlsplit(uri)
         if parts.username or parts.password:
             raise ConfigError(
                 "E-CFG-02",
-                "expected no password in --tracker, where other users of this machine can read it: set "
+                "expected no password in --tracker, found one, which other users of this machine can read: set "
                 "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
             )
         for name, value in _MLFLOW.items():
@@ -196,7 +199,7 @@ class _MlFlow:
     def _new_experiment(self) -> Any:  # noqa: ANN401
         try:
             return self._client.create_experiment(_EXPERIMENT)
-        except Exception:  # another run of a sweep made it meanwhile, or MLflow says again what is wrong
+        except Exception:  # another run of a sweep created it meanwhile, or the next call fails again
             experiment = self._client.get_experiment_by_name(_EXPERIMENT)
             if experiment is None:
                 raise
@@ -220,8 +223,10 @@ class _MlFlow:
             return do()
         except ConfigError:
             raise
-        except Exception as error:  # MLflow raises its own, those of requests and of its stores
+        except Exception as error:  # MLflow raises its own errors, those of requests and those of its stores
             cause = printable(str(error).split("\n")[0])[:200]
             raise UnavailableError(
-                "E-NET-01", f"expected MLflow at {printable(self._uri)[:200]}, found {type(error).__name__}: {cause}"
+                "E-NET-01",
+                f"expected MLflow at {printable(self._uri)[:200]}, found {type(error).__name__}: {cause}. Check the "
+                "address and the server",
             ) from error

@@ -1,1 +1,1 @@
-"""Readers of data sets that only papers need."""
+"""Readers of data sets that only papers use."""

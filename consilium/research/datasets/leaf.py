@@ -1,6 +1,6 @@
 """LEAF's FEMNIST and Shakespeare: JSON files with users, num_samples and user_data, in train/ and test/.
 
-Caldas et al. (2018), "LEAF: A Benchmark for Federated Settings". A user's own split is kept as preprocess.sh made it.
+Caldas et al. (2018), "LEAF: A Benchmark for Federated Settings". Keeps each user's split from preprocess.sh.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _PLACE = {c: k for k, c in enumerate(CHARACTERS)}
 
 
 def read(name: str, root: Path | None) -> FullDataset:
-    """Read all users of both splits; pixels become bytes, characters their position in LEAF's alphabet.
+    """Read all users of both splits; pixels become bytes, characters become their index in LEAF's alphabet.
 
-    Raises DataError: E-DATA-02 when the data set is not there (with its owner's address), E-DATA-07 when a file
-    contradicts itself, E-DATA-05 on a label or a character outside the label space.
+    Raises DataError: E-DATA-02 if the data set is missing (with its publisher's address), E-DATA-07 if a file
+    contradicts itself, E-DATA-05 on an unknown label or character.
     """
     assert root is not None
     dataset = PUBLISHED[name]
@@ -38,7 +38,7 @@ def read(name: str, root: Path | None) -> FullDataset:
 
 
 def _half(name: str, folder: Path, numbers: dict[str, int]) -> SplitArrays:
-    """Read every file of one split, in the order of their names; users are numbered as they come."""
+    """Read every file of one split, sorted by name; users are numbered in order of appearance."""
     x: list[Tensor] = []
     y: list[int] = []
     users: list[int] = []
@@ -73,20 +73,20 @@ def _contradiction(file: Path, found: str) -> DataError:
 
 
 def _pixels(file: Path, user: str, rows: list[object]) -> Tensor:
-    """Turn rows of 784 numbers in [0, 1] into (n, 1, 28, 28) bytes; LEAF divided bytes by 255, so nothing is lost."""
+    """Convert rows of 784 numbers in [0, 1] to (n, 1, 28, 28) bytes. Lossless, because LEAF divided bytes by 255."""
     try:
         x = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), 1, 28, 28)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise _contradiction(file, f"{user}: no rows of 784 numbers ({error})") from error
+        raise _contradiction(file, f"{user}: rows of other than 784 numbers ({error})") from error
     if len(x) and not (x.min() >= 0 and x.max() <= 1):
         raise _contradiction(file, f"{user}: pixels from {x.min():g} to {x.max():g}")
     return (x * 255).round().to(torch.uint8)
 
 
 def _characters(file: Path, user: str, rows: list[object]) -> Tensor:
-    """Turn strings of 80 characters into (n, 80) positions in the alphabet."""
+    """Convert strings of 80 characters to (n, 80) indices in the alphabet."""
     if wrong := [row for row in rows if not isinstance(row, str) or len(row) != PUBLISHED["shakespeare"].shape[0]]:
-        raise _contradiction(file, f"{user}: {len(wrong)} examples that are no strings of 80 characters")
+        raise _contradiction(file, f"{user}: {len(wrong)} examples that are not strings of 80 characters")
     return torch.tensor([[_place(file, user, c) for c in str(row)] for row in rows], dtype=torch.float32).view(-1, 80)
 
 

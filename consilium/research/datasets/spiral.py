@@ -1,4 +1,4 @@
-"""The spiral on which FedNH shows what becomes of prototypes: one arm per class in the plane. Needs no data on disk."""
+"""The spiral data of FedNH's motivating examples: one arm per class in the plane. Needs no data on disk."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ INNER, OUTER, JITTER = 1.0, 10.0, 0.5
 
 
 def read(name: str, root: Path | None) -> FullDataset:
-    """Draw both splits, the same in every process; nothing is read.
+    """Draw both splits, identical in every process. Reads no files.
 
     A point of class c lies at radius r, from 1 to 10 in equal steps, and angle (c + (r - 1) / 9) 2 pi / C + U(0, 0.5),
-    clockwise from the vertical axis. Source: FedNH's motivating examples; five arms of 400 and 100 points are ours.
+    clockwise from the vertical axis. Source: FedNH; the five arms of 400 and 100 points are our choice.
     """
     del root
     return FullDataset(name, CLASSES, _half("train", TRAIN), _half("test", TEST), Augmentation())

@@ -1,4 +1,4 @@
-"""`coordinator demo`: a whole federation on this machine; each hospital is a process with a home and a certificate."""
+"""`coordinator demo`: a real federation on this machine. Each hospital is a process with a home and a certificate."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ RUNS: Mapping[str, tuple[str, ...]] = {
     ),
     PRIVATE: ("experiment=private_demo", "rounds=2"),
 }
-"""What is trained, one after the other, on the same images: each run at the rate that suits it, or in closed form."""
+"""The runs, trained one after the other on the same images: each with a suitable learning rate, or in closed form."""
 
 
 @contextmanager
 def _consortium(folder: Path, processes: Processes, steps: Steps) -> Iterator[LeadClient]:
-    """Create the consortium, enrol the hospitals, start everything and wait until all are there."""
+    """Create the consortium, enrol the hospitals, start all services and wait until all hospitals are online."""
     home, address = folder / "coordinator", f"127.0.0.1:{free_port()}"
     steps.show("Set-up", 0, 2 * HOSPITALS + 1, "creates the consortium")
     processes.call("coordinator", "init", "demo", "--address", address, "--home", str(home))
@@ -81,7 +81,7 @@ def _consortium(folder: Path, processes: Processes, steps: Steps) -> Iterator[Le
 def _train(
     client: LeadClient, processes: Processes, name: str, rounds: int, steps: Steps, verbose: Watcher | None
 ) -> pb.RunDetail:
-    """Train one model. verbose: prints each event, if not None."""
+    """Train one model. verbose: prints each event; None prints none. Raises UnavailableError (E-RUN-99) if it fails."""
     spec = compose_spec([f"rounds={rounds}", *RUNS[name]])
     steps.show(SHORT[name], 0, spec.rounds, "submitted")
     run = client.submit(spec.to_json(), f"demo-{name}").run_id
@@ -94,7 +94,9 @@ def _train(
     detail = client.show(run)
     steps.show(SHORT[name], spec.rounds, spec.rounds, f"{accuracy.newest(detail.info).text()} correct")
     if detail.info.state != "finished":
-        raise UnavailableError("E-RUN-99", f"{run} ended as {detail.info.state}: {detail.info.reason}")
+        raise UnavailableError(
+            "E-RUN-99", f"expected {run} to finish, found that it is {detail.info.state}: {detail.info.reason}"
+        )
     return detail
 
 
@@ -106,9 +108,9 @@ def _reached(info: pb.RunInfo) -> str:
 
 
 def _local_scores(folder: Path, runs: Mapping[str, str]) -> dict[str, dict[str, float | None]]:
-    """Return the accuracy of each run's final model at each hospital, which no message carries. runs: ids by name.
+    """Return the accuracy of each run's final model at each hospital. runs: ids by name.
 
-    Read from the hospitals' databases, as `silo status` does.
+    No message contains these, so they are read from the hospitals' databases, as in `silo status`.
     """
     scores: dict[str, dict[str, float | None]] = {name: {} for name in runs}
     for k in range(HOSPITALS):
@@ -122,7 +124,7 @@ def _local_scores(folder: Path, runs: Mapping[str, str]) -> dict[str, dict[str, 
 
 
 def _training_images() -> dict[str, list[int]]:
-    """Return how many training images of each digit each hospital has, read from its own data."""
+    """Return the number of training images by hospital and digit, read from the hospitals' data."""
     data = {f"hospital{k}": datasets.load(f"digits/hospital{k}") for k in range(HOSPITALS)}
     return {name: torch.bincount(d.train.labels, minlength=len(d.schema.classes)).tolist() for name, d in data.items()}
 
@@ -132,7 +134,7 @@ def run_demo(out: Path, rounds: int, steps: Steps, quiet: bool, verbose: bool) -
 
     quiet: print the summary as JSON   verbose: print each event of the runs
 
-    Guarantees: no process and no temporary folder is left behind, also after Ctrl-C, SIGTERM or a closed terminal.
+    Guarantees: no process and no temporary folder is left, even after Ctrl-C, SIGTERM or a closed terminal.
     """
     started = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
@@ -150,7 +152,7 @@ def run_demo(out: Path, rounds: int, steps: Steps, quiet: bool, verbose: bool) -
                 spent = spending(folder, RunManifest.from_json(details[PRIVATE].manifest_json))
                 steps.show("Results", 1, 3, "ends the processes")
         except KeyboardInterrupt:
-            steps.say("interrupted: the processes of the demo are being ended")
+            steps.say("interrupted: stopping the processes of the demo")
         finally:
             processes.stop()
             shutil.rmtree(folder)

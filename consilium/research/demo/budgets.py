@@ -1,6 +1,6 @@
-"""The policies and budgets of the demo's hospitals, and what their ledgers say after a run.
+"""The policies and budgets of the demo's hospitals, and their spending after a run.
 
-Calls directly what `silo ledger register`, `silo ledger budget set` and `silo ledger show` do, on the silos' files.
+Does the same as `silo ledger register`, `silo ledger budget set` and `silo ledger show`, directly on the silos' files.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ LEDGER_FILE, POLICY_FILE = "ledger.db", "policy.toml"
 
 @dataclass(frozen=True, slots=True)
 class PrivateRunSpending:
-    """What one hospital's training records have spent on the private run, at delta.
+    """Privacy spending of one hospital's training records in the private run, at delta.
 
     Attributes:
-        epsilon: by the hospital's own ledger
-        projected: what the coordinator said before
+        epsilon: from the hospital's own ledger
+        projected: the projection before the run
         tight: the projection by the tighter accountant
-        noise: z, per sensitivity
+        noise: z, standard deviation over sensitivity
     """
 
     epsilon: float
@@ -55,7 +55,7 @@ def open_budget(home: Path, data: str) -> None:
 
 
 def spending(folder: Path, manifest: RunManifest) -> dict[str, PrivateRunSpending]:
-    """Return each hospital's spending by its ledger, with the projection of the run."""
+    """Return each hospital's spending from its ledger, with the run's projection."""
     spent = {}
     for member, planned in zip(manifest.members, CompiledRun.of(manifest).profile.project(), strict=True):
         status = Ledger(folder / member.name / LEDGER_FILE).status(

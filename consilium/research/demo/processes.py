@@ -1,4 +1,4 @@
-"""The processes of the demo, all of which end with it."""
+"""Start and stop the demo's processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Output = IO[bytes] | int
 class Signals:
     """Turns the first signal into a KeyboardInterrupt, but only inside `raising` and not inside `held`.
 
-    Guarantees: a clean-up outside `raising` is never interrupted.
+    Guarantees: code outside `raising`, such as a clean-up, is never interrupted.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Signals:
             self.check()
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt after a signal, in case a library caught the first one."""
+        """Raise KeyboardInterrupt if a signal was received, in case a library swallowed the first one."""
         if self.received is not None:
             raise KeyboardInterrupt
 
@@ -83,23 +83,29 @@ class Processes:
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self, *words: str) -> int:
-        """Start a command that runs until `stop` and prints to the log; return its process id."""
+        """Start a command that runs until `stop`, with output to the log; return its process id."""
         with self.log.open("ab") as log:
             return self._spawn(words, stdout=log, stderr=log).pid
 
     def call(self, *words: str) -> Mapping[str, Any]:
-        """Run a command with --json to its end and return its answer; an interrupt leaves it to `stop`."""
+        """Run a command with --json to its end and return its answer; after an interrupt, `stop` ends it.
+
+        Raises UnavailableError (E-RUN-99) if the command fails.
+        """
         process = self._spawn((*words, "--json"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         stdout, stderr = process.communicate()
         self.running.remove(process)
         if process.returncode:
-            raise UnavailableError("E-RUN-99", f"{' '.join(words[:2])} failed: {stderr.decode().strip()}")
+            raise UnavailableError(
+                "E-RUN-99",
+                f"expected success, found that {' '.join(words[:2])} failed: {stderr.decode().strip()}",
+            )
         answer: Mapping[str, Any] = json.loads(stdout.splitlines()[-1])
         return answer
 
     def _spawn(self, words: Sequence[str], *, stdout: _Output, stderr: _Output) -> subprocess.Popen[bytes]:
-        """Start a process in a session of its own, so that Ctrl-C reaches the demo alone."""
-        with self.signals.held():  # no process is started and not listed
+        """Start a process in its own session, so that Ctrl-C reaches only the demo."""
+        with self.signals.held():  # so that every started process is listed
             process = subprocess.Popen(
                 [str(BIN / words[0]), *words[1:]],
                 stdout=stdout,
@@ -112,25 +118,30 @@ class Processes:
         return process
 
     def check(self) -> None:
-        """Raise UnavailableError (E-RUN-99) when a process has ended, KeyboardInterrupt after a signal."""
+        """Raise UnavailableError (E-RUN-99) if a process has ended, KeyboardInterrupt after a signal."""
         self.signals.check()
         for process in self.running:
             if process.poll() is not None:
                 tail = b"\n".join(self.log.read_bytes().splitlines()[-15:]).decode(errors="replace")
                 name = " ".join(str(word) for word in process.args) if isinstance(process.args, list) else ""
-                raise UnavailableError("E-RUN-99", f"a process of the demo ended: {name}\n{tail}")
+                raise UnavailableError(
+                    "E-RUN-99",
+                    f"expected all processes to run, found that a process of the demo ended: {name}\n{tail}",
+                )
 
     def until(self, condition: Callable[[], bool], what: str, seconds: float = 180) -> None:
-        """Wait for a condition; raises UnavailableError (E-RUN-99) after `seconds`, or when a process ends."""
+        """Wait for a condition; raises UnavailableError (E-RUN-99) after `seconds`, or if a process ends."""
         deadline = time.monotonic() + seconds
         while not condition():
             self.check()
             if time.monotonic() > deadline:
-                raise UnavailableError("E-RUN-99", f"the demo waited {seconds:.0f} s for {what}")
+                raise UnavailableError(
+                    "E-RUN-99", f"expected {what} within {seconds:.0f} s, found none: see {self.log}"
+                )
             time.sleep(0.1)
 
     def stop(self) -> None:
-        """End every process, silos first; kill those still running after 10 seconds in all."""
+        """Terminate all processes, silos first; kill those still running after 10 seconds in total."""
         for process in reversed(self.running):
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The results of the demo: tables, `summary.json`, a picture and a page."""
+"""The results of the demo: tables, `summary.json`, a plot and a page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from service_core.console import CommandResult, format_duration, make_table
 from service_core.storage.private_files import write_public
 
 PLAIN, REPAIRED, CLOSED, PRIVATE = "fedavg", "fedgela", "analytic", "analytic-private"
-"""The runs: FedAvg, a method for hospitals that lack classes, the closed form, and that with differential privacy."""
+"""The runs: FedAvg, a method for hospitals that lack classes, the closed form, and it with differential privacy."""
 LABELS = {
     PLAIN: "FedAvg",
     REPAIRED: "FedGELA",
@@ -32,11 +32,11 @@ LABELS = {
 }
 SHORT = {PLAIN: "FedAvg", REPAIRED: "FedGELA", CLOSED: "analytic", PRIVATE: f"analytic, epsilon {EPSILON:g}"}
 MILESTONE = 0.8
-"""The accuracy whose first round is shown."""
+"""Accuracy; the tables show the first round that reaches it."""
 
 
 def _accuracies(prefix: str, info: pb.RunInfo) -> dict[str, object]:
-    """Return a run's accuracies; null: withheld. Noisy ones have an interval."""
+    """Return a run's accuracies: null if withheld, with an interval if noisy."""
     values: dict[str, object] = {}
     for name, estimate in (("global_accuracy", accuracy.newest(info)), ("best_global_accuracy", accuracy.best(info))):
         values[prefix + name] = estimate.point
@@ -54,9 +54,9 @@ def report(
     training_images: Mapping[str, Sequence[int]],
     seconds: float,
 ) -> CommandResult:
-    """Write all of it, and return what the terminal shows.
+    """Write summary, plot and page, and return the terminal's output.
 
-    training_images: of each digit at each hospital, which no message carries.
+    training_images: counts by hospital and digit.
     """
     ours, private = details[REPAIRED], details[PRIVATE]
     summary = {
@@ -100,12 +100,12 @@ def report(
     lines = {SHORT[m]: [e.point for e in _series(d)] for m, d in details.items()}
     write_page(out / "index.html", *_headline(details), Holdings(_classes(ours), training_images), lines, tables)
     link = f"The results, as a page: {(out / 'index.html').absolute().as_uri()}"
-    written = f"{seconds:.0f} s. Beside the page: summary.json, accuracy.png, demo.log"
+    written = f"{seconds:.0f} s. In the same folder: summary.json, accuracy.png, demo.log"
     return CommandResult(summary, [link, make_table(*_in_short(details, spent)), written])
 
 
 def _headline(details: Mapping[str, pb.RunDetail]) -> tuple[str, str]:
-    """Say what this run of the demo showed, whichever way it went."""
+    """Return the page's headline and the text below it, with the accuracies of this demo."""
     infos = {name: details[name].info for name in (CLOSED, REPAIRED, PLAIN)}
     rounds = {name: "1 round" if info.rounds == 1 else f"{info.rounds} rounds" for name, info in infos.items()}
     said = [f"{accuracy.newest(info).text()} after {rounds[name]} of {SHORT[name]}" for name, info in infos.items()]
@@ -113,7 +113,7 @@ def _headline(details: Mapping[str, pb.RunDetail]) -> tuple[str, str]:
         "Six hospitals trained one model, and no image left any of them",
         "None of them has seen more than two of the ten digits. Correct on all their test images: "
         f"{', '.join(said[:-1])}, and {said[-1]}. Updates were masked: the coordinator read only their sums. "
-        "Where only one hospital has a digit, the sum for this digit is that hospital's part, without its name.",
+        "If only one hospital has a digit, the sum for this digit is that hospital's part, without its name.",
     )
 
 
@@ -121,7 +121,7 @@ def _headline(details: Mapping[str, pb.RunDetail]) -> tuple[str, str]:
 
 
 class ResultTable(NamedTuple):
-    """A table of texts."""
+    """A table of text cells."""
 
     title: str
     head: Sequence[str]
@@ -142,13 +142,13 @@ def _series(detail: pb.RunDetail) -> list[Estimate]:
 
 
 def _first_round(detail: pb.RunDetail) -> int | None:
-    """Return how many rounds were done when the accuracy first reached the milestone; None: never, or not known."""
+    """Return the number of rounds after which the accuracy first reached the milestone; None: never, or unknown."""
     reached = (t for t, e in enumerate(_series(detail)) if e.point is not None and e.exact and e.point >= MILESTONE)
     return next(reached, None)
 
 
 def _in_short(details: Mapping[str, pb.RunDetail], spent: Mapping[str, PrivateRunSpending]) -> ResultTable:
-    """Make the one table that the terminal shows; the page has all others."""
+    """Build the table for the terminal; the page shows the others."""
     rows = [
         (
             SHORT[m],
@@ -241,13 +241,13 @@ _FOLDER = Path(__file__).parent / "templates"
 
 
 class Holdings(NamedTuple):
-    """Which hospital trains on how many images of each class: a name -> counts in the order of `classes`."""
+    """Training images by hospital: a name -> counts in the order of `classes`."""
 
     classes: Sequence[str]
     training_images: Mapping[str, Sequence[int]]
 
     def level(self, count: int) -> int:
-        """Return 0 for none to 4 for the largest count of the picture."""
+        """Return a colour level, from 0 for no images to 4 for the largest count."""
         return -(-4 * count // max(1, *(max(counts) for counts in self.training_images.values())))
 
 
@@ -259,7 +259,7 @@ def write_page(
     curves: Mapping[str, Sequence[float | None]],
     tables: Sequence[ResultTable],
 ) -> None:
-    """Write the page. curves: a model's name -> its accuracy (0 to 1, None: withheld) before round 1 and after each."""
+    """Write the page. curves: model name -> accuracy (0 to 1, None: withheld) before round 1 and after each round."""
     rounds = max(map(len, curves.values()))
     drawn = Chart(
         "Test images classified correctly (%)",

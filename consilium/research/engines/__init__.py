@@ -1,1 +1,1 @@
-"""Whole federations in one process, in several or on Ray."""
+"""Run whole federations in one process, in several, or on Ray."""

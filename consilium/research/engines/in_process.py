@@ -25,23 +25,23 @@ from fl_core.types.values import Bundle, Examples, RoundContext, State
 
 
 class StateStore(Protocol):
-    """A place for each silo's state, and for the next one until its round is closed."""
+    """Storage for each silo's state, and for its next state until the round is closed."""
 
     def get(self, silo: int) -> State | None:
-        """Return the state that was last committed; None before the first."""
+        """Return the last committed state; None before the first."""
         ...
 
     def stage(self, silo: int, state: State) -> None:
-        """Keep the next state aside, in place of one that was staged before."""
+        """Stage the next state; replaces an earlier staged one."""
         ...
 
     def settle(self, silo: int, commit: bool) -> None:
-        """Commit what is staged, or forget it; nothing happens where nothing is."""
+        """Commit or discard the staged state, if there is one."""
         ...
 
 
 class MemoryStateStore:
-    """States as they are."""
+    """States in memory."""
 
     def __init__(self) -> None:
         self._states: dict[int, State] = {}
@@ -60,7 +60,7 @@ class MemoryStateStore:
 
 
 class PassedState:
-    """One silo's state, passed in before a round and read back after it: the caller keeps it."""
+    """One silo's state, set before a round and read back after it. The caller stores it."""
 
     before: State | None = None
     after: State | None = None
@@ -72,14 +72,14 @@ class PassedState:
         self.after = state
 
     def settle(self, silo: int, commit: bool) -> None:  # noqa: ARG002
-        raise AssertionError("rounds are settled by the caller")
+        raise AssertionError("the caller settles rounds")
 
 
 @dataclass(frozen=True, slots=True)
 class SiloShare:
-    """The examples of one simulated silo; public: the official test set, where `test` was held out of its own data.
+    """The examples of one simulated silo. public: the official test set, if `test` was held out of its own data.
 
-    Of a run with frozen features they are these: see `with_features`.
+    In a run with frozen features, the examples are features: see `with_features`.
     """
 
     train: Examples
@@ -89,7 +89,7 @@ class SiloShare:
 
 @dataclass(eq=False)
 class InProcessSilo:
-    """A silo in this process. All ports of a run share one scratch model: 100 silos do not hold 100 models."""
+    """A silo in this process. All silos of a run share one scratch model to save memory."""
 
     manifest: RunManifest
     index: int
@@ -125,16 +125,16 @@ class InProcessSilo:
 
     @property
     def state(self) -> State | None:
-        """Return the silo's committed state; None before the first."""
+        """The silo's committed state; None before the first."""
         return self.states.get(self.index)
 
     def settle(self, context: RoundContext, kind: TaskKind, included: bool) -> None:  # noqa: ARG002
-        """Commit what was staged; of a method whose server tracks silo states, only when this silo was included."""
+        """Commit the staged state. If the method's server tracks silo states, discard it unless included."""
         self.states.settle(self.index, included or not self.runtime.method.server_tracks_state)
 
 
 def on_device(shares: Sequence[SiloShare], device: torch.device, train_as_stored: bool = False) -> list[SiloShare]:
-    """Put training sets on a device while its memory allows, then test sets."""
+    """Move training sets to a device, then test sets, as far as its memory allows."""
     free, placed_train, placed_test = devices.memory_for_examples(device), list[Examples](), list[Examples]()
     for split, placed in ((0, placed_train), (1, placed_test)):
         for share in shares:
@@ -148,9 +148,9 @@ def on_device(shares: Sequence[SiloShare], device: torch.device, train_as_stored
 def with_features(
     run: RunSetup, shares: Sequence[SiloShare], device: torch.device | None = None, threads: int = 0
 ) -> list[SiloShare]:
-    """Make what a run is trained on of what silos have: with a frozen body its features, else what can be read.
+    """Return the examples to train on: with a frozen body its features, otherwise the readable examples.
 
-    Raises as `RunSetup.features` and `broken_records.require_few`. A set that several silos share is read once.
+    Raises as `RunSetup.features` and `broken_records.require_few`. Examples shared by several silos are read once.
     """
     made: dict[tuple[int, int], Examples] = {}
 
@@ -174,10 +174,10 @@ def local_ports(
     states: StateStore | None = None,
     device: torch.device | None = None,
 ) -> list[InProcessSilo]:
-    """Make one port per member, all sharing one scratch model; the official test set is public here.
+    """Create one port per member. All share one scratch model, and can evaluate on the official test set.
 
-    data_factories: one per member; None gives each `PlainLocalData`   states: where silos' states are kept between
-    rounds   device: where models are trained; examples are put there as well, as far as they fit.
+    data_factories: one per member, by default `PlainLocalData`   states: store of the silos' states between rounds
+    device: models are trained here; examples are moved there as well, as far as they fit.
     """
     manifest, runtime, device = run.manifest, run.silo_runtime(), device or torch.device("cpu")
     states = states or MemoryStateStore()
@@ -192,27 +192,25 @@ def local_ports(
 
 
 def has_official_test(shares: Sequence[SiloShare]) -> bool:
-    """Tell whether silos hold out their own test examples, so that the official test set is nobody's."""
+    """Return whether silos hold out their own test examples, so that the official test set belongs to none of them."""
     return any(s.public is not None for s in shares)
 
 
 def public_test(shares: Sequence[SiloShare]) -> Examples:
-    """Return the official test set where the data has one apart from the silos', else the union of theirs."""
+    """Return the official test set if it is separate from the silos', otherwise the union of theirs."""
     official = [s.public for s in shares if s.public is not None]
     return official[0] if official else ConcatExamples([s.test for s in shares])
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where a simulation goes on.
-
-    Silos' states are in the store that the simulation is given.
+    """The point where a simulation continues. Silos' states are in the simulation's `StateStore`.
 
     Attributes:
-        round: the next one, 0-based
-        server: the state that it begins with
-        medians: `RoundRecord.medians` of all rounds before
-        threads: of a silo's round until here, 0 as the run says
+        round: the next round, 0-based
+        server: the server's state at its start
+        medians: `RoundRecord.medians` of all earlier rounds
+        threads: CPU threads of a silo's round so far; 0: as the run configures
     """
 
     round: int
@@ -223,7 +221,7 @@ class ResumePoint:
 
 @contextmanager
 def thread_count(wanted: int) -> Iterator[None]:
-    """Compute with so many CPU threads inside, with torch's own number where `wanted` is 0."""
+    """Set torch's number of CPU threads inside the block; 0 leaves it unchanged."""
     before = torch.get_num_threads()
     if wanted:
         torch.set_num_threads(wanted)
@@ -243,11 +241,11 @@ def simulate(
     resume: ResumePoint | None = None,
     threads: int = 0,
 ) -> State:
-    """Do a run in this process and return the final server state; the arguments are those of `local_ports`.
+    """Run a federation in this process and return the final server state; arguments as for `local_ports`.
 
-    resume: where it goes on; None begins with the first round   threads: where the run leaves them open
-    Guarantees: equals the same manifest over real silo processes bit for bit, on one kind of machine; a run that goes
-    on ends in the bits of one that was not interrupted.
+    resume: where to continue; None starts with the first round   threads: used if the run sets none
+    Guarantees: on one kind of machine, equals the same manifest over real silo processes bit for bit; a resumed run
+    ends with the same bits as an uninterrupted one.
     """
     with thread_count(run.manifest.threads or threads):
         ports = local_ports(run, shares, data_factories, states, device)
@@ -255,14 +253,14 @@ def simulate(
 
 
 def run_rounds(loop: RoundLoop, run: RunSetup, observer: Observer, resume: ResumePoint | None) -> State:
-    """Run a loop from where it goes on to the end."""
+    """Run a loop to its end, from the beginning or from a resume point."""
     if resume is None:
         return loop.run(run.initial_state(), observer)
     return loop.run(resume.server, observer, resume.round, resume.medians)
 
 
 class RoundHistory(Observer):
-    """An observer that keeps the record of every round."""
+    """Keeps the record of every round."""
 
     def __init__(self) -> None:
         self.records: list[RoundRecord] = []
@@ -272,5 +270,5 @@ class RoundHistory(Observer):
 
     @property
     def accuracies(self) -> list[float]:
-        """Return the global accuracy of the model after 0, 1, ..., T rounds."""
+        """Global accuracy of the model after 0, 1, ..., T rounds."""
         return [r.accuracy for r in self.records]

@@ -1,8 +1,8 @@
 """Simulation on several processes, GPUs and machines: the silos' rounds run in Ray actors.
 
-Ray is an extra (`consilium-fl[ray]`) and is imported only here, when a simulation asks for it. Each actor is the same
-`SiloWorker` as a process of `--workers`. A silo's rounds always run in the same actor, so its examples lie only there;
-its private state stays with the caller.
+Ray is an extra (`consilium-fl[ray]`) and is imported only here, if a simulation uses it. Each actor is a `SiloWorker`,
+as with `--workers`. A silo's rounds always run in the same actor, so only that actor has its examples. Its private
+state stays with the caller.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from fl_core.types.enums import TaskKind
 from fl_core.types.values import Bundle, RoundContext, State
 
 Handle: TypeAlias = Any
-"""An actor of Ray, which has no types here."""
+"""A Ray actor; Ray's types are not available here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Where the actors run.
+    """A Ray cluster and its actors.
 
-    address: of a running cluster; None starts one on this machine   actors: how many, each with `cpus` and `gpus`,
-    which may be fractions: two actors with gpus=0.5 share one
+    address: of a running cluster; None starts one on this machine   actors: their number   cpus, gpus: per actor; may
+    be fractions: two actors with gpus=0.5 share one GPU
     """
 
     address: str | None = None
@@ -50,7 +50,7 @@ class Cluster:
 
 @dataclass(eq=False, slots=True)
 class RayPort:
-    """A silo whose rounds run in an actor."""
+    """A silo whose rounds run in a Ray actor."""
 
     name: str
     index: int
@@ -72,7 +72,7 @@ class RayPort:
 
 
 class _MessageCache:
-    """Puts a round's message into the cluster once, for all silos."""
+    """Uploads a round's message to the cluster once for all silos."""
 
     def __init__(self, ray: ModuleType) -> None:
         self.ray = ray
@@ -87,7 +87,7 @@ class _MessageCache:
 
 
 def import_ray() -> ModuleType:
-    """Import Ray; raises ConfigError (E-CFG-08) with the command that installs it."""
+    """Import Ray; raises ConfigError (E-CFG-08) with the install command if it is missing."""
     return require("ray", "ray", "--engine ray")
 
 
@@ -99,10 +99,10 @@ def simulate_ray(
     states: StateStore | None = None,
     resume: ResumePoint | None = None,
 ) -> State:
-    """Do a run on a Ray cluster, from where it goes on, and return the final server state.
+    """Run a federation on a Ray cluster, from the resume point if given, and return the final server state.
 
-    Guarantees: equals `simulate` with the same number of threads bit for bit, on one kind of machine; Ray is shut down
-    afterwards when it was started here. Raises ConfigError (E-CFG-08) without Ray.
+    Guarantees: on one kind of machine, equals `simulate` with the same number of threads bit for bit. Shuts Ray down
+    afterwards if it was started here. Raises ConfigError (E-CFG-08) without Ray.
     """
     ray, cluster, states, manifest = import_ray(), cluster or Cluster(), states or MemoryStateStore(), run.manifest
     threads = manifest.threads or torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""What runs silos' rounds outside of a simulation's own process: in a child process (`workers`) or an actor of Ray."""
+"""Run silos' rounds outside the simulation's own process: in a child process (`workers`) or a Ray actor."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from fl_core.types.enums import TaskKind
 from fl_core.types.values import Bundle, Examples, RoundContext, State, Tensors
 
 Pickled: TypeAlias = tuple[bytes, list[NDArray[np.uint8]]]
-"""A value without its tensors, and their bytes: the executor copies them once on each side."""
+"""A pickled value without its tensors, and the tensors' bytes, which are copied only once on each side."""
 Task: TypeAlias = tuple[int, RoundContext, TaskKind, State | None]
-"""A silo, its round, and the state that it begins with."""
+"""A silo's index, its round's context and kind, and its state before the round."""
 Reply: TypeAlias = tuple[Bundle, State | None]
 """A bundle and, after training, the silo's next state."""
 
 
 class SiloWorker:
-    """Some silos of a run; their states stay with the caller."""
+    """Runs the rounds of some silos of a run. Their states stay with the caller."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class SiloWorker:
 
 
 class _Process:
-    """What this process works with, where `workers` has started it."""
+    """The worker and newest message of this process, if `workers` started it."""
 
     worker: SiloWorker
     message: State
@@ -77,13 +77,13 @@ def begin(manifest_json: str, start_file: Path, threads: int) -> None:
     os.setsid()  # Linux shares a processor between sessions first, then between their processes
     Thread(target=_end_with_parent, daemon=True).start()
     with _plain_errors():
-        # Objects of the process that started this one, in a folder that no other user may enter.
+        # Written by the parent process, in a folder that no other user can enter.
         weights, shares, public = torch.load(start_file, mmap=True, weights_only=False)
         _Process.worker = SiloWorker(manifest_json, weights, dict(enumerate(shares)), public, threads)
 
 
 def run(message: Pickled | None, task: Pickled) -> Pickled:
-    """Run a silo's round; message: what the round sends to all silos, None for the message of the last call."""
+    """Run a silo's round. message: the round's message to all silos; None reuses that of the last call."""
     with _plain_errors():
         if message is not None:
             _Process.message = cast("State", loads(message))
@@ -91,7 +91,7 @@ def run(message: Pickled | None, task: Pickled) -> Pickled:
 
 
 def _end_with_parent() -> None:
-    """End this process where its parent was killed; it would wait for work for ever."""
+    """End this process when its parent ends; otherwise it would wait for work forever."""
     if parent := multiprocessing.parent_process():
         parent.join()
         os._exit(1)
@@ -99,7 +99,7 @@ def _end_with_parent() -> None:
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Raise what any process can unpickle: our own errors as they are, of others the traceback."""
+    """Convert errors so that any process can unpickle them: ours unchanged, others as a RuntimeError with traceback."""
     try:
         yield
     except FederationError:
@@ -122,13 +122,13 @@ class _Pickler(pickle.Pickler):
 
 
 def dumps(value: object) -> Pickled:
-    """Pickle a value; of a tensor its elements alone, which must not change until they are sent."""
+    """Pickle a value. Tensors are not copied, so they must not change until they are sent."""
     stream, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     _Pickler(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append).dump(value)
     return stream.getvalue(), [np.asarray(buffer) for buffer in buffers]
 
 
 def loads(pickled: Pickled) -> object:
-    """Return what `dumps` was given. It runs code of whoever pickled it: this program's own processes."""
+    """Invert `dumps`. Unpickling runs code, so use it only on data from this program's own processes."""
     value: object = pickle.loads(pickled[0], buffers=pickled[1])  # noqa: S301
     return value

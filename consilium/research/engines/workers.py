@@ -1,8 +1,8 @@
-"""Silos of a round in several processes of this machine, bit for bit as in one.
+"""Run the silos of a round in several processes on this machine, bit for bit as in one.
 
-Each worker is a `ProcessPoolExecutor` of one process: then a silo stays where its files are decoded, and it is plain
-which silo a process was at that ended. A worker with no silo of its own left takes another's. Silos' states stay with
-the caller. The tensors of examples lie in a file that all workers map, so they are in memory once.
+Each worker is a `ProcessPoolExecutor` with one process, so a silo usually stays where its files are decoded, and it is
+known which silo a process was training when it ended. An idle worker takes over another's silos. Silos' states stay
+with the caller. The examples' tensors are in a file that all workers memory-map, so they are in memory once.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from fl_core.types.interfaces import RoundData, SiloPort
 from fl_core.types.values import Bundle, Examples, RoundContext, State
 
 _AHEAD = 2
-"""Tasks that a worker holds, so that it never waits for the next one."""
+"""Tasks in a worker's queue, so that it never waits for the next one."""
 _FEW_STEPS = 200
 _REPLY_SECONDS, _START_SECONDS = 2e-3, 5.0
-"""Work of a silo's round below which its reply costs as much; seconds that workers must save."""
+"""Duration of a silo's round below which its reply costs as much; least time that workers must save."""
 _PROCESS_BYTES, _COPIES = 300 << 20, 10
-"""Of a worker: what torch takes, and how often the model: weights twice, gradients, momentum, messages, activations."""
+"""A worker's memory: torch, and copies of the model (2 x weights, gradients, momentum, messages, activations)."""
 
 
 class WorkerError(FederationError):
-    """A worker process ended, or cannot take part: the simulation stops."""
+    """A worker process ended unexpectedly: the simulation stops."""
 
 
 @dataclass(eq=False, slots=True)
@@ -72,11 +72,11 @@ class _Worker:
 
 
 class WorkerPool:
-    """Worker processes for one run without guards of its own at the silos.
+    """Worker processes for one run that is not private.
 
-    number: of processes   threads: of a silo's round, in each of them
-    Guarantees: the bits of one process with as many threads; a worker that ends is an error at once, with words; after
-    the pool is closed no process is left, also where this one was killed.
+    number: of processes   threads: CPU threads of a silo's round, in each process
+    Guarantees: the same bits as one process with as many threads; if a worker ends, an error with an explanation is
+    raised at once; no process is left after the pool is closed or this process is killed.
     """
 
     def __init__(self, run: RunSetup, shares: Sequence[SiloShare], number: int, threads: int) -> None:
@@ -84,7 +84,7 @@ class WorkerPool:
         self._workers: list[_Worker] = []
 
     def start(self) -> Self:
-        """Start the processes; raises ConfigError (E-CFG-08) where examples or method are known to this one alone."""
+        """Start the processes; raises ConfigError (E-CFG-08) if they cannot import the examples, model or method."""
         try:
             with tempfile.TemporaryDirectory(prefix="consilium-") as folder:
                 start_file = self._write(Path(folder) / "start")
@@ -98,9 +98,8 @@ class WorkerPool:
                     except Exception as error:
                         raise ConfigError(
                             "E-CFG-08",
-                            "expected data, model and method that other processes can import, found some that they "
-                            f"cannot ({str(error).strip().splitlines()[-1]}): put them into a module, or use "
-                            "--workers 1",
+                            "expected data, model and method that other processes can import, found that they cannot "
+                            f"({str(error).strip().splitlines()[-1]}): put them into a module, or use --workers 1",
                         ) from error
         except BaseException:
             self.close()
@@ -114,7 +113,7 @@ class WorkerPool:
         self.close()
 
     def close(self) -> None:
-        """End all workers, whatever they do."""
+        """Kill all workers, even if they are busy."""
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
@@ -124,7 +123,7 @@ class WorkerPool:
     def simulate(
         self, observer: Observer, states: StateStore | None = None, resume: ResumePoint | None = None
     ) -> State:
-        """Do the run, from where it goes on, and return the final server state.
+        """Run the federation, from the resume point if given, and return the final server state.
 
         Guarantees: equals `in_process.simulate` with as many threads bit for bit.
         """
@@ -134,9 +133,9 @@ class WorkerPool:
             return run_rounds(loop, self._run, observer, resume)
 
     def exchange(self, ports: Sequence[SiloPort], msg: State, context: RoundContext, kind: TaskKind) -> Replies:
-        """Ask a cohort, several silos at a time; see `RoundLoop`.
+        """Run the round of a cohort, several silos at a time; see `RoundLoop`.
 
-        Raises WorkerError where a worker ends. A round that is left before its end closes the pool.
+        Raises WorkerError if a worker ends. Leaving a round before its end closes the pool.
         """
         for port in ports:
             assert isinstance(port, InProcessSilo)
@@ -155,7 +154,7 @@ class WorkerPool:
             raise
 
     def _fill(self, worker: _Worker, message: child.Pickled, context: RoundContext, kind: TaskKind) -> bool:
-        """Give a worker what it may hold of the silos that wait; return whether it is at work."""
+        """Fill a worker's queue with waiting silos; return whether it has work."""
         while len(worker.running) < _AHEAD and (port := self._next(worker)):
             new = None if worker.knows is message else message
             task = child.dumps((port.index, context, kind, port.state))
@@ -189,23 +188,23 @@ class WorkerPool:
         return port, reply
 
     def _write(self, file: Path) -> Path:
-        """Write what silos have and the weights into a file, whose tensors all workers map."""
+        """Write the silos' examples and the weights into a file, which all workers memory-map."""
         public = public_test(self._shares) if self._run.manifest.personal else None
         try:
             torch.save((self._run.weights, list(self._shares), public), file)
         except OSError:
             raise
-        except Exception as error:  # whatever a class of the caller's raises when it is written
+        except Exception as error:  # the caller's classes may raise anything when pickled
             raise ConfigError(
                 "E-CFG-08",
-                f"expected examples that can be sent to other processes, found some that cannot ({error}): make their "
-                "class importable, or use --workers 1",
+                f"expected examples that can be pickled for other processes, found some that cannot ({error}): make "
+                "their class importable, or use --workers 1",
             ) from error
         return file
 
 
 def cores() -> int:
-    """Return how many processors this process may use; 1 in a process that another pool has started."""
+    """Return how many processors this process may use; 1 in a child process of multiprocessing."""
     if multiprocessing.parent_process() is not None:
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -216,16 +215,16 @@ def _start(manifest_json: str, start_file: Path, threads: int) -> _Worker:
     with _without_caller():
         ready = executor.submit(child.begin, manifest_json, start_file, threads)
     [process] = executor._processes.values()
-    # Where a process ends while it sends, its pipe must end, too: the executor waits for the rest for ever otherwise.
+    # If a process ends while it sends, its pipe must end, too. Otherwise the executor waits forever for the rest.
     executor._result_queue._writer.close()  # type: ignore[attr-defined]
     return _Worker(executor, process, ready)
 
 
 @contextmanager
 def _without_caller() -> Iterator[None]:
-    """Start processes that do not run the caller's script again, and that Ctrl-C does not reach: it ends them here.
+    """Start processes that do not run the caller's script again, and ignore Ctrl-C: this process ends them.
 
-    `multiprocessing` runs that script in each child, where one without `if __name__ == "__main__"` starts itself.
+    `multiprocessing` imports the script in each child. A script without `if __name__ == "__main__"` would start again.
     """
     script, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -237,25 +236,27 @@ def _without_caller() -> Iterator[None]:
 
 
 def _ended(worker: _Worker, port: InProcessSilo | None) -> WorkerError:
-    worker.executor.shutdown()  # then the process has been waited for
+    worker.executor.shutdown()  # waits for the process, so that its exit code is known
     code = worker.process.exitcode
     name = signal.Signals(-code).name if code is not None and -code in {*signal.Signals} else f"status {code}"
     when = f"in the round of {port.name}" if port else "before its first silo"
     if code == -signal.SIGKILL:
         return WorkerError(
             "E-RUN-38",
-            f"a worker process was ended by {name} {when}, which the system does where memory is short: free some, or "
-            "use fewer (--workers); with --out the same command goes on",
+            f"expected worker processes that run to the end, found one killed by {name} {when}, probably because "
+            "memory ran out: free memory, or use fewer --workers; with --out the same command continues",
         )
     return WorkerError(
-        "E-RUN-99", f"a worker process ended ({name}) {when}: its last words are above; --workers 1 does without"
+        "E-RUN-99",
+        f"expected worker processes that run to the end, found one that ended ({name}) {when}: see its output above, "
+        "or use --workers 1",
     )
 
 
 def worthwhile(run: RunSetup, shares: Sequence[SiloShare], number: int, threads: int, rounds_left: int) -> bool:
-    """Estimate whether so many workers save more time than they take to start, by two steps of the run's model.
+    """Estimate whether workers save more time than they take to start, by timing two steps of the run's model.
 
-    They do not where silos are few or tiny: each reply costs the caller a millisecond, and the start some seconds.
+    They do not if silos are few or tiny: each reply costs the caller a millisecond, and the start some seconds.
     """
     context, train = RoundContext(len(shares), len(run.manifest.schema.classes)), run.manifest.train
     steps = [PlainLocalData(RoundData(s.train, s.test, train, context)).planned_steps() for s in shares]
@@ -269,11 +270,11 @@ def worthwhile(run: RunSetup, shares: Sequence[SiloShare], number: int, threads:
 
 
 def _step_seconds(run: RunSetup, examples: Examples, threads: int) -> float:
-    """Time a step of plain cross entropy, on a copy of the model; the first one warms up."""
+    """Time a step of plain cross entropy on a copy of the model, after one step to warm up."""
     model, took = run.new_model().train(), 0.0
     with thread_count(threads), rng.torch_scope(run.manifest.seed, "probe"):
         x, y = examples.batch(torch.arange(min(run.manifest.train.batch_size, len(examples))))
-        if len(y) < 2:  # batch norm has no variance then
+        if len(y) < 2:  # batch norm needs two examples for a variance
             return 0.0
         for _ in range(2):
             began = time.perf_counter()
@@ -283,7 +284,7 @@ def _step_seconds(run: RunSetup, examples: Examples, threads: int) -> float:
 
 
 def most_by_memory(run: RunSetup) -> int:
-    """Return how many workers the free memory holds at least; each has torch and what it trains with."""
+    """Estimate conservatively how many workers fit into free memory, at least 1."""
     free = memory.free_memory(memory.CPU)
     tensors = tensor_maps.named_tensors(run.model).values()
     need = _PROCESS_BYTES + _COPIES * sum(v.numel() * v.element_size() for v in tensors)

@@ -1,4 +1,4 @@
-"""`coordinator simulate`: federations without a service, sweeps, trackers, pictures of partitions, the ablation."""
+"""`coordinator simulate`: federations without a service, sweeps, trackers, plots of partitions, the ablation."""
 
 EVERY = 10
-"""Rounds between two checkpoints."""
+"""Default number of rounds between two checkpoints."""

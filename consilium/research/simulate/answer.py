@@ -1,4 +1,4 @@
-"""What `coordinator simulate` says: of one run its tables, of a sweep a line per run."""
+"""Output of `coordinator simulate`: tables for one run, a line per run for a sweep."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def answer(job: SimulationJob, words: Sequence[str], sweep_jobs: int | None, as_
         _sweep(words, job, sweep_jobs, as_json)
         return None
     if swept(words):
-        raise ConfigError("E-CFG-08", f"expected one value per key, found {' '.join(words)}: add -m for all of them")
+        raise ConfigError("E-CFG-08", f"expected one value per key, found {' '.join(words)}: add -m to run all values")
     try:
         result = job.run(words, None if as_json else RoundPrinter)
     except KeyboardInterrupt:
         if job.out is not None:
-            ERR.print("interrupted: the same command goes on at its newest checkpoint")
+            ERR.print("interrupted: the same command continues from its newest checkpoint")
         raise
     if job.out is not None:
         _say_where(job.out)
@@ -65,16 +65,16 @@ def _shown(result: Result) -> Iterator[str | Table]:
         whose = "of the last round's silos" if result.privacy else "of all silos"
         yield f"newest personal models {whose}:  {'  '.join(shown)}"
         if result.method.ga_is_personal and "ga" in scores:
-            yield f"their mean accuracy on the whole test set, which papers call GA: {plain(scores['ga']).text()}"
+            yield f"their mean accuracy on the whole test set (GA in papers): {plain(scores['ga']).text()}"
 
 
 def _say_where(out: Path) -> None:
-    less = "".join(f"; without {file}, which needs {extra}" for file, extra in left_out().items())
+    less = "".join(f"; without {file} (install {extra})" for file, extra in left_out().items())
     ERR.print(f"results in {out}{less}", soft_wrap=True)
 
 
 def _sweep(words: Sequence[str], job: SimulationJob, jobs: int, as_json: bool) -> None:
-    """Print a table of the runs, or one JSON line per run as it ends; on stderr how far the sweep is."""
+    """Print a table of the runs, or one JSON line per run when it ends. Prints progress on stderr."""
     keys, rows = swept(words), dict[tuple[str, ...], tuple[str, ...]]()
     number, started = len(combinations(words, job.config_dir)), time.monotonic()
     table = None if job.out is None else SweepTable(job.out, words)
@@ -100,7 +100,7 @@ def _sweep(words: Sequence[str], job: SimulationJob, jobs: int, as_json: bool) -
 
 
 def _of_sweep(result: Mapping[str, Any], keys: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the values of the swept keys, and what a line says of their run."""
+    """Return the values of the swept keys, and the run's numbers as text."""
     words = dict(word.split("=", 1) for word in result["overrides"])
     private = result.get("privacy") or {}
     names = (("global_accuracy", "withheld"), ("best_global_accuracy", "best_withheld"))

@@ -1,8 +1,8 @@
-"""Checkpoints of a simulation, from which the same command goes on after the process was killed.
+"""Checkpoints of a simulation, from which the same command continues after the process was killed.
 
-A checkpoint is a folder `round-000010`, after ten closed rounds: the server's state, the best one so far, every silo's
-state, what is known of all rounds, and in `checkpoint.json` the digests of these files and what the run is. It gets its
-name when all of it is on the disk. The newest two are kept.
+A checkpoint is a folder. `round-000010` is written after ten closed rounds. It contains the server's state, the best
+state so far and every silo's state. `checkpoint.json` contains the records of all rounds, the run's identity and the
+digests of the other files. The folder gets its name after everything is on disk. The newest two are kept.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from service_core.storage.private_files import FolderLock, sync_path
 
 log = logging.getLogger(__name__)
 SECONDS = 60.0
-"""Between two checkpoints, where so many rounds take longer: a checkpoint costs a second at most."""
+"""Age of the last checkpoint after which the next round's opening writes one. Writing takes at most a second."""
 KEPT = 2
 _FORMAT, _FACTS = 1, "checkpoint.json"
 _MAX_BYTES = 1 << 30
@@ -50,9 +50,9 @@ CONVERTER.register_structure_hook(ClinicalMetrics, lambda raw, _: ClinicalMetric
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
-    """What a run is, beyond its words: what its bits depend on.
+    """Everything that a run's bits depend on.
 
-    data: fingerprints of the silos' data   computed: engine, device and kernels.
+    data: fingerprints of the silos' data   computed: device and kernels (`SimulationEngine.facts`).
     """
 
     manifest: Mapping[str, object]
@@ -62,9 +62,9 @@ class RunIdentity:
 
 @dataclass(frozen=True, slots=True)
 class SimulationState:
-    """What a simulation has come to: its history, its silos' states and, in a private run, what was released.
+    """Progress of a simulation: its history, its silos' states and, in a private run, its releases.
 
-    threads: CPU threads of a silo's round, which decide the last bit.
+    threads: CPU threads of a silo's round; they affect the last bits.
     """
 
     history: BestHistory
@@ -76,7 +76,7 @@ class SimulationState:
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """The content of `checkpoint.json`. body: a `Checkpoint` as JSON   digest: of that text."""
+    """The content of `checkpoint.json`. body: a `Checkpoint` as JSON   digest: of the body."""
 
     format: int
     digest: str
@@ -85,9 +85,9 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What is kept beside tensors.
+    """The part of a checkpoint without tensors.
 
-    round: the next one, 0-based   silos: those with a state, and whether anything is in it, which is then in a file
+    round: the next round, 0-based   silos: silos with a state; True if it is not empty and thus in a file
     files: digests of the files with tensors, by name.
     """
 
@@ -103,21 +103,21 @@ class Checkpoint:
 
     @classmethod
     def read(cls, folder: Path) -> Checkpoint:
-        """Read one and hold every file against its digest."""
+        """Read a checkpoint and verify every file's digest; raises OSError or ValueError on a damaged one."""
         with (folder / _FACTS).open("rb") as stream:
             file = structure(_File, parse_json(stream.read(_MAX_BYTES).decode()), _FACTS)
         if file.format != _FORMAT:
-            raise ValueError(f"format {shown(file.format)}, expected {_FORMAT}")
+            raise ValueError(f"expected format {_FORMAT}, found {shown(file.format)}")
         if digest(file.body.encode()) != file.digest:
-            raise ValueError(f"{_FACTS} is not what was written")
+            raise ValueError(f"{_FACTS} has changed since it was written")
         checkpoint = structure(cls, parse_json(file.body), _FACTS)
         for name, wanted in checkpoint.files.items():
             if file_digest(folder / name) != wanted:
-                raise ValueError(f"{name} is not what was written")
+                raise ValueError(f"{name} has changed since it was written")
         return checkpoint
 
     def into(self, progress: SimulationState, folder: Path) -> ResumePoint:
-        """Put what was kept into a simulation that begins, and return where it goes on."""
+        """Restore a new simulation's progress from this checkpoint, and return where it continues."""
         server, best = read_state(folder / "server"), None
         if (folder / "best").exists():
             best = read_state(folder / "best")
@@ -138,27 +138,33 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """The checkpoints of one simulation. every: rounds between two of them, at least one a minute beside that."""
+    """The checkpoints of one simulation. every: rounds between two of them.
+
+    All are written when a round opens: after `every` rounds, before the final evaluation, or if the last one is at
+    least `SECONDS` old.
+    """
 
     folder: Path
     every: int = EVERY
 
     @classmethod
     def within(cls, out: Path, every: int = EVERY) -> Checkpoints:
-        """Take those in the folder of a run's results."""
+        """Return the checkpoints in the folder of a run's results."""
         return cls(out / "checkpoints", every)
 
     def of(self, name: str) -> Checkpoints:
-        """Take a folder inside, for one of several runs."""
+        """Return the checkpoints in a subfolder, for one of several runs."""
         return Checkpoints(self.folder / name, self.every)
 
     def __post_init__(self) -> None:
         if self.every < 1:
-            raise ConfigError("E-CFG-02", f"--checkpoint-every: expected at least 1 round, found {self.every}")
+            raise ConfigError(
+                "E-CFG-02", f"--checkpoint-every: expected at least 1 round, found {self.every}: raise it"
+            )
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder; raises StateError (E-STATE-20) while another simulation does."""
+        """Lock the folder; raises StateError (E-STATE-20) while another simulation has it locked."""
         with disk_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = FolderLock(self.folder, "lock", "another simulation")
@@ -166,39 +172,39 @@ class Checkpoints:
             yield
 
     def resume(self, identity: RunIdentity, progress: SimulationState) -> ResumePoint | None:
-        """Go on at the newest checkpoint that is whole; None where none was written.
+        """Restore the newest undamaged checkpoint; returns None if there are none.
 
-        Raises ConfigError (E-CFG-08) on one of another run, StateError (E-STATE-22) where all are damaged.
+        Raises ConfigError (E-CFG-08) if it belongs to another run, StateError (E-STATE-22) if all are damaged.
         """
         damaged = list[str]()
         for folder in self._folders():
             try:
                 checkpoint = Checkpoint.read(folder)
-            except (OSError, ValueError, RecursionError) as error:  # also what our errors are
+            except (OSError, ValueError, RecursionError) as error:  # our own errors are ValueErrors, too
                 damaged.append(f"{folder.name}: {shown(str(error))}")
                 continue
             if differ := differences(asdict(checkpoint.identity), asdict(identity)):
                 raise ConfigError(
                     "E-CFG-08",
-                    f"expected checkpoints of this run in {self.folder}, found those of another one "
-                    f"({'; '.join(differ[:8])}): give the words and data of that run, or name another folder",
+                    f"expected checkpoints of this run in {self.folder}, found those of another run "
+                    f"({'; '.join(differ[:8])}): use that run's settings and data, or name another folder",
                 )
             for text in damaged:
-                log.warning("a damaged checkpoint is passed over (%s); going on after round %d", text, checkpoint.round)
-            log.info("going on after round %d, from %s", checkpoint.round, folder)
+                log.warning("skipped a damaged checkpoint (%s); continuing after round %d", text, checkpoint.round)
+            log.info("continuing after round %d, from %s", checkpoint.round, folder)
             return checkpoint.into(progress, folder)
         if damaged:
             raise StateError(
                 "E-STATE-22",
-                f"expected a whole checkpoint in {self.folder}, found damaged ones alone ({'; '.join(damaged)}): check "
-                "the disk; to begin anew, remove that folder",
+                f"expected an undamaged checkpoint in {self.folder}, found only damaged ones ({'; '.join(damaged)}): "
+                "check the disk; to start again, remove that folder",
             )
         return None
 
     def write(self, round: int, identity: RunIdentity, progress: SimulationState) -> None:
-        """Write a checkpoint after `round` closed rounds, at once, and remove all but the newest two.
+        """Write a checkpoint after `round` closed rounds, atomically, and remove all but the newest two.
 
-        Raises UnavailableError (E-STATE-63) where the disk takes nothing; earlier checkpoints then stay.
+        Raises UnavailableError (E-STATE-63) if it cannot be written; earlier checkpoints then stay.
         """
         with disk_errors(self.folder):
             self._write(self.folder / f"round-{round:06d}", round, identity, progress)
@@ -224,7 +230,7 @@ class Checkpoints:
         for file in aside.iterdir():
             _sync(file)
         sync_path(aside)
-        if target.exists():  # one that was damaged: this run passed over it
+        if target.exists():  # a damaged one, which this run skipped
             shutil.rmtree(target)
         aside.rename(target)
         sync_path(self.folder)
@@ -232,7 +238,7 @@ class Checkpoints:
             shutil.rmtree(old)
 
     def _folders(self) -> list[Path]:
-        """List the checkpoints, the newest first."""
+        """List the checkpoints, newest first."""
         numbered = [(int(m[1]), p) for p in self.folder.iterdir() if p.is_dir() and (m := _NAME.fullmatch(p.name))]
         return [path for _, path in sorted(numbered, reverse=True)]
 
@@ -243,9 +249,9 @@ def run_with_checkpoints(
     progress: SimulationState,
     run: Callable[[Observer, ResumePoint | None], State],
 ) -> State:
-    """Run a simulation from its newest checkpoint on, or from the beginning; raises as `Checkpoints`.
+    """Run a simulation from its newest checkpoint, or from the beginning; raises as `Checkpoints`.
 
-    run: does the rounds from a point on, and returns the final server state.
+    run: runs the rounds from a resume point, and returns the final server state.
     """
     with checkpoints.locked():
         resume = checkpoints.resume(identity, progress)
@@ -254,10 +260,10 @@ def run_with_checkpoints(
 
 @dataclass(eq=False, slots=True)
 class Checkpointer(Observer):
-    """Writes checkpoints between rounds, and passes everything on to the history.
+    """Writes checkpoints between rounds, and forwards everything to the history.
 
-    A round's results are all settled when the next one opens, so that is when they are written.
-    first: the round that the simulation begins with.
+    Writes when the next round opens, because all results of the round before are settled then.
+    first: the round that the simulation starts with.
     """
 
     checkpoints: Checkpoints
@@ -287,7 +293,7 @@ class Checkpointer(Observer):
 
 
 def _write_states(folder: Path, progress: SimulationState) -> dict[str, bool]:
-    """Write all tensors; return the silos that have a state, and whether there is anything in it."""
+    """Write all tensors; return the silos that have a state, and whether it is not empty."""
     history, silos = progress.history, dict[str, bool]()
     assert history.newest is not None
     write_state(history.newest, folder / "server")
@@ -305,7 +311,7 @@ def _write_states(folder: Path, progress: SimulationState) -> dict[str, bool]:
 
 
 def _tensors(bundles: Mapping[int, Bundle]) -> State:
-    """Write bundles as a state: a group per silo and part."""
+    """Convert bundles to a state with one group per silo and part."""
     return {
         f"{k}/{name}": {"weight": part.weight, **{f"total/{key}": v for key, v in part.total.items()}}
         for k, bundle in bundles.items()

@@ -1,16 +1,16 @@
-"""Data in memory as a data set: arrays, torch datasets, MONAI's dictionaries, datasets of Hugging Face.
+"""Data in memory as a data set: arrays, torch datasets, MONAI dictionaries, Hugging Face datasets.
 
-Each half, train and test, is read once into one array. None of these libraries is needed: what they have in common is
-how an example is taken out.
+Each split, train and test, is read once into one array. Needs none of these libraries: it uses only the length and the
+index of a dataset.
 
-| a half                                   | an example is                                                             |
+| a split                                  | an example is                                                             |
 |------------------------------------------|---------------------------------------------------------------------------|
 | (x, y), two arrays                       | a row of each                                                             |
 | a torch dataset                          | (image, label)                                                            |
-| a MONAI dataset, a list of dictionaries  | {"image": ..., "label": ...}, its transforms applied                      |
-| a dataset of Hugging Face                | the column of the feature Image, and that of ClassLabel, which has names  |
+| a MONAI dataset, a list of dictionaries  | {"image": ..., "label": ...}, with transforms applied                     |
+| a Hugging Face dataset                   | the column with feature Image, and that with ClassLabel, which has names  |
 
-An image is an array or tensor with channels first, or a PIL image. A label is the number of a class.
+An image is an array or tensor with channels first, or a PIL image. A label is the index of a class.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _MOST_CLASSES = 100_000
 
 
 class DataInMemory(ArrayData):
-    """Two halves, read at once; as many classes as their labels or their names say.
+    """Train and test data, read when created. Classes come from the data sets' names, or from the highest label.
 
-    Raises ConfigError (E-CFG-02) on halves in no form of the table; DataError (E-DATA-07) on an example that is none,
-    with its position.
+    Raises ConfigError (E-CFG-02) on splits in another form than the table lists; DataError (E-DATA-07) on an invalid
+    example, with its position.
     """
 
     def __init__(self, train: object, test: object) -> None:
@@ -45,7 +45,9 @@ class DataInMemory(ArrayData):
         names = [found for found in map(_class_names, (train, test)) if found]
         if any(other != names[0] for other in names):
             raise ConfigError(
-                "E-CFG-02", f"data: expected the same classes in train and test, found {names[0]} and {names[1]}"[:300]
+                "E-CFG-02",
+                f"data: expected the same classes in train and test, found {names[0]} and {names[1]}"[:300]
+                + ": use one list of classes",
             )
         highest = max((int(y.max()) for _, y in self._halves if y.numel()), default=0)
         counted = tuple(map(str, range(max(2, min(highest, _MOST_CLASSES) + 1))))
@@ -65,7 +67,7 @@ class DataInMemory(ArrayData):
 
 
 def halves_of(data: object) -> tuple[object, object] | None:
-    """Return train and test of what holds both: a pair, or a mapping such as Hugging Face's; None if it is neither."""
+    """Return train and test data from a pair or a mapping such as Hugging Face's; None for anything else."""
     if isinstance(data, tuple) and len(data) == 2:
         return data
     if not isinstance(data, Mapping):
@@ -73,7 +75,8 @@ def halves_of(data: object) -> tuple[object, object] | None:
     tests = [name for name in ("test", "validation", "valid") if name in data]
     if "train" not in data or not tests:
         raise ConfigError(
-            "E-CFG-02", f"data: expected the splits train and test, found {', '.join(map(str, data))[:200] or 'none'}"
+            "E-CFG-02",
+            f"data: expected the splits train and test, found {', '.join(map(str, data))[:200] or 'none'}: rename them",
         )
     return data["train"], data[tests[0]]
 
@@ -87,8 +90,8 @@ def _read(split: str, half: object) -> tuple[Tensor, Tensor]:
     if not indexed or isinstance(half, str | bytes | np.ndarray | Tensor):
         raise ConfigError(
             "E-CFG-02",
-            "data: expected (x, y) of train and of test, or a dataset with a length and examples by position, found "
-            f"{type(half).__name__}",
+            "data: expected (x, y) for train and test, or datasets with a length and an index, found "
+            f"{type(half).__name__}: convert it",
         )
     return _of_rows(split, half)
 
@@ -97,12 +100,12 @@ def _arrays(x: object, y: object) -> tuple[Tensor, Tensor]:
     try:
         return torch.as_tensor(x), torch.as_tensor(y)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError("E-CFG-02", f"data: expected arrays (x, y), found others: {error}") from error
+        raise ConfigError("E-CFG-02", f"data: expected arrays (x, y), found {error}: convert them") from error
 
 
 def _of_rows(split: str, rows: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - of any library
     if hasattr(rows, "features") and callable(getattr(rows, "with_format", None)):
-        rows = rows.with_format(None)  # PIL images and plain numbers, whatever format the caller works with
+        rows = rows.with_format(None)  # PIL images and plain numbers, whatever format the caller has set
     keys = _keys(split, rows)
     images, labels = list[Tensor](), list[int]()
     for k in range(len(rows)):
@@ -117,12 +120,12 @@ def _of_rows(split: str, rows: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - 
         images.append(image)
         labels.append(label)
     if not images:
-        raise DataError("E-DATA-07", f"data, {split}: expected examples, found none")
+        raise DataError("E-DATA-07", f"data, {split}: expected examples, found none: add some")
     return torch.stack(images), torch.tensor(labels)
 
 
 def _keys(split: str, rows: Any) -> tuple[str, str] | None:  # noqa: ANN401
-    """Name the columns of image and label from the declared features; None where each example says."""
+    """Return the columns of image and label from the declared features; None if there are no features."""
     features = getattr(rows, "features", None)
     if not isinstance(features, Mapping):
         return None
@@ -134,19 +137,19 @@ def _keys(split: str, rows: Any) -> tuple[str, str] | None:  # noqa: ANN401
         raise DataError(
             "E-DATA-07",
             f"data, {split}: expected one feature Image and one ClassLabel, found {kinds}: choose them with "
-            "select_columns, or call them image and label"[:600],
+            "select_columns, or name them image and label"[:600],
         )
     return chosen[0], chosen[1]
 
 
 def _only(of_kind: Sequence[str], usual: Sequence[str], kinds: Mapping[str, str]) -> str | None:
-    """Return the only column of a kind, or that with the usual name."""
+    """Return the only column of a kind, or the one with a usual name."""
     named = [name for name in usual if name in (of_kind or kinds)]
     return of_kind[0] if len(of_kind) == 1 else named[0] if named else None
 
 
 def _class_names(half: object) -> tuple[str, ...]:
-    """Return the names of the classes that a dataset declares; empty if it declares none."""
+    """Return the class names that a dataset declares; empty if it declares none."""
     features = getattr(half, "features", None)
     names: object = None
     if isinstance(features, Mapping):
@@ -175,12 +178,14 @@ def _example(split: str, k: int, row: object, keys: tuple[str, str] | None) -> t
         raise DataError(
             "E-DATA-07",
             f"data, {split}, example {k}: expected (image, label) or {{'image': ..., 'label': ...}}, found "
-            f"{type(row).__name__}: map the dataset to one of them",
+            f"{type(row).__name__}: map the dataset to one of these forms",
         )
     try:
         return _image(image), _label(label)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError("E-DATA-07", f"data, {split}, example {k}: expected an image and a label: {error}") from error
+        raise DataError(
+            "E-DATA-07", f"data, {split}, example {k}: expected an image and a label, found {error}: correct it"
+        ) from error
 
 
 def _image(image: object) -> Tensor:
@@ -194,5 +199,5 @@ def _image(image: object) -> Tensor:
 def _label(label: object) -> int:
     value = np.asarray(label.detach().cpu() if isinstance(label, Tensor) else label)
     if value.size != 1 or value.dtype.kind not in "iufb" or float(value.reshape(())) != int(value.reshape(())):
-        raise ValueError(f"a label is the number of a class, found {label!r}"[:200])
+        raise ValueError(f"a label that is not the index of a class, {label!r}"[:200])
     return int(value.reshape(()))

@@ -1,4 +1,4 @@
-"""Engine and device of a simulation, and where it keeps silos' states."""
+"""Engine and device of a simulation, and the storage for silos' states."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ ENGINES = ("local", "ray")
 
 
 class FileStateStore:
-    """Private states of simulated silos in a folder, for runs whose models do not fit in memory together.
+    """Stores private states of simulated silos in a folder, for runs whose models do not fit in memory together.
 
-    Guarantees: a state comes back with the same bits.
+    Removes an earlier run's states from the folder. Guarantees: a state is read back with the same bits.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,12 +65,11 @@ class SimulationEngine:
 
     Attributes:
         engine: "local" (this machine) or "ray" (actors of `cluster`)
-        device: cpu, cuda, cuda:N or auto, not of engine=ray
-        spill: folder for silos' states, in memory without one
-        exact: deterministic kernels alone
-        checkpoints: from which a run goes on, and that it leaves
-        workers: processes that silos' rounds run in, of engine=local on the CPU; 0: as many as there are cores, none
-            where that would save nothing
+        device: cpu, cuda, cuda:N or auto; not for engine=ray
+        spill: folder for silos' states; None keeps them in memory
+        exact: use deterministic kernels only
+        checkpoints: to resume from and to write
+        workers: number of processes for silos' rounds, with engine=local on the CPU; 0: one per core if that is faster
     """
 
     engine: str = "local"
@@ -82,11 +81,11 @@ class SimulationEngine:
     workers: int = 0
 
     def facts(self) -> Mapping[str, object]:
-        """Say what of the options may change the last bits of a result, or more."""
+        """Return the options that may change the bits of a result."""
         return {"device": choose_device(self.device).type, "deterministic": self.exact}
 
     def state_store(self) -> StateStore:
-        """Make the place where silos' states are between rounds."""
+        """Create the storage for silos' states between rounds."""
         return FileStateStore(self.spill) if self.spill else MemoryStateStore()
 
     def simulate(
@@ -98,28 +97,31 @@ class SimulationEngine:
         states: StateStore,
         resume: ResumePoint | None = None,
     ) -> State:
-        """Simulate a run, from where it goes on, and return the final server state; raises ConfigError (E-CFG-02, -08).
+        """Simulate a run, from the resume point if given, and return the final server state.
 
-        Guarantees: on the CPU all options give the same bits for one number of threads.
+        Raises ConfigError (E-CFG-02, E-CFG-08), and RefusedError (E-RUN-38) without memory for the requested workers.
+        Guarantees: on the CPU all options give the same bits for the same number of threads.
         """
         if self.engine not in ENGINES:
-            raise ConfigError("E-CFG-08", f"expected --engine of {ENGINES}, found {self.engine!r}")
+            raise ConfigError(
+                "E-CFG-08", f"expected --engine {' or '.join(ENGINES)}, found {self.engine!r}: correct it"
+            )
         if self.engine == "ray":
             if data_factories or run.private:
                 raise ConfigError("E-CFG-08", "expected engine=local for a private run, found engine=ray: change one")
             if self.device != "cpu" or self.exact or self.workers > 1:
                 raise ConfigError(
                     "E-CFG-08",
-                    "expected --ray-gpus, --ray-actors with engine=ray, found --device, --deterministic or --workers: "
-                    "remove them",
+                    "expected only --ray-gpus and --ray-actors with engine=ray, found --device, --deterministic or "
+                    "--workers: remove them",
                 )
             return simulate_ray(run, shares, observer, self.cluster, states, resume)
         threads = resume.threads if resume else threads_of(run.manifest)
         if self.exact and (run.manifest.train.cudnn_benchmark or run.manifest.train.compile):
             raise ConfigError(
                 "E-CFG-08",
-                "expected no train.cudnn_benchmark and no train.compile with --deterministic, whose kernels depend on "
-                "what was faster: leave one out",
+                "expected no train.cudnn_benchmark and no train.compile with --deterministic, found one of them, which "
+                "choose kernels by speed: leave one out",
             )
         device, number = choose_device(self.device), self._workers(run, shares, threads, resume.round if resume else 0)
         with ExitStack() as stack:
@@ -129,26 +131,26 @@ class SimulationEngine:
             return simulate(run, shares, observer, data_factories, states, device, resume, threads)
 
     def _pool(self, pool: WorkerPool) -> WorkerPool | None:
-        """Start workers; None where nobody asked for them and they cannot be."""
+        """Start workers. If they cannot start, returns None, or raises if the user requested them."""
         try:
             return pool.start()
         except ConfigError as error:
             if self.workers:
                 raise
-            log.warning("the silos of a round stay in one process: %s", error.message)
+            log.warning("all silos train in one process: %s", error.message)
             return None
 
     def _workers(self, run: RunSetup, shares: Sequence[SiloShare], threads: int, first: int) -> int:
-        """Decide how many processes there will be, 1 for this one alone.
+        """Decide the number of processes; 1 uses only this process.
 
-        Raises ConfigError (E-CFG-08) where some were asked for that cannot be, RefusedError (E-RUN-38).
+        Raises ConfigError (E-CFG-08) if requested workers are impossible, RefusedError (E-RUN-38) without memory.
         """
         alone = [
             ("a private run", run.private or run.manifest.privacy.name != "none"),
             (f"--device {self.device}", choose_device(self.device).type != "cpu"),
             ("--deterministic", self.exact),
             ("train.compile=true", run.manifest.train.compile),
-            ("a method or model of this process alone", not loading.importable(run.manifest.extensions)),
+            ("a method or model defined only in this process", not loading.importable(run.manifest.extensions)),
         ]
         why = next((text for text, holds in alone if holds), "")
         if self.workers > 1:
@@ -157,8 +159,8 @@ class SimulationEngine:
             if (most := most_by_memory(run)) < self.workers:
                 raise RefusedError(
                     "E-RUN-38",
-                    f"expected at most {most} workers, for which there is memory, found {self.workers}: "
-                    "use fewer, or free memory",
+                    f"expected at most {most} workers to fit into memory, found {self.workers}: use fewer, or free "
+                    "memory",
                 )
             return min(self.workers, len(shares))
         if self.workers == 1 or why:
@@ -168,9 +170,9 @@ class SimulationEngine:
 
 
 def threads_of(manifest: RunManifest) -> int:
-    """Return the CPU threads of a silo's round: the run's, else a silo's share of torch's where all work at once.
+    """Return the CPU threads of a silo's round: the run's, otherwise torch's divided by the silos that train at once.
 
-    It does not depend on the number of workers, which changes no bit.
+    The number does not depend on the number of workers, so that workers change no bits.
     """
     cohort, most = manifest.cohort_size, torch.get_num_threads()
     return manifest.threads or max(1, most // min(cohort, cores()))

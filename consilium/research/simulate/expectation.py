@@ -1,4 +1,4 @@
-"""Which accuracy to expect of a private run, before a hospital spends any budget on it."""
+"""Estimate the accuracy of a private run by simulation, before a hospital spends any budget on it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from privacy.accounting import uncertainty
 from privacy.accounting.uncertainty import Estimate
 
 _GUESSING = 1.5
-"""Times the share that guessing has: what stays below taught nothing that is worth a budget."""
+"""Balanced accuracy, as a multiple of guessing, below which a run is not worth a budget."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What runs of one configuration came to.
+    """Results of several simulations of one configuration.
 
-    accuracies, balanced: of the final models, counted without noise on the test images of all made-up hospitals
-    read: what the lead of each would read   chance: the share that guessing has   sizes: of the made-up hospitals
+    accuracies, balanced: of the final models, without noise, on the test images of all simulated hospitals
+    read: the accuracy that the lead of each run would see   chance: accuracy of guessing   sizes: training examples of
+    the simulated hospitals
     """
 
     data: str
@@ -43,16 +44,16 @@ class Expectation:
 
     def lines(self) -> Iterator[str]:
         sentence = f"expected accuracy: {_between(self.accuracies)} %, balanced {_between(self.balanced)} %"
-        made = f"{len(self.accuracies)} runs on {self.data}, dealt to {len(self.sizes)} hospitals of"
+        made = f"{len(self.accuracies)} runs on {self.data}, divided among {len(self.sizes)} hospitals of"
         read = "; ".join(dict.fromkeys(e.text() for e in self.read))
         yield (
             f"{sentence} (guessing: {100 * self.chance:.0f} %), from {made} {min(self.sizes)} to {max(self.sizes)} "
-            f"images; their leads read: {read}"
+            f"images; the lead would see: {read}"
         )
         if not self.teaches:
             yield (
-                "no better than guessing: before a budget is spent on it, try method=analytic with frozen features "
-                "(one release), noise under masks (privacy.placement=distributed), fewer numbers, a larger epsilon"
+                "little better than guessing: before spending a budget, try method=analytic with frozen features (one "
+                "release), noise under masks (privacy.placement=distributed), a smaller model or a larger epsilon"
             )
 
     def facts(self) -> dict[str, object]:
@@ -70,10 +71,10 @@ class Expectation:
 def expect(
     spec: RunSpec, runs: int, data_root: Path | None = None, tell: Callable[[str], None] = lambda _: None
 ) -> Expectation:
-    """Simulate a run on the data that its words name, by as many seeds of partition, weights and noise.
+    """Simulate a run on the spec's data `runs` times, with different seeds for partition, weights and noise.
 
-    tell: hears of every simulation as it ends. Its noise is drawn from a seed: equal words give equal numbers. Raises
-    ConfigError (E-CFG-08) for a method without a global model, and what `runner.run` raises.
+    tell: called with a progress line after every simulation. Noise comes from a seed: equal specs give equal numbers.
+    Raises ConfigError (E-CFG-08) for a method without a global model, and as `runner.run`.
     """
     spec = replace(spec, silos=None, privacy={**spec.privacy, "rng": "test"})
     answers = []
@@ -98,11 +99,13 @@ def _seeded(spec: RunSpec, seed: int) -> RunSpec:
 
 
 def _once(spec: RunSpec, data_root: Path | None) -> tuple[list[float], list[float], Estimate, list[int]]:
-    """Return right answers and test images by class, counted, what a lead reads, and the hospitals' sizes."""
+    """Simulate once; return right answers and test images by class, the lead's accuracy, and the hospitals' sizes."""
     sets = runner.read_silos(spec, data_root, datasets.load_all)
     result = runner.run(spec, data_root, engine=SimulationEngine(workers=1))
     if not result.method.has_global_model:
-        raise ConfigError("E-CFG-08", f"expected a method with a global model, found {result.manifest.method.name}")
+        raise ConfigError(
+            "E-CFG-08", f"expected a method with a global model, found {result.manifest.method.name}: choose another"
+        )
     tests, n_classes = ConcatExamples([s.test for s in sets]), len(result.manifest.schema.classes)
     data = PlainLocalData(RoundData(tests, tests, spec.train, RoundContext(len(sets), n_classes)))
     counts = evaluate(result.run.classifier(result.server), data, n_classes)

@@ -1,12 +1,12 @@
-"""What a simulation measures beside its records, apart from the run: it holds the test sets of all silos.
+"""Measures that only a simulation can make, because it has the test sets of all silos.
 
-A record covers the silos of its round, since a federation asks nobody else. With a few silos per round a curve of
-records also shows which silos were drawn, and its best round is one with an easy cohort. In a private run anything more
-would be a release that no ledger counts, so there the records are all there is.
+A record covers only the silos of its round, as in a federation. With few silos per round, a curve of records also
+shows which silos were drawn, and its best round has an easy cohort. In a private run, further measures on silos' data
+would be releases that no ledger counts, so there are only the records.
 
-PA of methods that have no personal model is the best global model, fine-tuned at each silo. Fan, Yao et al. (FedGELA),
+PA of methods without a personal model: the best global model, fine-tuned at each silo. Fan, Yao et al. (FedGELA),
 NeurIPS 2023, appendix: ten epochs on each silo's training set, then the unweighted mean over silos of the accuracy on
-the own test set. "Best" is chosen by test accuracy, as the paper does.
+the silo's own test set. "Best" is chosen by test accuracy, as in the paper.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from fl_core.types.values import Bundle, RoundContext, SgdOptions, State
 
 
 class GlobalTestEvaluator:
-    """Measures server states of one run on the official test set, else on the union of its silos' test sets.
+    """Measures server states of one run on the official test set, otherwise on the union of its silos' test sets.
 
-    Where silos hold out their own test examples, the data's official test set is nobody's, and papers measure the
-    global model there: so does this class, at every cohort size, and in private runs as well, since no record of a
-    hospital is looked at.
-    device: where models are evaluated   clinical: also measure `ClinicalMetrics` where the run itself does not
-    Guarantees: without an official test set it equals a record's counts where the record covers everybody; the run's
-    bits do not change.
+    If silos hold out their own test examples, the official test set belongs to no silo, and papers measure the global
+    model there. So does this class, with every cohort size. It also does so in private runs, because that reads no
+    silo's data.
+    device: where models are evaluated   clinical: also measure `ClinicalMetrics`, even if the run does not
+    Guarantees: without an official test set, equals a record's counts if the record covers all silos; does not change
+    the run's bits.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class GlobalTestEvaluator:
         self._data = PlainLocalData(RoundData(tests, tests, manifest.train, context, self._device))
 
     def __call__(self, record: RoundRecord, before: State | None) -> RoundRecord:
-        """Return a record with the counts of these tests for the state before its round; before: None for the first.
+        """Return a record with this test set's counts for the state before its round. before: None for round 0.
 
-        The record itself where it covers the same examples, and where the method has no global model.
+        Returns the record unchanged if it covers the same examples, or the method has no global model.
         """
         method, covered = self._runtime.method, len(record.included) == self._silos and not self._official
         if covered or not method.has_global_model:
@@ -77,14 +77,14 @@ class GlobalTestEvaluator:
 
 
 class LatestPersonal:
-    """The scores of each silo's newest personal model; of a run that measures them and is not private.
+    """Scores of each silo's newest personal model, in a run that measures them and is not private.
 
-    Papers report every silo, so also those whose personal models grow old while they wait: kept is what each newest
-    model scored when it was made. A silo that was not asked yet has the personal model that its method makes of what a
-    silo of this round receives, without local training: the global model where the method has one (FedGELA's under the
-    silo's own phi_k), else the initial one.
-    device: where models of silos that were not asked yet are evaluated
-    Guarantees: equals a record's scores where the record covers everybody; the run's bits do not change.
+    Papers report all silos, including those that have not trained recently: the score is that of the newest model when
+    it was made. A silo that has not trained yet uses the personal model that its method makes from this round's message
+    without local training: the global model if the method has one (FedGELA's with the silo's own phi_k), otherwise the
+    initial model.
+    device: where models of silos that have not trained yet are evaluated
+    Guarantees: equals a record's scores if the record covers all silos; does not change the run's bits.
     """
 
     def __init__(self, run: RunSetup, shares: Sequence[SiloShare], device: torch.device | None = None) -> None:
@@ -95,13 +95,13 @@ class LatestPersonal:
         self.newest: dict[int, Bundle] = {}
 
     def keep(self, name: str, bundle: Bundle) -> None:
-        """Keep what a silo measured of the model that it has now."""
+        """Store a silo's scores of its newest model."""
         self.newest[self._manifest.index(name)] = bundle
 
     def scores(self, record: RoundRecord, before: State | None) -> Mapping[str, float]:
-        """Return the scores over all silos after a round; before: the state that its silos received, None: the first.
+        """Return the scores over all silos after a round. before: the state before it, None for round 0.
 
-        The record's own where it covers everybody, and where it measured none.
+        Returns the record's own scores if it covers all silos, or has none.
         """
         silos = range(len(self._shares))
         if len(record.included) == len(silos) or not record.personal:
@@ -134,7 +134,7 @@ EPOCHS = 10
 
 @dataclass(frozen=True, slots=True)
 class EarlierRounds:
-    """What a history keeps of rounds: see `BestHistory`. personal: newest scores, by the silo's index."""
+    """A history's data to restore: see `BestHistory`. personal: newest scores, by the silo's index."""
 
     records: Sequence[RoundRecord]
     measured: Sequence[RoundRecord]
@@ -145,12 +145,12 @@ class EarlierRounds:
 
 
 class BestHistory(RoundHistory):
-    """A history that keeps the server state of the best round.
+    """A history that also keeps the server state of the best round.
 
-    A record measures the model from before its round, so the state of the close before it is the one that was best;
-    the initial model does not count.
-    measure: makes `measured` of a record and the state before it (None: the initial one), which chooses the best; the
-    record itself without one   personal: keeps each silo's newest scores, which `measured` then has over all silos.
+    A record measures the model from before its round, so the best state is that of the close before. The initial model
+    does not count.
+    measure: turns a record and the state before it (None: the initial one) into the record in `measured`, from which
+    the best is chosen; by default the record itself   personal: collects each silo's newest scores for `measured`.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class BestHistory(RoundHistory):
         self._measure = measure
 
     def restore(self, earlier: EarlierRounds) -> None:
-        """Take over what a history of the rounds before had kept."""
+        """Restore the data of the rounds before."""
         self.records, self.measured = list(earlier.records), list(earlier.measured)
         self.best, self.best_round, self.newest = earlier.best, earlier.best_round, earlier.newest
         if self.personal:
@@ -197,12 +197,12 @@ class FineTuned:
 
     @property
     def pa(self) -> float:
-        """Return the mean over silos that have test examples."""
+        """Mean over silos that have test examples."""
         return _mean([a for a in self.accuracies if not math.isnan(a)])
 
     @property
     def fairness(self) -> float:
-        """Return the population standard deviation over silos that have test examples."""
+        """Population standard deviation over silos that have test examples."""
         measured = [a for a in self.accuracies if not math.isnan(a)]
         return math.sqrt(_mean([(a - self.pa) ** 2 for a in measured])) if measured else math.nan
 
@@ -212,9 +212,8 @@ def fine_tuned(
 ) -> FineTuned:
     """Fine-tune the global model of a server state at every silo with plain cross entropy, and evaluate it there.
 
-    server: None gives no accuracies   round: whose learning rate is used
-    Guarantees: the run is not changed; batches come from streams of their own, so equal arguments give equal
-    bits.
+    server: None gives no accuracies   round: determines the learning rate
+    Guarantees: does not change the run; batches come from separate random streams, so equal arguments give equal bits.
     """
     if server is None:
         return FineTuned(())

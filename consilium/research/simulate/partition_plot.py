@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from matplotlib.ticker import Locator
 
 SHOWN = 26
-"""Classes up to which a table has a column each."""
+"""Largest number of classes for which the table has a column per class."""
 NAMED = 40
-"""Silos or classes up to which the picture names each."""
+"""Largest number of silos or classes for which the plot names each."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitTable:
-    """Examples per silo and class. train, test: (silos, C); title: data and federation."""
+    """Number of examples per silo and class. train, test: (silos, C)   title: data and federation."""
 
     title: str
     silos: tuple[str, ...]
@@ -44,7 +44,7 @@ class SplitTable:
     def of(
         cls, spec: RunSpec, title: str, classes: tuple[str, ...], counts: Iterable[Sequence[Sequence[int]]]
     ) -> SplitTable:
-        """Take (train, test) of each silo."""
+        """Build from (train, test) counts of each silo."""
         train, test = ([tuple(row) for row in half] for half in zip(*counts, strict=True))
         return cls(title, tuple(silo_names(spec, len(train))), classes, tuple(train), tuple(test))
 
@@ -59,7 +59,7 @@ class SplitTable:
 
 
 def on_disk(spec: RunSpec, data_root: Path | None) -> SplitTable:
-    """Count what each silo of a simulation would get; raises ConfigError and DataError as `datasets.check`."""
+    """Count the examples of each silo in a simulation; raises ConfigError and DataError as `datasets.check`."""
     reports = read_silos(spec, data_root, datasets.check_all)
     for report in reports:
         report.require_sound()
@@ -73,9 +73,9 @@ def on_disk(spec: RunSpec, data_root: Path | None) -> SplitTable:
 def published(spec: RunSpec) -> SplitTable:
     """Split the published class counts.
 
-    Guarantees: the same numbers as from the data, except for equal shares (iid): another draw of their distribution.
-    Raises ConfigError: E-CFG-23 where no counts are published (users or hospitals decide the split), E-CFG-08
-    where they cannot be split this way.
+    Guarantees: the same numbers as from the data, except for equal shares (iid), which are another random draw.
+    Raises ConfigError: E-CFG-23 if no counts are published (users or hospitals decide the split), E-CFG-08 if they
+    cannot be split this way.
     """
     name, text = str(spec.data["name"]), datasets.federation_text(spec.federation)
     if name == "isic2019":
@@ -95,7 +95,7 @@ def published(spec: RunSpec) -> SplitTable:
 
 
 def _isic(spec: RunSpec, text: str) -> SplitTable:
-    """Return FLamby's counts; the classes of a split centre are known only from the data itself."""
+    """Return FLamby's counts per centre. The counts of a split centre need the data itself."""
     references = [datasets.parse(r) for r in datasets.federation("isic2019", text)]
     if any(ref.clients for ref in references):
         raise ConfigError(
@@ -107,10 +107,13 @@ def _isic(spec: RunSpec, text: str) -> SplitTable:
 
 
 def draw(table: SplitTable, file: Path) -> None:
-    """Draw training examples by silo (rows) and class (columns), zeros white; raises ConfigError (E-CFG-23)."""
+    """Draw a PNG heat map of training examples by silo (rows) and class (columns), with zeros in white.
+
+    Raises ConfigError (E-CFG-23) on another kind of file.
+    """
     if file.suffix.lower() != ".png":
         raise ConfigError("E-CFG-23", f"--plot: expected a file that ends in .png, found {file}: rename it")
-    mpl = require("matplotlib", "research", "pictures")  # a second to import: only for those who draw
+    mpl = require("matplotlib", "research", "pictures")  # takes a second to import, so only here
     mpl.use("Agg")
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -138,7 +141,7 @@ def draw(table: SplitTable, file: Path) -> None:
 
 
 def _name(axis: Axis, names: Sequence[str], numbers: Locator) -> None:
-    """Label every row or column up to NAMED of them, above that number some of them."""
+    """Label every row or column if there are at most `NAMED`, otherwise some."""
     if len(names) <= NAMED:
         axis.set_ticks(range(len(names)), [repr(n)[1:-1] if n.isspace() else n for n in names])
     else:

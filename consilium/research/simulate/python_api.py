@@ -1,4 +1,4 @@
-"""Simulations from Python: the words of the command line as arguments, and what they stand for as objects."""
+"""Simulations from Python: takes the command line's settings as arguments, or objects in place of names."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ Data = ArrayData | type[ArrayData] | tuple[Half, Half] | Mapping[str, Half]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What `simulate(progress=...)` receives after each round.
+    """Passed to `simulate(progress=...)` after each round.
 
         consilium.simulate("fedmr", "digits", "p5c2", progress=lambda at: print(at.done, at.rounds, at.accuracy))
 
-    done: rounds   accuracy: of the model that the round began with, None where there is none or noise hides it.
+    done: finished rounds   accuracy: of the model before the round, None if there is none or noise hides it.
     """
 
     done: int
@@ -79,7 +79,7 @@ class Simulation:
         result.model(x).softmax(1)
         result.save("results")
 
-    Data frames need pandas, pictures matplotlib.
+    Data frames need pandas, plots matplotlib.
     """
 
     result: Result
@@ -91,22 +91,22 @@ class Simulation:
 
     @property
     def digest(self) -> str:
-        """Return the digest of the final model: equal to the command line's for the same words."""
+        """Digest of the final model; equals the command line's for the same settings."""
         return self.result.model_digest
 
     @property
     def summary(self) -> dict[str, object]:
-        """Return what `coordinator simulate --json` prints."""
+        """The summary that `coordinator simulate --json` prints."""
         return self.result.summary()
 
     @property
     def frame(self) -> pd.DataFrame:
-        """Return one row per round and measure: round, measure, class, value, low, high (`results.history`)."""
+        """One row per round and measure: round, measure, class, value, low, high (`results.history`)."""
         return _pandas().DataFrame(results.history(self.result), columns=list(COLUMNS))
 
     @property
     def tables(self) -> dict[str, pd.DataFrame]:
-        """Return further tables: "silos" (examples per silo, split and class), "classes" (last accuracy per class)."""
+        """Further tables: "silos" (examples per silo, split and class), "classes" (last accuracy per class)."""
         frame = self.frame
         last = frame[(frame.measure == "class_accuracy") & (frame["round"] == frame["round"].max())]
         return {
@@ -116,32 +116,34 @@ class Simulation:
 
     @property
     def curves(self) -> pd.DataFrame:
-        """Return measures as columns and rounds as rows, without those per class; NaN where one was not measured."""
+        """Measures as columns and rounds as rows, without measures per class; NaN if not measured."""
         frame = self.frame[self.frame["class"] == ""]
         return frame.pivot(index="round", columns="measure", values="value").rename_axis(columns=None)
 
     def plot(self) -> Figure:
-        """Draw accuracy by round; a notebook shows what is returned, `.savefig(FILE)` keeps it."""
+        """Draw accuracy by round. A notebook shows the returned figure; `.savefig(FILE)` saves it."""
         return results.draw(self.result)
 
     @property
     def model(self) -> nn.Module:
-        """Return a new copy of the final global model, ready to classify: x (n, *shape) -> logits (n, C), in eval mode.
+        """A new copy of the final global model in eval mode: x (n, *shape) -> logits (n, C).
 
         Raises ConfigError (E-CFG-08) for a method without a global model.
         """
         run = self.result.run
         if not run.method.has_global_model:
-            raise ConfigError("E-CFG-08", f"expected a method with a global model, found {self.manifest.method.name}")
+            raise ConfigError(
+                "E-CFG-08", f"expected a method with a global model, found {self.manifest.method.name}: use another one"
+            )
         return run.classifier(self.result.server).eval()
 
     @property
     def survey(self) -> SurveyAnswers:
-        """Return the answers to a survey, `method="survey"`; raises ConfigError (E-CFG-08) of a method that trains."""
+        """The answers to a survey, `method="survey"`; raises ConfigError (E-CFG-08) for a method that trains."""
         return answers_of(self.manifest, self.result.server, self.result.records[0].included)
 
     def save(self, folder: str | Path) -> None:
-        """Write what `coordinator simulate --out` writes; raises as `ResultFolder.claim`."""
+        """Write the files of `coordinator simulate --out`; raises as `ResultFolder.claim`."""
         place = ResultFolder(Path(folder))
         place.claim(self.config, self.manifest)
         place.write(self.result)
@@ -171,21 +173,23 @@ def simulate(
         result = consilium.simulate("fedmr", "digits", "p5c2", rounds=20, seed=0, train__lr=0.1)
         result = consilium.simulate("fedavg", (train, test), my_partition, my_network, rounds=5)
 
-    method, model: a name, "package.module:Name", a class, or an instance, whose options are then all taken from it
-    model also: an `nn.Module` that ends in a linear layer of one output per class, which begins with its weights, such
-    a class, or a function of the examples' schema (`shape`, `classes`) that returns such a module, drawn from the seed
-    data: a name, "package.module:Name", a class or an instance below `ArrayData`; or train and test, as a pair or a
-    mapping, each of them (x, y), a torch dataset, a MONAI dataset of dictionaries, or a dataset of Hugging Face
+    method, model: a name, "package.module:Name", a class, or an instance, which sets all options
+    model also: an `nn.Module` that ends in a linear layer with one output per class (training starts from its weights),
+    a class of such modules, or a function of the examples' schema (`shape`, `classes`) that returns such a module; its
+    weights are drawn from the seed
+    data: a name, "package.module:Name", a subclass of `ArrayData` or an instance; or train and test data, as a pair or
+    a mapping, each as (x, y), a torch dataset, a MONAI dataset of dictionaries, or a Hugging Face dataset
     federation: a name, "package.module:Name", a partition, a function of the train and test labels (n,) that returns
-    shares, or the shares: positions of each silo's training examples, or (train, test) positions of each
-    keys: all other words of the command line, `rounds=20, seed=0, train__lr=0.1` or `train={"lr": 0.1}`
-    progress: called after each round, in this thread; what it raises ends the simulation. True prints a line per round
-    on stderr, as the command line does, False nothing; by default lines are printed in a terminal or a notebook.
-    tracker: "tensorboard:DIR", "mlflow:URI" or several of them, which get each round as it is closed. One that stops
-    taking numbers is warned about and left out.
+    shares, or the shares: indices of each silo's training examples, or (train, test) indices for each silo
+    keys: all other settings of the command line, `rounds=20, seed=0, train__lr=0.1` or `train={"lr": 0.1}`
+    progress: called after each round, in this thread; an exception in it ends the simulation. True prints a line per
+    round on stderr like the command line, False prints nothing; by default lines are printed in a terminal or notebook
+    tracker: "tensorboard:DIR", "mlflow:URI" or a list of them; each closed round is logged there. A tracker that fails
+    is left out with a warning.
 
-    Raises what the command line reports: FederationError, below all ConfigError and DataError, with its code.
-    Guarantees: the same words give the same bits as the command line; no global state is left changed.
+    Raises the errors that the command line reports: FederationError with a code, mostly its subclasses ConfigError and
+    DataError.
+    Guarantees: the same settings give the same bits as the command line; no global state stays changed.
     """
     root, folder = _path(data_root), _path(config_dir)
     with still_working("simulates"), ExitStack() as stack:
@@ -221,20 +225,20 @@ def _path(path: str | Path | None) -> Path | None:
     return None if path is None else Path(path)
 
 
-# ---- what stands for names and values --------------------------------------------------------------------------------
+# ---- objects in place of names and values ----------------------------------------------------------------------------
 
 
 class _Request:
-    """What a call of `simulate` asks for: words that choose from groups, and values that go over what they compose.
+    """Collects the settings of a `simulate` call: words that choose from groups, and values that override them.
 
-    stack: ends the registration of what has no name of its own.
+    stack: removes the registration of unnamed objects when it closes.
     """
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack, self.keywords = stack, Keywords()
 
     def choose(self, group: str, value: object, ours: Mapping[str, type] | None = None, kind: str = "") -> None:
-        """Choose by name, or by an object that is then registered under one; an instance brings all its options."""
+        """Choose by name, or by an object, which is registered under a name. An instance sets all its options."""
         if value is None:
             return
         if not isinstance(value, str):
@@ -246,7 +250,7 @@ class _Request:
         self.keywords.words.append(f"{group}={value}")
 
     def choose_model(self, model: object) -> None:
-        """Choose as `choose`; a network or a function of the schema becomes a model without options."""
+        """Choose as in `choose`; a network, or a function of the schema, becomes a model without options."""
         network = isinstance(model, nn.Module) or (isinstance(model, type) and issubclass(model, nn.Module))
         if network or (callable(model) and not isinstance(model, type) and not hasattr(model, "build")):
             label = re.sub(r"\W", "_", getattr(model, "__name__", type(model).__name__))
@@ -262,18 +266,20 @@ class _Request:
         elif not (data is None or isinstance(data, str | type)):
             raise ConfigError(
                 "E-CFG-02",
-                f"data: expected a name, ArrayData, (train, test) or both in a mapping, found {type(data).__name__}",
+                f"data: expected a name, ArrayData, (train, test) or both in a mapping, found {type(data).__name__}: "
+                "convert it",
             )
         self.choose("data", data)
 
     def choose_federation(self, federation: object, root: Path | None, config_dir: Path | None) -> None:
-        """Choose by name or by a partition; shares, and what a function of the labels returns, are made into one."""
+        """Choose by name or partition. Shares, and shares that a function returns, become a partition."""
         is_partition = is_dataclass(federation) and hasattr(federation, "partition")
         if not (federation is None or is_partition or isinstance(federation, str | type)):
             shares: Any = federation(*self._labels(root, config_dir)) if callable(federation) else federation
             if not isinstance(shares, Sequence | np.ndarray) or not len(shares):
                 raise ConfigError(
-                    "E-CFG-02", f"federation: expected shares of at least one silo, found {shares!r}"[:300]
+                    "E-CFG-02",
+                    f"federation: expected shares of at least one silo, found {shares!r}"[:300] + ": give a list",
                 )
             positions = (part for entry in shares for part in (entry if isinstance(entry, tuple) else (entry,)))
             digest = blake3(b"".join(np.asarray(part).tobytes() + b"|" for part in positions)).hexdigest()
@@ -282,7 +288,7 @@ class _Request:
         self.choose("federation", federation, kind="partition")
 
     def _labels(self, root: Path | None, config_dir: Path | None) -> tuple[Labels, Labels]:
-        """Return the labels of the whole data, train and test, in the order in which partitions see them."""
+        """Return all train and test labels, in the order that partitions receive them."""
         seen: list[tuple[Labels, Labels]] = []
 
         def whole(train: Labels, test: Labels, n_classes: int, seed: int) -> Shares:
@@ -295,7 +301,7 @@ class _Request:
         return seen[0]
 
     def _registered(self, kind: str, value: object, label: str, digest: str) -> str:
-        """Register an object under a name of its content."""
+        """Register an object under a name made from its digest."""
         return self._stack.enter_context(loading.registered(kind, value, f"memory:{label}_{digest[:16]}", digest))
 
     def spec(self, config_dir: Path | None, *more: str) -> RunSpec:
@@ -304,14 +310,14 @@ class _Request:
 
 @dataclass(frozen=True, eq=False)
 class _Partition:
-    """A partition of a function; each is another one."""
+    """A partition from a function. Instances compare by identity."""
 
     silos: int
     partition: Callable[..., Any]
 
 
 def _network_digest(network: object) -> str:
-    """Hash a network's layers and weights, or the code that makes one."""
+    """Hash a network's layers and weights, or the code that creates it."""
     if not isinstance(network, nn.Module):
         return loading.class_digest(network if isinstance(network, type) else type("Made", (), {"make": network}))
     hasher = blake3(repr(network).encode())

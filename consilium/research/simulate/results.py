@@ -1,4 +1,4 @@
-"""What a simulation leaves: a table of its rounds, a picture, a model, and a folder with all of it."""
+"""Results of a simulation: a table of its rounds, a plot, a model, and a folder for all of them."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
 CONFIG, MANIFEST, SUMMARY, MODEL, PLOT = "config.yaml", "manifest.json", "summary.json", "model.safetensors", "plot.png"
 HISTORY, PARQUET = "history", "*.parquet"
 _MAX_BYTES = 64 << 20
-"""Bytes of a file of results that is read back; ours are far smaller."""
+"""Largest result file that is read back; real ones are far smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The records of a simulation's rounds and the digest of its final model.
+    """The records of a simulation's rounds, its final state and the digest of its final model.
 
-    server: the final server state   compiled: what the manifest names
+    server: the final server state   compiled: the method, model and aggregator of the manifest
     counts: (train, test) examples per class of each silo
-    noise: which results are noisy   measured: the records as papers measure, where a federation sees less: counts of
-    the official test set or of all silos' test sets, scores of all silos' personal models
-    official: whether the global model was measured on the official test set, which is no silo's
+    noise: which results are noisy   measured: the records as papers measure, if they contain more than a federation
+    sees: counts on the official test set or all silos' test sets, scores of all silos' personal models
+    official: whether the global model was measured on the official test set, which belongs to no silo
     """
 
     manifest: RunManifest
@@ -72,22 +72,22 @@ class Result:
 
     @property
     def accuracies(self) -> list[float]:
-        """Return the global accuracy after 0, 1, ..., T rounds, -1 where there is none or noise hides it."""
+        """Global accuracy after 0, 1, ..., T rounds; -1 if there is none or noise hides it."""
         return [-1.0 if e.point is None else e.point for e in self.estimates]
 
     @property
     def estimates(self) -> list[Estimate]:
-        """Return the global accuracy after 0, 1, ..., T rounds, of `measured` where that was made."""
+        """Global accuracy after 0, 1, ..., T rounds, from `measured` if it exists."""
         return [uncertainty.accuracy(*sums) for sums in self.sums]
 
     @property
     def best(self) -> Estimate:
-        """Return the best global accuracy after 1, ..., T rounds."""
+        """Best global accuracy of a trained model: after `first`, ..., T rounds."""
         return uncertainty.best(self.sums[self.first :])
 
     @property
     def first(self) -> int:
-        """Return after how many rounds there is a trained model: more than one of some closed forms."""
+        """Number of rounds until there is a trained model: more than one for some closed forms."""
         return max(1, self.method.exchanges)
 
     def by_class(self) -> dict[str, Estimate]:
@@ -96,7 +96,7 @@ class Result:
 
     @property
     def clinical(self) -> ClinicalMetrics | None:
-        """Return what else was measured of the final model; None where accuracies alone were."""
+        """Clinical metrics of the final model; None if only accuracies were measured."""
         return (self.measured or self.records)[-1].clinical
 
     @property
@@ -109,22 +109,22 @@ class Result:
 
     @property
     def aggregator(self) -> str:
-        """Name how updates became one: what the manifest names, where masks and noise leave a choice."""
+        """The aggregator's name: the manifest's, if masks and noise leave a choice."""
         return self.run.aggregator.name
 
     @property
     def sums(self) -> list[Sums]:
-        """Return correct answers and examples per class after 0, 1, ..., T rounds, with their noise."""
+        """Correct answers and examples per class after 0, 1, ..., T rounds, with their noise."""
         return [self.evaluation(k).sums for k in range(len(self.records))]
 
     def evaluation(self, k: int) -> EvaluationResult:
-        """Return what was measured after k rounds."""
+        """Return the evaluation after k rounds."""
         record = (self.measured or self.records)[k]
-        noise = replace(self.noise, evaluation=None) if self.measured else self.noise  # counted apart, without noise
+        noise = replace(self.noise, evaluation=None) if self.measured else self.noise  # `measured` has no noise
         return EvaluationResult.of(record, noise)
 
     def summary(self) -> dict[str, object]:
-        """Return what `coordinator simulate --json` prints; a noisy number has its interval beside it, or is null."""
+        """Return the summary that `coordinator simulate --json` prints. Noisy numbers have an interval, or are null."""
         estimates = self.estimates
         return {
             "method": self.manifest.method.name,
@@ -155,7 +155,7 @@ class Result:
         }
 
     def _intervals(self, estimates: Sequence[Estimate]) -> dict[str, object]:
-        """Return the intervals by class and by round of noisy evaluations; null: withheld."""
+        """Return the intervals of noisy evaluations by class and by round; null if withheld."""
         if self.noise.evaluation is None or self.measured:
             return {}
         return {
@@ -164,7 +164,7 @@ class Result:
         }
 
     def _of_cohorts(self) -> dict[str, object]:
-        """Return what a federation would see: accuracies over the test sets of each round's cohort, and its scores."""
+        """Return the results that a federation would see: accuracies and scores over each round's cohort."""
         if not self.measured:
             return {}
         estimates = [uncertainty.accuracy(r.correct, r.examples, self.noise.of(r.included)) for r in self.records]
@@ -175,11 +175,11 @@ class Result:
         }
 
     def personal(self) -> dict[str, object]:
-        """Return the last, best, mean and all scores of personal models; empty where none was measured.
+        """Return the last, best, mean and all scores of personal models; empty if none was measured.
 
-        They are means over all silos, each with its newest model; of a private run over each round's silos. The best
-        are chosen by test accuracy, as papers report them; the mean is that of the last rounds. Means of noisy shares
-        are null and named.
+        Scores are means over all silos, each with its newest model; in a private run, over each round's silos. The best
+        are chosen by test accuracy, as in papers; the mean is over the last rounds. Noisy scores are null, and
+        listed under "withheld_scores".
         """
         measured = [r.personal for r in self.measured or self.records if r.personal]
         if not measured:
@@ -199,10 +199,10 @@ class Result:
         }
 
     def generic(self, scores: Sequence[Mapping[str, float]]) -> list[float | None]:
-        """Return GA after each round that was measured, by the papers' rule (`Traits.ga_is_personal`).
+        """Return GA after each measured round, by the papers' rule (`Traits.ga_is_personal`).
 
-        Of methods whose model is personal the mean over silos of their models' accuracy on the whole test set, else the
-        global accuracy; None where noise hides it.
+        For methods with personal models, the mean over silos of their models' accuracy on the whole test set; otherwise
+        the global accuracy. None if noise hides it.
         """
         if self.method.ga_is_personal:
             return [s.get("ga") for s in scores]
@@ -214,7 +214,7 @@ def _exact(estimates: Sequence[Estimate]) -> list[float | None]:
 
 
 def mean_of_last(values: Sequence[float | None], rounds: int = LAST) -> float | None:
-    """Return the mean of the last so many values, of all where there are fewer; None where one of them is missing."""
+    """Return the mean of the last `rounds` values, or of all if there are fewer; None if one of them is None."""
     measured = [v for v in values[-rounds:] if v is not None]
     return statistics.fmean(measured) if measured and len(measured) == len(values[-rounds:]) else None
 
@@ -229,13 +229,13 @@ def _ends(found: Estimate) -> tuple[float, float] | None:
 def history(result: Result) -> list[MetricValue]:
     """List all numbers of a simulation, by round.
 
-    | measure                           | of the model after so many rounds                                    |
+    | measure                           | of the model after this number of rounds                              |
     |-----------------------------------|-----------------------------------------------------------------------|
     | accuracy, balanced_accuracy       | on the test set that the summary names                                |
     | class_accuracy                    | the same, one row per class                                           |
-    | macro_auc, calibration_error      | on that test set, where the run measures them (docs/metrics.md)       |
+    | macro_auc, calibration_error      | on that test set, if the run measures them (docs/metrics.md)          |
     | specificity, auc                  | the same, one row per class                                           |
-    | cohort_accuracy                   | on the test sets of the round's silos, where that is another set      |
+    | cohort_accuracy                   | on the test sets of the round's silos, if that is another set         |
     | pa, pm_l, pm_v, ga (and ..._std)  | of personal models, mean and standard deviation over silos            |
     """
     return [row for k in range(len(result.records)) for row in _of_round(result, k)]
@@ -248,13 +248,13 @@ def _of_round(result: Result, k: int) -> Iterator[MetricValue]:
         noise = result.noise.of(record.included)
         yield estimate_row(k, "cohort_accuracy", "", uncertainty.accuracy(record.correct, record.examples, noise))
     personal = (result.measured or result.records)[k].personal
-    done = record.round + (record.kind.trains)  # personal models are those after the round's training
+    done = record.round + (record.kind.trains)  # personal models are measured after the round's training
     for name, value in uncertainty.shown_scores(personal, result.noise.scores).items():
         yield MetricValue(done, name, "", value, value, value)
 
 
 def by_silo(result: Result) -> list[dict[str, object]]:
-    """List how many examples of each class each silo had: silo, split, class, examples."""
+    """List the number of examples by silo, split and class."""
     classes = result.manifest.schema.classes
     return [
         {"silo": member.name, "split": split, "class": name, "examples": n}
@@ -270,16 +270,16 @@ def by_silo(result: Result) -> list[dict[str, object]]:
 class ResultFolder:
     """The folder of `coordinator simulate --out`.
 
-    config.yaml     the composed configuration, under the words that composed it
-    manifest.json   the run's manifest, whose digest the summary names
-    summary.json    what `--json` prints
-    history.csv     the rounds (`history`), and history.parquet where pyarrow is there
-    silos.csv       examples per silo and class
-    model.safetensors   what the method needs to classify (Method.exported)
-    plot.png        accuracy by round, where matplotlib is there
-    checkpoints/    from which the same command goes on (`checkpoints.Checkpoints`)
+    config.yaml     the composed configuration, with the command as a comment
+    manifest.json   the run's manifest; the summary contains its digest
+    summary.json    the output of `--json`
+    history.csv     the rounds (`history`); also history.parquet if pyarrow is installed
+    silos.csv       examples per silo and class; also silos.parquet
+    model.safetensors   the tensors that the method needs to classify (Method.exported)
+    plot.png        accuracy by round, if matplotlib is installed
+    checkpoints/    for resuming with the same command (`checkpoints.Checkpoints`)
 
-    Guarantees: results of another configuration are never overwritten; each file is whole or not there.
+    Guarantees: results of another configuration are never overwritten; each file is written completely or not at all.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -288,16 +288,16 @@ class ResultFolder:
     def claim(self, spec: RunSpec, manifest: RunManifest, words: Sequence[str] = ()) -> None:
         """Write configuration and manifest before the first round.
 
-        Raises ConfigError (E-CFG-08) where the folder holds another configuration, with the keys that differ, and
-        (E-CFG-02) where it is none; StateError (E-STATE-22) where its configuration cannot be read.
+        Raises ConfigError: E-CFG-08 if the folder contains another configuration, with the keys that differ, E-CFG-02
+        if it is a file; StateError (E-STATE-22) if its configuration cannot be read.
         """
         if self.folder.exists() and not self.folder.is_dir():
             raise ConfigError("E-CFG-02", f"--out: expected a folder, found the file {self.folder}: name another place")
         if differ := self.differences(spec):
             raise ConfigError(
                 "E-CFG-08",
-                f"--out: expected a new folder or results of this configuration in {self.folder}, found another one "
-                f"({', '.join(differ)}): name another folder",
+                f"--out: expected a new folder or results of this configuration in {self.folder}, found another "
+                f"configuration ({', '.join(differ)}): name another folder",
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         said = f"# coordinator simulate {printable(shlex.join(words))}\n" if words else ""
@@ -305,16 +305,16 @@ class ResultFolder:
         self._write(MANIFEST, manifest.to_json() + "\n")
 
     def differences(self, spec: RunSpec) -> list[str]:
-        """Name the keys in which the folder's configuration differs from `spec`, with both values; none without one."""
+        """List the keys in which the folder's configuration differs from `spec`, with both values."""
         lines = self.configuration()
         if lines is None:
             return []
         if isinstance(model := lines.get("model"), dict) and "adapter" in spec.model:
-            model.setdefault("adapter", "none")  # of a folder from before it existed
+            model.setdefault("adapter", "none")  # folders of older versions lack it
         return differences(lines, plain(spec))
 
     def configuration(self) -> Mapping[str, object] | None:
-        """Read the configuration in the folder; raises StateError (E-STATE-22) on a damaged one."""
+        """Read the folder's configuration; None without one; raises StateError (E-STATE-22) on a damaged one."""
         file = self.folder / CONFIG
         if not file.exists():
             return None
@@ -327,7 +327,7 @@ class ResultFolder:
         return {str(key): value for key, value in raw.items()}
 
     def finished(self, spec: RunSpec, software: str) -> Mapping[str, object] | None:
-        """Return the summary of a run that this version finished here under this configuration; None without one."""
+        """Return the folder's summary if this version finished a run with this configuration there, else None."""
         if self.configuration() is None or self.differences(spec) or not (self.folder / SUMMARY).exists():
             return None
         try:
@@ -338,7 +338,7 @@ class ResultFolder:
         return summary if made == software and isinstance(summary, dict) else None
 
     def write(self, result: Result) -> list[str]:
-        """Write the results, the summary last, and return the names of the files."""
+        """Write the results, with the summary last, and return the files' names."""
         rows, written = [dict(zip(COLUMNS, row, strict=True)) for row in history(result)], [CONFIG, MANIFEST]
         written += write_table(self.folder, HISTORY, rows)
         written += write_table(self.folder, "silos", by_silo(result))
@@ -356,13 +356,13 @@ class ResultFolder:
 
 
 def plain(spec: RunSpec) -> dict[str, object]:
-    """Turn a configuration into plain values, as JSON has them."""
+    """Convert a configuration to plain JSON values."""
     fields: dict[str, object] = json.loads(spec.to_json())
     return fields
 
 
 def write_table(folder: Path, name: str, rows: Sequence[Mapping[str, object]]) -> list[str]:
-    """Write rows of equal keys as NAME.csv and, where pyarrow is there, NAME.parquet; return the files' names."""
+    """Write rows as NAME.csv and, if pyarrow is installed, NAME.parquet; return the files' names."""
     text = io.StringIO()
     head = list(dict.fromkeys(key for row in rows for key in row))
     table = csv.DictWriter(text, head, lineterminator="\n")
@@ -382,32 +382,32 @@ def write_table(folder: Path, name: str, rows: Sequence[Mapping[str, object]]) -
 
 
 def typed(row: Mapping[str, str]) -> dict[str, object]:
-    """Give a row of history.csv its types back."""
+    """Convert a row of history.csv to its types."""
     fields: dict[str, object] = {**row, "round": int(row["round"])}
     return fields | {name: float(row[name]) if row[name] else None for name in ("value", "low", "high")}
 
 
 def left_out() -> dict[str, str]:
-    """Name the files that cannot be written here, with the extra that each needs."""
+    """List the files that cannot be written here, with the extra that each needs."""
     needed = {PARQUET: "pyarrow", PLOT: "matplotlib"}
     return {file: "consilium-fl[research]" for file, module in needed.items() if find_spec(module) is None}
 
 
 def model_bytes(result: Result) -> bytes:
-    """Write the final model as safetensors, with what is needed to build it again in the metadata."""
+    """Encode the final model as safetensors; the metadata contain everything to rebuild it."""
     facts = replace(ModelFileFacts.of(result.manifest, result.model_digest), untaught=result.coverage.untaught)
     tensors = {name: v.detach().cpu().contiguous() for name, v in result.run.exported(result.server).items()}
     return save(tensors, metadata=facts.metadata())
 
 
 def draw(result: Result) -> Figure:
-    """Draw accuracy and balanced accuracy by round, with the band of privacy's noise where there is one."""
-    require("matplotlib", "research", "pictures")  # a second to import: only for those who draw
+    """Draw accuracy, balanced accuracy and PA by round, with a band for privacy noise."""
+    require("matplotlib", "research", "pictures")  # takes a second to import, so only here
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     class Picture(Figure):
-        """A figure that a notebook shows by itself, whatever its backend."""
+        """A figure that notebooks display with any backend."""
 
         def _repr_png_(self) -> bytes:
             return private_files.png(self)
@@ -422,7 +422,7 @@ def draw(result: Result) -> Figure:
         low, middle, high = ([_percent(row[place]) for row in series] for place in (4, 3, 5))
         rounds = [row.round for row in series]
         (line,) = axes.plot(rounds, middle, linewidth=2, label=measure.replace("_", " "))
-        if low != high:  # what is withheld is a gap
+        if low != high:  # withheld values are gaps
             axes.fill_between(rounds, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
     manifest = result.manifest
     axes.set(xlabel="rounds done", ylabel="accuracy (%)", ylim=(0, 100))
@@ -439,7 +439,7 @@ def _percent(share: object) -> float:
 
 
 def _plain_yaml(text: str) -> object:
-    """Read plain values; aliases, which we never write, can make of a short file more than memory holds."""
+    """Read YAML without aliases. We never write them, and with them a short file can expand beyond memory."""
     if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
         raise ValueError("expected plain values, found an alias")
     return yaml.safe_load(text)
@@ -449,19 +449,19 @@ def _read(file: Path) -> str:
     with file.open("rb") as stream:
         raw = stream.read(_MAX_BYTES + 1)
     if len(raw) > _MAX_BYTES:
-        raise ValueError(f"more than {_MAX_BYTES} bytes")
+        raise ValueError(f"expected at most {_MAX_BYTES} bytes, found more")
     return raw.decode()
 
 
 def _damaged(file: Path) -> StateError:
-    return StateError("E-STATE-22", f"expected what a simulation wrote, found something else in {file}: move it away")
+    return StateError("E-STATE-22", f"expected a simulation's file, found other content in {file}: move it away")
 
 
 def differences(stored: object, current: object) -> list[str]:
-    """Name what differs between two nests of plain values, with both values."""
+    """List the keys that differ between two nested structures of plain values, with both values."""
     have, wanted = _flat(stored), _flat(current)
     return [
-        f"{key}: {shown(have.get(key, 'nothing'))} there, {shown(wanted.get(key, 'nothing'))} here"
+        f"{key}: {shown(have.get(key, 'nothing'))} stored, {shown(wanted.get(key, 'nothing'))} now"
         for key in sorted({*have, *wanted})
         if have.get(key) != wanted.get(key)
     ]

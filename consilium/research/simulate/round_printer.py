@@ -1,4 +1,4 @@
-"""One line per round of a simulation for people, on stderr."""
+"""Print one line per round of a simulation on stderr."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service_core.console import ERR, in_notebook, wrap_parts
 
 
 class RoundPrinter(Observer):
-    """One line per round on stderr, two on a narrow terminal, so that stdout holds the result alone."""
+    """Prints one line per round on stderr, two on a narrow terminal. Stdout is reserved for the result."""
 
     def __init__(self, manifest: RunManifest) -> None:
         self._noise = profiles.result_noise(manifest)
@@ -27,12 +27,12 @@ class RoundPrinter(Observer):
             ERR.print(f"! {sentence}" if coverage.left_out else sentence, style="bold" if coverage.left_out else None)
 
     def closed(self, record: RoundRecord, server: State) -> None:  # noqa: ARG002
-        """Print the accuracy of the model that the round began with, where the run has one."""
+        """Print the accuracy of the model from before the round, if the run measures one."""
         if not self._measures:
             return
         trained = record.kind.trains
         if self._first and trained and record.round:
-            ERR.print(f"goes on after round {record.round}, at its newest checkpoint")
+            ERR.print(f"continues after round {record.round}, from its newest checkpoint")
         self._first = False
         when = f"before round {record.round + 1:>3}" if trained else f"after round  {record.round:>3}"
         parts = tables.measured_parts(EvaluationResult.of(record, self._noise))
@@ -41,5 +41,5 @@ class RoundPrinter(Observer):
 
 
 def is_watched() -> bool:
-    """Tell whether somebody reads stderr as it comes: in a terminal or a notebook."""
+    """Return whether stderr is shown live: in a terminal or a notebook."""
     return sys.stderr.isatty() or in_notebook()

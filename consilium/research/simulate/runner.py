@@ -1,4 +1,4 @@
-"""`coordinator simulate`: the same manifest, worker and round loop as in the real federation, in this process."""
+"""Run a simulation: the manifest, silo code and round loop of a real federation, in this process."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ MakeObserver = Callable[[RunManifest], Observer]
 
 
 class ReportingHistory(BestHistory):
-    """A history that calls another observer as well, with the records as they were measured.
+    """A history that also calls another observer: with the measured records, or in a noisy run with the run's records.
 
-    apart: whether `measured` is more than what the records say.
+    apart: whether `measured` differs from the records.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ReportingHistory(BestHistory):
 
 
 def data_reference(spec: RunSpec) -> str:
-    """Return the reference of the data that is split over the silos; raises ConfigError (E-CFG-23) without a path."""
+    """Return the reference of the data to divide among the silos; raises ConfigError (E-CFG-23) without a path."""
     name, path = str(spec.data["name"]), spec.data.get("path")
     if name not in OWN:
         return name
@@ -91,16 +91,16 @@ def data_reference(spec: RunSpec) -> str:
         file = {"folder": "/data/images", "manifest": "/data/images.csv"}.get(name, "/data/patients.csv")
         raise ConfigError(
             "E-CFG-23",
-            f"expected data.path, where the data lie that are dealt to the silos, found none: coordinator simulate "
+            f"expected data.path, the data to divide among the silos, found none: add it, such as coordinator simulate "
             f"data={name} data.path={file} federation=p5c2",
         )
     return f"{name}:{path}"
 
 
 def own_references(spec: RunSpec) -> list[str]:
-    """Return the references of silos that have a path each; none where data.path is no list.
+    """Return the references of silos with their own paths; empty if data.path is no list.
 
-    Raises ConfigError (E-CFG-23) on a list of other than different paths.
+    Raises ConfigError (E-CFG-23) unless the list consists of different paths.
     """
     name, paths = str(spec.data["name"]), spec.data.get("path")
     if name not in OWN or not isinstance(paths, list | tuple):
@@ -113,9 +113,9 @@ def own_references(spec: RunSpec) -> list[str]:
 
 
 def silo_names(spec: RunSpec, n: int) -> list[str]:
-    """Name the n silos of a simulation: as the folders of their own are called, where these tell them apart.
+    """Return names of the n silos: from their own paths if these give distinct valid names, otherwise hospital0, ...
 
-    Of paths the last part that differs in all of them counts, in lower case and with a dash for what no name has.
+    Uses the last path component that differs between all paths, in lower case, with dashes for invalid characters.
     """
     paths = [Path(reference.partition(":")[2]) for reference in own_references(spec)]
     parts = ([re.sub(r"\.(csv|parquet)$", "", path.name), *reversed(path.parts[:-1])] for path in paths)
@@ -127,13 +127,13 @@ def silo_names(spec: RunSpec, n: int) -> list[str]:
 
 
 def read_silos(spec: RunSpec, data_root: Path | None, read: Callable[..., list[T]]) -> list[T]:
-    """Call `read`, which is `datasets.load_all` or `datasets.check_all`, for all silos' data.
+    """Call `read` (`datasets.load_all` or `datasets.check_all`) for all silos' data.
 
-    Data that are dealt are named by one path; where data.path lists several, each is a silo's own.
+    One data.path is divided among the silos; if data.path is a list, each silo has its own path.
     """
     request = request_of(spec)
     if references := own_references(spec):
-        if request.classes is None:  # of each its own, and of the run all of them
+        if request.classes is None:  # the run's classes are those of all silos together
             reports = datasets.check_all(references, request, data_root=data_root)
             request = replace(request, classes=sorted({name for report in reports for name in report.classes}))
     else:
@@ -152,15 +152,15 @@ def run(
 ) -> Result:
     """Simulate a run over all silos of the spec's federation, named hospital0, hospital1, ... or as `silo_names` says.
 
-    observer: an observer of the rounds, or a function that makes one of the manifest
-    fine_tune: epochs after which the best global model is evaluated at each silo
-    out: folder that gets the results (`results.ResultFolder`)   words: that composed the spec, for that folder
-    With checkpoints (the engine's, or with `out`) the run goes on where it was.
-    Where silos hold out their own test examples, every round's model is also measured on the official test set, and
-    where a cohort is drawn on all silos' test sets; the best is chosen there. Personal models are then measured over
-    all silos. What a private run releases is left to its rounds: there the official test set alone is looked at.
+    observer: an observer of the rounds, or a function that makes one from the manifest
+    fine_tune: epochs of fine-tuning the best global model at each silo, before it is evaluated there
+    out: folder for the results (`results.ResultFolder`)   words: that composed the spec, written to that folder
+    With checkpoints (the engine's, or in `out`), an interrupted run continues.
+    If silos hold out their own test examples, every round's model is also measured on the official test set; if rounds
+    draw a cohort, on all silos' test sets. The best model is chosen there. With a cohort, personal models are measured
+    over all silos. A private run measures only the official test set, because anything else would be a release.
     Guarantees: equal specs give equal model digests; the digest equals that of the same run over real silo
-    processes with these names; a run that goes on ends in the bits of one that was not interrupted.
+    processes with these names; a resumed run ends with the same bits as an uninterrupted one.
     """
     compiled, sets = prepare_simulation(spec, data_root)
     manifest = compiled.manifest
@@ -224,7 +224,7 @@ def _history(
 
 
 def _coverage(run: CompiledRun, sets: Sequence[datasets.SiloDataset]) -> ClassCoverage:
-    """Count at how many hospitals each class is trained, as a census does."""
+    """Count for each class the hospitals that train it, as a census does."""
     total = torch.zeros(len(run.manifest.schema.classes), dtype=torch.int64)
     for member, dataset in zip(run.manifest.members, sets, strict=True):
         if member.prototypes or not run.updates.class_rows:
@@ -239,17 +239,17 @@ def _class_counts(dataset: datasets.SiloDataset) -> tuple[list[int], list[int]]:
 
 
 def build_simulation(spec: RunSpec, data_root: Path | None = None) -> tuple[RunManifest, list[datasets.SiloDataset]]:
-    """Split the spec's data over its silos and freeze the run over them."""
+    """Divide the spec's data among its silos; return the run's manifest and the silos' data."""
     compiled, sets = prepare_simulation(spec, data_root)
     return compiled.manifest, sets
 
 
 def prepare_simulation(spec: RunSpec, data_root: Path | None = None) -> tuple[CompiledRun, list[datasets.SiloDataset]]:
-    """Do as `build_simulation`, and fill the model with the weights of the file that the spec names, if any."""
+    """Prepare as in `build_simulation`, and load the model weights that the spec names, if any."""
     sets = read_silos(spec, data_root, datasets.load_all)
     if not spec.data.get("classes") and spec.data["name"] in OWN:
         spec = replace(spec, data={**spec.data, "classes": list(sets[0].schema.classes)})
-    if spec.data["name"] == "manifest":  # what its lists say
+    if spec.data["name"] == "manifest":  # its lists decide
         spec = replace(spec, data={**spec.data, "multi_label": sets[0].schema.multi_label})
     if spec.data["name"] == "table":
         spec = _with_columns(spec, sets[0].schema)
@@ -266,22 +266,24 @@ def prepare_simulation(spec: RunSpec, data_root: Path | None = None) -> tuple[Co
 
 
 def _with_columns(spec: RunSpec, schema: Schema) -> RunSpec:
-    """Take the table's own schema; raises ConfigError (E-CFG-23) where the spec declares another."""
+    """Use the table's own schema; raises ConfigError (E-CFG-23) if the spec declares another."""
     table_columns, declared = schema.columns, declared_columns(spec)
     several = {"multi_label": True} if schema.multi_label else {}
     if declared and (differ := difference(declared, table_columns)):
-        raise ConfigError("E-CFG-23", f"expected data.schema as the table's own beside it, found another: {differ}")
+        raise ConfigError(
+            "E-CFG-23", f"expected data.schema to equal the table's own, found a difference ({differ}): leave it out"
+        )
     return replace(spec, data={**spec.data, "schema": [asdict(column) for column in table_columns], **several})
 
 
-# ---- as the command line asks for it -------------------------------------------------------------------------------
+# ---- for the command line --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationJob:
-    """How to simulate, whatever the words are: in this process, or as one run of a sweep in another.
+    """Options of a simulation apart from its words, for one run or for each run of a sweep.
 
-    out: folder of the results   every: rounds between two checkpoints in it   trackers: as `tracked` takes them
+    out: folder of the results   every: rounds between two checkpoints in it   trackers: as in `tracked`
     """
 
     engine: SimulationEngine = field(default_factory=SimulationEngine)
@@ -300,9 +302,9 @@ class SimulationJob:
             return run(spec, self.data_root, observed, engine, self.fine_tune, out=self.out, words=words)
 
     def run_of_sweep(self, keys: Sequence[str], words: Sequence[str]) -> Mapping[str, object]:
-        """Simulate one run of a sweep over these keys, in a folder of its own, and return its summary.
+        """Simulate one run of a sweep over these keys, in its own folder, and return its summary.
 
-        One that this version finished in its folder is not run again.
+        A run that this version already finished in its folder is not run again.
         """
         out, engine = self.out and self.out / folder_name(words, keys), self.engine
         if out and (finished := ResultFolder(out).finished(compose_simulation(words, self.config_dir), version())):
@@ -316,7 +318,7 @@ class SimulationJob:
 
 
 def run_id(manifest: RunManifest) -> str:
-    """Name a simulation in trackers: the same manifest is the same run, also when it goes on after a kill."""
+    """Return a simulation's id for trackers. It depends on the manifest, so a resumed run keeps it."""
     method = re.sub(r"[^a-z0-9]+", "-", manifest.method.name.lower()).strip("-")[:40]
     return f"simulation-{method}-{manifest.digest()[:16]}"
 
@@ -325,10 +327,10 @@ def run_id(manifest: RunManifest) -> str:
 def tracked(
     where: Sequence[str], observer: MakeObserver | None, warn: Callable[[str], object]
 ) -> Iterator[MakeObserver | None]:
-    """Give what observes a simulation and also writes its rounds to trackers, which end with the block.
+    """Yield a function that makes an observer which also logs rounds to trackers. Closes the trackers at the end.
 
-    where: `tensorboard:DIR` or `mlflow:URI`   observer: makes the one that is called first
-    Raises as `trackers.open_tracker`: on a wrong form at once, else before the first round.
+    where: `tensorboard:DIR` or `mlflow:URI`   observer: makes the observer to call first
+    Raises as `trackers.open_tracker`: on a wrong form at once, otherwise before the first round.
     """
     for place in where:
         trackers.parsed(place)
@@ -358,7 +360,7 @@ def tracked(
 
 
 class _Tracked(Observer):
-    """Calls another observer, then writes what was measured in the round, as the displays show it."""
+    """Calls another observer, then logs the round's measures to the trackers."""
 
     def __init__(self, tracking: RunTrackers, manifest: RunManifest, first: Observer) -> None:
         self._tracking, self._first = tracking, first

@@ -1,4 +1,4 @@
-"""Many simulations at once: all combinations of comma-separated values, in parallel processes, in one table."""
+"""Sweeps: simulate all combinations of comma-separated values in parallel processes, and collect one table."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from fl_core.errors import ConfigError
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
 Job = Callable[[Sequence[str]], Mapping[str, object]]
-"""Simulates one combination of words; must be importable, since it runs in another process."""
+"""Simulates one combination of words. It runs in another process, so it must be importable."""
 
 
 def combinations(words: Sequence[str], config_dir: Path | None = None) -> list[list[str]]:
-    """List all combinations of the values that words sweep over, the last word's changing fastest.
+    """List all combinations of the swept values; the last word changes fastest.
 
-    config_dir: as `compose_simulation` takes it.
+    config_dir: as in `compose_simulation`.
 
-    "seed=0,1 method=fedavg,fedmr" gives four; a comma in brackets or quotes separates nothing.
-    Raises ConfigError (E-CFG-01) on a word that is no override, and what `compose_simulation` raises, before any run.
+    "seed=0,1 method=fedavg,fedmr" gives four combinations; commas in brackets or quotes do not separate.
+    Raises ConfigError (E-CFG-01) on a word that is no override, and as `compose_simulation`, before any run.
     """
     choices: list[list[str]] = []
     try:
@@ -43,7 +43,7 @@ def combinations(words: Sequence[str], config_dir: Path | None = None) -> list[l
             if not parsed.is_sweep_override():
                 choices.append([word])
                 continue
-            # Hydra escapes values so that it reads them again; the place of an extension, package.module:Name, is ours.
+            # Hydra escapes values so that it can parse them again. An extension, package.module:Name, must stay as is.
             values = parsed.sweep_iterator() if key in GROUPS else parsed.sweep_string_iterator()
             choices.append([f"{key}={getattr(value, 'text', value)}" for value in values])
     except HydraException as error:
@@ -55,18 +55,18 @@ def combinations(words: Sequence[str], config_dir: Path | None = None) -> list[l
 
 
 def swept(words: Sequence[str]) -> list[str]:
-    """Name the keys that words sweep over, in their order; none of words that are no overrides."""
+    """Return the swept keys in order; empty if a word is no override."""
     try:
         parsed = OverridesParser.create().parse_overrides(list(words))
     except HydraException:
-        return []  # `compose_simulation` says what is wrong
+        return []  # `compose_simulation` reports the error
     return [word.get_key_element() for word in parsed if word.is_sweep_override()]
 
 
 def folder_name(words: Sequence[str], keys: Sequence[str]) -> str:
-    """Name the folder of one combination after the values of the swept keys, as "method=fedmr,seed=1".
+    """Build a combination's folder name from the swept keys, such as "method=fedmr,seed=1".
 
-    Guarantees: one visible path element of at most 100 characters; different combinations get different names.
+    Guarantees: one path element that is not hidden, at most 100 characters; different combinations get different names.
     """
     name = ",".join(word for word in words if word.partition("=")[0] in keys) or "run"
     safe = re.sub(r"[^\w.=,+-]", "_", name, flags=re.ASCII).lstrip(".")
@@ -74,10 +74,10 @@ def folder_name(words: Sequence[str], keys: Sequence[str]) -> str:
 
 
 class SweepTable:
-    """The tables of a sweep, beside the folders of its runs.
+    """The tables of a sweep, in the folder that contains its runs' folders.
 
-    sweep.csv: one row per run, the swept keys and the numbers of its summary   history.csv: one row per run, round and
-    measure; each with its .parquet beside it where pyarrow is there.
+    sweep.csv: one row per run, with the swept keys and the numbers of its summary   history.csv: one row per run, round
+    and measure. If pyarrow is installed, both are also written as .parquet.
     """
 
     def __init__(self, folder: Path, words: Sequence[str]) -> None:
@@ -85,7 +85,7 @@ class SweepTable:
         self._runs: dict[str, dict[str, object]] = {}
 
     def add(self, result: Mapping[str, object]) -> None:
-        """Take what `sweep` yielded."""
+        """Add a result that `sweep` yielded."""
         words, summary = result["overrides"], {k: v for k, v in result.items() if k != "overrides"}
         assert isinstance(words, list)
         values = dict(word.split("=", 1) for word in words if word.partition("=")[0] in self._keys)
@@ -102,7 +102,7 @@ class SweepTable:
         return [{key: row.get(key) for key in columns} for _, row in sorted(self._runs.items())]
 
     def close(self) -> None:
-        """Put the runs' histories together."""
+        """Write history.csv from the runs' histories."""
         rows = []
         for name, run in sorted(self._runs.items()):
             with (self._folder / name / f"{HISTORY}.csv").open(newline="") as file:
@@ -113,10 +113,10 @@ class SweepTable:
 def sweep(
     words: Sequence[str], job: Job, jobs: int = 0, config_dir: Path | None = None
 ) -> Iterator[Mapping[str, object]]:
-    """Simulate all combinations, `jobs` at a time (0: one per core), and yield each result as it is there.
+    """Simulate all combinations, `jobs` at a time (0: one per core), and yield each result when it is ready.
 
-    Each process computes with its share of the cores' threads unless a run says `threads=`. A result has the words
-    that made it under "overrides". Guarantees: how many run at a time changes no result of runs that say `threads=`.
+    Each process uses its share of the cores unless a run sets `threads=`. A result contains its words under
+    "overrides". Guarantees: `jobs` does not change the results of runs that set `threads=`.
     """
     for combination, result in in_processes(job, combinations(words, config_dir), jobs):
         yield {"overrides": combination, **result}
@@ -125,9 +125,9 @@ def sweep(
 def in_processes(
     job: Callable[[Item], Outcome], items: Sequence[Item], jobs: int, threads: int = 0
 ) -> Iterator[tuple[Item, Outcome]]:
-    """Yield each item with its result as soon as it is done; jobs: processes, 0 for one per core.
+    """Yield each item with its result as soon as it is done.
 
-    threads: of each process, 0 for its share of the cores.
+    jobs: number of processes, 0 for one per core   threads: of each process, 0 for its share of the cores.
     """
     cores = os.cpu_count() or 1
     number = max(1, min(jobs or cores, len(items)))

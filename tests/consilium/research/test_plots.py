@@ -37,7 +37,7 @@ def test_another_kind_of_file_is_refused_before_anything_is_drawn(tmp_path: Path
 
 
 def test_a_measure_that_no_run_has_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"E-CFG-02.*found pa: there are accuracy, balanced_accuracy"):
+    with pytest.raises(ConfigError, match=r"E-CFG-02.*found pa: choose from accuracy, balanced_accuracy"):
         plot(RUNS, ["pa"], tmp_path / "x.png")
-    with pytest.raises(ConfigError, match="no round is closed yet"):
+    with pytest.raises(ConfigError, match="wait until a round is closed"):
         plot([detail("a", [])], (), tmp_path / "x.png")

@@ -1,4 +1,4 @@
-"""The privacy-budget ablation: which runs it needs, how they are made, and what its rows say.
+"""The privacy-budget ablation: its grid of runs, their execution, and a report with checks.
 
 `coordinator ablation scale=small`
 """

@@ -1,7 +1,7 @@
-"""The cells of the ablation, and the distinct runs behind them.
+"""The cells of the ablation, and the distinct runs that they need.
 
 A cell is (variant, epsilon, share of silos that submit prototypes, seed). Cells whose runs are equal by construction
-share one; that they are equal is checked once, bit for bit, in `controls`.
+share one run; `controls` lists pairs of runs that check this bit for bit.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Words = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A method as the ablation compares it.
+    """A method with the settings that the ablation compares.
 
     Attributes:
-        words: that make it
+        words: settings of the variant
         uses_share: whether its runs depend on the share
-        zero: the variant that it is at share 0
-        personal: measured by personal accuracy
-        finite: exists at finite epsilon alone
+        zero: the variant that it equals at share 0
+        personal: whether it is measured by personal accuracy
+        finite: whether it exists only at finite epsilon
     """
 
     words: Words
@@ -55,16 +55,16 @@ VARIANTS: Mapping[str, Variant] = {
     "analytic": Variant(_CLOSED_FORM),
     "analytic-shared": Variant((*_CLOSED_FORM, "secagg=on", "privacy.placement=distributed"), finite=True),
 }
-"""FedNH's prototypes are its head, which share 0 would leave as it was drawn. FedNH and FedGELA classify by directions,
-and the scales of their logits are those at which one learning rate does for all methods on the digits. FedMR-inter
-leaves the coupled term out, which is one of the treatments of finite epsilon. FedMR's weights are those at which its
-parts move digits: the paper's, written for 512 features, change none here. `analytic` brings a model of its own; in
-its second form hospitals share noise out under masks."""
+"""FedNH's prototypes are its head, which would stay random at share 0. FedNH and FedGELA classify by directions; their
+logit scales are chosen so that one learning rate suits all methods on the digits. FedMR-inter leaves out the coupled
+term, which is one way to handle finite epsilon. FedMR's weights are chosen so that its terms have an effect on the
+digits; the paper's weights, for 512 features, have none. `analytic` uses its own model; in `analytic-shared` hospitals
+share the noise under masks."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class GridRun:
-    """One distinct run; `words` override the base configuration."""
+    """One run of the grid; its `words` override the base configuration."""
 
     variant: str
     epsilon: float
@@ -90,7 +90,7 @@ class GridRun:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What is asked for; shares are fractions of the silos."""
+    """The requested grid. shares: fractions of the silos. Raises ConfigError (E-CFG-02) on invalid values."""
 
     variants: tuple[str, ...]
     epsilons: tuple[float, ...]
@@ -99,13 +99,18 @@ class Grid:
 
     def __post_init__(self) -> None:
         if strangers := sorted(set(self.variants) - set(VARIANTS)):
-            raise ConfigError("E-CFG-02", f"expected methods of {list(VARIANTS)}, found {', '.join(strangers)}")
+            raise ConfigError(
+                "E-CFG-02", f"expected methods of {list(VARIANTS)}, found {', '.join(strangers)}: correct them"
+            )
         for name, values in (("epsilons", self.epsilons), ("shares", self.shares), ("seeds", self.seeds)):
             if not values or len(set(values)) != len(values):
-                raise ConfigError("E-CFG-02", f"expected {name} to be a list of different values, found {values}")
+                raise ConfigError(
+                    "E-CFG-02", f"expected {name} to be a list of different values, found {values}: correct it"
+                )
         if not all(e > 0 for e in self.epsilons) or not all(0 <= p <= 1 for p in self.shares):
             raise ConfigError(
-                "E-CFG-02", f"expected epsilons > 0 and shares of [0, 1], found {self.epsilons} and {self.shares}"
+                "E-CFG-02",
+                f"expected epsilons > 0 and shares in [0, 1], found {self.epsilons} and {self.shares}: correct them",
             )
 
     def shares_of(self, variant: str) -> tuple[float, ...]:
@@ -136,7 +141,7 @@ def canonical(cell: GridRun) -> GridRun:
 
 
 class Control(NamedTuple):
-    """Two runs whose final models must be equal bit for bit; right: None for the left one without privacy."""
+    """Two runs whose final models must be equal bit for bit. right: None means the left run without privacy."""
 
     name: str
     left: GridRun
@@ -144,7 +149,7 @@ class Control(NamedTuple):
 
 
 def controls(grid: Grid) -> list[Control]:
-    """List what is checked once: epsilon = inf is the plain run, share 0 is the variant without prototypes."""
+    """List the equalities to check for the first seed: epsilon = inf equals the plain run; share 0 equals `zero`."""
     seed, runs = grid.seeds[0], list[Control]()
     for name, variant in ((name, VARIANTS[name]) for name in grid.variants if not VARIANTS[name].personal):
         epsilons = [e for e in grid.epsilons if not math.isinf(e)][:1] if variant.finite else [math.inf]

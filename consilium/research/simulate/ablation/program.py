@@ -41,8 +41,8 @@ Row = Mapping[str, object]
 class AblationPlan:
     """A composed ablation.
 
-    plain, private: more words of runs at epsilon = inf, and at finite epsilon   rates: the learning rate of all methods
-    at an epsilon; one that is not named keeps the configuration's.
+    plain, private: further words for runs at epsilon = inf, and at finite epsilon   rates: learning rate of all methods
+    by epsilon; without an entry the configuration's rate is used.
     """
 
     methods: tuple[str, ...]
@@ -77,7 +77,7 @@ class AblationPlan:
 
 
 def composed(words: Sequence[str]) -> AblationPlan:
-    """Compose `scale=...` and `key=value` words; raises ConfigError (E-CFG-01, E-CFG-02) on what is none."""
+    """Compose `scale=...` and `key=value` words; raises ConfigError (E-CFG-01, E-CFG-02) on invalid words."""
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONFIGS / "ablation"), version_base="1.3"):
@@ -86,7 +86,7 @@ def composed(words: Sequence[str]) -> AblationPlan:
         raise ConfigError("E-CFG-01", " ".join(str(error).split("\n")[0].split())) from error
     assert isinstance(raw, dict)
     plan = read_options(AblationPlan, "", {str(key): value for key, value in raw.items()})
-    _ = plan.grid  # refuses what makes no sense
+    _ = plan.grid  # checks the values
     return plan
 
 
@@ -107,19 +107,19 @@ def ablation(
     seeds for noise, so differences between cells are paired. The exit status is 1 if a check fails.
     """
     checks = ablate(composed(words or ()), ERR.print)
-    lines = [f"{'holds ' if check.holds else 'FAILS '} {check.name}: {check.found}" for check in checks]
+    lines = [f"{'passed' if check.holds else 'FAILED'} {check.name}: {check.found}" for check in checks]
     return CommandResult(
         [asdict(check) for check in checks], lines, status=int(not all(check.holds for check in checks))
     )
 
 
 def ablate(plan: AblationPlan, report_progress: Callable[[str], None]) -> list[Check]:
-    """Simulate the missing runs, then write runs.csv, table5.md, acc_vs_eps.png and report.json into the folder."""
+    """Simulate the missing runs, then write runs.csv, cells.csv, table5.md, acc_vs_eps.png and report.json."""
     plan.folder.mkdir(parents=True, exist_ok=True)
     file = plan.folder / "runs.csv"
     done = report.read(file)
     missing = [run for run in plan.grid.runs() if plan.key(run) not in done]
-    report_progress(f"{len(plan.grid.runs())} runs, {len(missing)} to make, {len(plan.grid.cells())} cells")
+    report_progress(f"{len(plan.grid.runs())} runs, {len(missing)} to do, {len(plan.grid.cells())} cells")
     started = time.monotonic()
     jobs = {plan.words(run): run for run in missing}
     for count, (words, row) in enumerate(in_processes(_row, list(jobs), plan.jobs, threads=1), start=1):
@@ -188,7 +188,7 @@ def _right(plan: AblationPlan, control: Control) -> Words:
 
 
 def _composed(words: Words) -> RunSpec:
-    """Compose a run that bounds updates, without masks where no word asks for them: noise is what is compared."""
+    """Compose a run, with secagg=off unless a word sets it, since the ablation compares noise."""
     masks = () if any(word.startswith("secagg") for word in words) else ("secagg=off",)
     return compose_spec((*masks, *words))
 
@@ -245,7 +245,7 @@ def _row(words: Words) -> Row:
 
 
 def _commit() -> str:
-    """Name the commit that this software was checked out at; "none" outside of a checkout."""
+    """Return the commit of this checkout; "none" outside a checkout."""
     result = subprocess.run(
         ["git", "rev-parse", "HEAD"],  # noqa: S607
         cwd=Path(__file__).parent,

@@ -1,4 +1,4 @@
-"""What the rows of the ablation must show, within noise, and the table in the layout of FedMR's Table 5.
+"""Checks on the ablation's results, within noise, and tables and plot. `table5` has the layout of FedMR's Table 5.
 
 Fan et al., TMLR 2023.
 """
@@ -24,7 +24,7 @@ Accuracy = Mapping[GridRun, float]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One statement about the results and whether it holds."""
+    """One statement about the results, and whether it holds. found: the numbers behind it."""
 
     name: str
     holds: bool
@@ -114,12 +114,12 @@ def _paired(accuracy: Accuracy, grid: Grid, low: tuple[str, float, float], high:
 
 
 def append(file: Path, row: Mapping[str, object]) -> None:
-    """Add one finished run, in a file that is replaced at once."""
+    """Add one finished run; the file is replaced atomically."""
     write(file, [*read(file).values(), row])
 
 
 def read(file: Path) -> dict[str, dict[str, str]]:
-    """Read finished runs by their hash; a last line that a crash of an earlier version cut off is dropped."""
+    """Read finished runs by their hash. Drops a last line that a crash of an earlier version cut off."""
     if not file.exists():
         return {}
     with file.open(newline="", encoding="utf-8") as lines:
@@ -128,7 +128,7 @@ def read(file: Path) -> dict[str, dict[str, str]]:
 
 
 def write(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write rows of equal keys, at least one, in place of what was there, at once."""
+    """Replace the file by these rows atomically; at least one row, all with the same keys."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]))
     writer.writeheader()
@@ -136,7 +136,7 @@ def write(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
     write_public(file, text.getvalue().encode())
 
 
-# ---- tables and the picture ------------------------------------------------------------------------------------------
+# ---- tables and the plot ---------------------------------------------------------------------------------------------
 
 
 def table5(accuracy: Accuracy, grid: Grid, dataset: str, split: str) -> str:
@@ -180,11 +180,11 @@ def _cell(average: SeedMean | None) -> str:
 
 _COLOURS = 10
 _APART = 0.04
-"""How far variants stand beside each other; a factor 2 of epsilon is 1."""
+"""Horizontal distance between variants; a factor of 2 in epsilon is 1."""
 
 
 def draw(accuracy: Accuracy, grid: Grid, file: Path, title: str) -> None:
-    """Draw into a file; epsilon on a log scale, "inf" a tick of its own; variants stand a little beside each other."""
+    """Draw accuracy by epsilon into a file, on a log scale with a tick for "inf". Variants are shifted slightly."""
     finite = sorted(e for e in grid.epsilons if not math.isinf(e))
     places = {e: math.log2(e) for e in finite}
     if math.inf in grid.epsilons:
@@ -210,7 +210,7 @@ def draw(accuracy: Accuracy, grid: Grid, file: Path, title: str) -> None:
             high = [m + h for m, h in zip(mean, half, strict=True)]
             panel.fill_between(x, low, high, color=f"C{number}", alpha=0.12, linewidth=0)
         panel.set_xticks(list(places.values()), ["inf" if math.isinf(e) else f"{e:g}" for e in places])
-        if len(grid.shares) > 1:  # of one share nothing is compared, and the methods may have no prototypes
+        if len(grid.shares) > 1:  # with one share there is no comparison, and the methods may have no prototypes
             panel.set_title(f"{100 * share:g} % submit prototypes")
         panel.set_xlabel("epsilon")
         panel.spines[["top", "right"]].set_visible(False)

@@ -178,7 +178,7 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_taken(
 def test_where_no_checkpoint_is_whole_nothing_is_begun_anew_in_silence(kept: Path) -> None:
     for file in kept.glob("*/server"):
         file.write_bytes(b"x")
-    with pytest.raises(StateError, match="to begin anew, remove that folder") as caught:
+    with pytest.raises(StateError, match="to start again, remove that folder") as caught:
         go((), kept)
     assert caught.value.code == "E-STATE-22"
 
@@ -198,8 +198,8 @@ def test_what_a_kill_left_half_written_is_not_taken_for_a_checkpoint(tmp_path: P
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (("train.lr=0.5",), r"manifest\.train\.lr: 0\.\d+ there, 0\.5 here"),
-        (("rounds=9",), r"manifest\.rounds: 7 there, 9 here"),
+        (("train.lr=0.5",), r"manifest\.train\.lr: 0\.\d+ stored, 0\.5 now"),
+        (("rounds=9",), r"manifest\.rounds: 7 stored, 9 now"),
         (("federation=iid-4", "seed=4"), "seed"),
         (("federation.partition_seed=9",), r"data\.0"),
     ],

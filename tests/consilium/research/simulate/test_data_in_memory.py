@@ -132,15 +132,15 @@ def changed(k: int, row: object) -> list[object]:
 @pytest.mark.parametrize(
     ("half", "error", "says"),
     [
-        (Stream(), ConfigError, "a dataset with a length"),
+        (Stream(), ConfigError, "datasets with a length"),
         ("digits", ConfigError, "found str"),
         (X, ConfigError, "found Tensor"),
         (3, ConfigError, "found int"),
         ([], DataError, "found none"),
-        (changed(7, {"image": X[0], "label": "nevus"}), DataError, "train, example 7.*number of a class"),
-        (changed(7, {"image": X[0], "label": 1.5}), DataError, "example 7.*number of a class"),
+        (changed(7, {"image": X[0], "label": "nevus"}), DataError, "train, example 7.*index of a class"),
+        (changed(7, {"image": X[0], "label": 1.5}), DataError, "example 7.*index of a class"),
         (changed(7, {"image": X[0], "label": float("nan")}), DataError, "example 7"),
-        (changed(7, {"image": X[0], "label": [1, 2]}), DataError, "example 7.*number of a class"),
+        (changed(7, {"image": X[0], "label": [1, 2]}), DataError, "example 7.*index of a class"),
         (changed(7, {"picture": X[0], "label": 1}), DataError, "example 7: expected the keys image and label, found"),
         (
             changed(7, {"image": X[0][:, :4], "label": 1}),

@@ -87,7 +87,7 @@ def test_workers_that_nobody_asked_for_and_cannot_be_are_told_and_left_out(
     monkeypatch.setattr(engine, "cores", lambda: 2)
     with caplog.at_level(logging.WARNING):
         assert digest() == digest(workers=1)
-    assert "stay in one process: a class of the caller" in caplog.text
+    assert "train in one process: a class of the caller" in caplog.text
     with pytest.raises(ConfigError):
         digest(workers=2)
 

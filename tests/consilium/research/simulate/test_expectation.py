@@ -44,10 +44,10 @@ def test_it_is_counted_without_noise_on_all_test_images_and_equal_words_give_equ
 
 def test_the_preview_says_the_interval_where_the_budget_goes_and_without_it_how_to_get_it() -> None:
     said = asked(*CLOSED, "privacy.reserve_rounds=1", "--expect", "2")
-    assert "% (guessing: 10 %), from 2 runs on digits, dealt to 6 hospitals of" in said
+    assert "% (guessing: 10 %), from 2 runs on digits, divided among 6 hospitals of" in said
     assert "of epsilon 8, hospital0 plans" in said
     assert "privacy.reserve_rounds=0" in said
-    assert "the same command with --expect 3" in asked(*CLOSED)
+    assert "to estimate the accuracy, add --expect 3" in asked(*CLOSED)
     assert "nothing is reserved to repeat" in asked(*CLOSED)  # a run of one release is submitted again
     facts = json.loads(asked(*CLOSED, "--expect", "1", "--json"))["expected"]
     assert facts["teaches"] == (facts["balanced_accuracy"][0] > 0.15)
@@ -57,8 +57,8 @@ def test_the_preview_says_the_interval_where_the_budget_goes_and_without_it_how_
 def test_what_is_no_better_than_guessing_is_called_that(balanced: tuple[float, float], teaches: bool) -> None:
     found = Expectation("digits", [100, 120], balanced, balanced, [Estimate(withheld="noise")], 0.1)
     assert found.teaches == teaches
-    assert ("no better than guessing" in " ".join(found.lines())) != teaches
-    assert "their leads read: withheld: noise" in next(iter(found.lines()))
+    assert ("little better than guessing" in " ".join(found.lines())) != teaches
+    assert "the lead would see: withheld: noise" in next(iter(found.lines()))
 
 
 def test_a_method_without_a_global_model_is_refused() -> None:

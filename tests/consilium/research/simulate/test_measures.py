@@ -94,7 +94,7 @@ def test_ga_of_a_method_whose_model_is_personal_is_its_personal_models_mean(
     assert said["ga"] == (last if personal else said["global_accuracy"])
     assert said["ga"] != (said["global_accuracy"] if personal else last)
     simulate(words)
-    assert ("which papers call GA" in capsys.readouterr().out) is personal
+    assert ("(GA in papers)" in capsys.readouterr().out) is personal
 
 
 UNEVEN = {"data": "digits", "federation": "dirichlet-0.1-6", "model": "digits_linear", "method": "fedmr"}

@@ -296,7 +296,7 @@ def test_a_method_that_no_other_process_can_import_is_refused_workers_and_gets_n
     class Local(FedAvg):
         pass
 
-    with pytest.raises(ConfigError, match="a method or model of this process alone"):
+    with pytest.raises(ConfigError, match="a method or model defined only in this process"):
         simulate(Local, PAIRS, "iid-2", engine=SimulationEngine(workers=2), **FEW)
     assert simulate(Local, PAIRS, "iid-2", **FEW).digest == simulate("fedavg", PAIRS, "iid-2", **FEW).digest
 

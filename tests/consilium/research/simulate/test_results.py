@@ -92,7 +92,7 @@ def test_a_folder_from_before_models_had_adapters_is_one_of_the_same_configurati
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(written))
     assert folder.differences(spec) == []
     assert folder.differences(compose_simulation([*SHORT, "model.adapter=linear"])) == [
-        "model.adapter: 'none' there, 'linear' here"
+        "model.adapter: 'none' stored, 'linear' now"
     ]
 
 
@@ -113,7 +113,7 @@ def test_results_of_another_configuration_are_refused_before_training_and_left_a
 ) -> None:
     folder, _ = made
     before = {file: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-    with pytest.raises(ConfigError, match=r"seed: 0 there, 7 here.*another folder") as caught:
+    with pytest.raises(ConfigError, match=r"seed: 0 stored, 7 now.*another folder") as caught:
         runner.run(compose_simulation([*SHORT, "seed=7"]), observer=pytest.fail, out=folder)
     assert caught.value.code == "E-CFG-08"
     with pytest.raises(ConfigError, match=r"federation\.name"):  # which the manifest does not know
@@ -251,7 +251,7 @@ def test_what_an_installation_cannot_write_is_left_out_with_a_word_and_the_rest_
     assert set(place.write(made[1])) == {file.name for file in tmp_path.iterdir()}
     assert not [file for file in tmp_path.iterdir() if file.suffix in (".parquet", ".png")]
     _say_where(tmp_path)
-    assert "without *.parquet, which needs consilium-fl[research]; without plot.png" in capsys.readouterr().err
+    assert "without *.parquet (install consilium-fl[research]); without plot.png" in capsys.readouterr().err
 
 
 def test_a_plot_shows_itself_in_a_notebook_and_leaves_the_backend_alone(made: tuple[Path, Result]) -> None:
