@@ -58,7 +58,7 @@ class PrintableFormatter(logging.Formatter):
 
 
 def plain_console(*, stderr: bool = False, width: int | None = None, soft_wrap: bool = False) -> Console:
-    """Make a console without emoji, markup and highlighting: fingerprints hold ":AB:", paths "[...]"."""
+    """Make a console without emoji, markup and highlighting: fingerprints contain ":AB:", paths "[...]"."""
     return PrintableConsole(highlight=False, markup=False, emoji=False, stderr=stderr, width=width, soft_wrap=soft_wrap)
 
 
@@ -110,7 +110,7 @@ def print_parts(console: Console, *parts: str) -> None:
 
 
 class FittingTable(Table):
-    """A table that becomes a list where the terminal is too narrow for the longest word of each column.
+    """A table that becomes a list if the terminal is too narrow for the longest word of each column.
 
     In the list the first cell of a row is a line, followed by "column: cell" lines; cells that are empty or "-" are
     left out.

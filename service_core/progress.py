@@ -24,7 +24,7 @@ _ERASE = "\r\x1b[K"
 
 
 def is_animated(console: Console) -> bool:
-    """Whether lines can be overwritten: on a real terminal, whatever FORCE_COLOR says."""
+    """Return whether lines can be overwritten: on a real terminal, regardless of FORCE_COLOR."""
     return console.file.isatty() and console.is_terminal and not console.is_dumb_terminal
 
 

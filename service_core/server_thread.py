@@ -90,7 +90,7 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """Uvicorn's protocol, with our headers on malformed requests too. Too many connections end the oldest."""
+    """Uvicorn's protocol, with our headers on malformed requests too. Beyond `MAX_CONNECTIONS` the oldest one ends."""
 
     refusal_headers: Headers = ()
     began = 0.0

@@ -19,7 +19,7 @@ def begin() -> None:
 
 
 def end_on_interrupt() -> None:
-    """End the process at once on Ctrl-C. Use it only where the work survives a crash.
+    """End the process at once on Ctrl-C. Use it only if the work survives a crash.
 
     A KeyboardInterrupt in the middle of a library's import could be swallowed.
     """
@@ -32,7 +32,7 @@ def raise_on_interrupt() -> None:
 
 
 def exit_process(status: int) -> NoReturn:
-    """Exit quickly."""
+    """Exit without a last garbage collection, which takes long once torch is loaded."""
     gc.freeze()  # otherwise the last garbage collection visits all of torch's objects: most of a second
     sys.exit(status)
 

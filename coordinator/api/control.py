@@ -192,9 +192,9 @@ def _refusal(error: FederationError) -> pb.Refusal:
 
 
 def session_seconds(limit: float, sessions: int) -> float:
-    """Draw how long a session lasts until its silo replaces it; 0: no limit.
+    """Draw the seconds that a session lasts until its silo replaces it. limit: with few sessions; 0: no limit.
 
-    Guarantees: with any number of sessions, about one per second is replaced, up to an hour for each.
+    Guarantees: with up to 3600 sessions, at most about one per second is replaced; none lasts longer than an hour.
     """
     longest = min(max(limit, _PER_SESSION_S * sessions), _MAX_S) if limit else 0.0
     return longest * secrets.SystemRandom().uniform(_SOONEST, 1.0)

@@ -128,7 +128,7 @@ class LeadService(rpc.LeadServicer):
         return remaining
 
     def Runs(self, request: pb.RunsRequest, context: Context) -> pb.RunList:  # noqa: ARG002, N802
-        """List runs, newest first, one page at a time; all of them for a lead that asks for no page."""
+        """List runs, newest first: one page, or all runs if the request has no page size."""
         size = min(request.page_size or MAX_PAGE, MAX_PAGE)
         answer = pb.RunList(next_page_token=request.page_token)
         while True:

@@ -127,7 +127,7 @@ def restore(
     )
 
 
-# ---- what keeps the service from its work ----------------------------------------------------------------------------
+# ---- doctor and health -----------------------------------------------------------------------------------------------
 
 Bind = Annotated[str, typer.Option(help="The address that `coordinator serve` will use.")]
 

@@ -189,7 +189,7 @@ class LeadClient:
             threading.Event().wait(_WATCH_RETRY_S)
 
     def events(self, run: str, after: int = 0) -> list[pb.Event]:
-        """Return a run's events so far, from an event number on."""
+        """Return a run's events so far. after: only events with a higher number."""
         with self._errors():
             call = self._lead.Watch(pb.WatchRequest(run_id=run, after=after), timeout=_DEADLINE_S)
             try:

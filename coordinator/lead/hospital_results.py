@@ -52,7 +52,7 @@ class ComparableHospitals:
         return f"cannot rank: {low}; {self.cannot_rank}" if self.cannot_rank else low
 
     def facts(self) -> dict[str, object]:
-        """Return it for machines."""
+        """Return the comparison for machines."""
         return {
             "compared_classes": list(self.classes),
             "balanced_accuracy": dict(self.compared),
@@ -160,7 +160,7 @@ def own_sentence(models: OwnModels, tested: float, other: str = "", *, several_l
 
 
 def own_facts(models: OwnModels) -> dict[str, object]:
-    """Return it for machines."""
+    """Return the comparison of `own_sentence` for machines."""
     ahead = models.auc_ahead
     return {
         **asdict(models),

@@ -332,7 +332,7 @@ def changed_parts(rounds: Iterable[HasUpdateOutcomes]) -> list[str]:
     return [f"({outcomes})"] if outcomes else []
 
 
-# ---- where a run began -----------------------------------------------------------------------------------------------
+# ---- the start of a run ----------------------------------------------------------------------------------------------
 
 _FRESH = 5
 """Modules without pretrained weights that a line names at most."""

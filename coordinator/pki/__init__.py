@@ -1,1 +1,1 @@
-"""The certificate authority, the service's own certificate, and who is a member."""
+"""The certificate authority, the service's own certificate, and the membership."""

@@ -115,9 +115,10 @@ class Authority:
 
     @classmethod
     def open(cls, home: Path, clock: Clock = utc_now) -> Authority:
-        """Open an existing authority; raises StateError: E-STATE-43 if there is none, E-STATE-42 on loose modes.
+        """Open an existing authority.
 
-        E-STATE-26 in a home with an interrupted command.
+        Raises StateError: E-STATE-43 if there is none, E-STATE-42 if others can enter its folder, E-STATE-26 in a home
+        with an interrupted command.
         """
         require_finished(home)
         about = home / FOLDER / "authority.json"

@@ -23,7 +23,7 @@ MIN_BYTES = 12
 
 @dataclass(slots=True)
 class PassphraseSource:
-    """Where this process gets a passphrase; without a file and a variable it asks at the terminal, once."""
+    """The source of a passphrase: a file, an environment variable, or else the terminal, which is asked once."""
 
     file: Path | None = None
     variable: str | None = None
@@ -50,7 +50,7 @@ class PassphraseSource:
                     "expected the passphrase of the authority's key, found no terminal to ask for it: give "
                     "--ca-passphrase-file FILE or --ca-passphrase-env NAME",
                 )
-            sys.stderr.write("")  # the prompt goes to the terminal itself: end the line that says what is at work
+            sys.stderr.write("")  # erases the line of `still_working`: the prompt goes to the terminal directly
             typed = getpass(f"{question}: ")
             if repeat and getpass("once more: ") != typed:
                 raise ConfigError("E-CFG-02", "expected the same passphrase twice, found two: nothing was changed")
@@ -63,7 +63,7 @@ class PassphraseSource:
 
 
 SOURCE = PassphraseSource()
-"""For the authority that this process uses; a command line names one home."""
+"""The source for this process, which uses one authority."""
 
 
 def unlock(pem: bytes, where: Path) -> ec.EllipticCurvePrivateKey:

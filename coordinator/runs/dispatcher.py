@@ -323,7 +323,7 @@ class Dispatcher:
         if session is not None:
             session.send(message)
 
-    # ---- what the lead sees ----------------------------------------------------------------------------------------
+    # ---- for the lead ----------------------------------------------------------------------------------------------
 
     def activity_of(self, name: str) -> tuple[SiloActivity, float] | None:
         """Return a silo's activity and the seconds since its last message; None without a session."""

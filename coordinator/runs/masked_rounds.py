@@ -339,7 +339,7 @@ class SetOpening:
     def __post_init__(self) -> None:
         self._began = self.clock()
 
-    # ---- asked by the dispatcher ---------------------------------------------------------------------------------
+    # ---- called by the dispatcher --------------------------------------------------------------------------------
 
     def messages_for(self, silo: str) -> Sequence[pb.CoordinatorMessage]:
         """Return the requests that a member still has to answer: to confirm, to open, both, or none."""
@@ -425,7 +425,7 @@ class SetOpening:
             AuditEntry(Identity(CertificateRole.SILO, consortium, silo).uri, "sealed set", about, REFUSED, error.code)
         )
 
-    # ---- asked by the run's thread -------------------------------------------------------------------------------
+    # ---- called by the run's thread ------------------------------------------------------------------------------
 
     def open(self) -> OpenedSeeds:
         """Ask until the seeds can be reconstructed; raises as `MaskedRounds.unmask`."""

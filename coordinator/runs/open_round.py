@@ -1,4 +1,4 @@
-"""The open round of a run: whom it waits for, and when it closes (`fl_core.rounds.closing`)."""
+"""The open round of a run: the silos that it waits for, and its close (`fl_core.rounds.closing`)."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class OpenRound:
         self._shown = frozenset[str]()
         self._members: Callable[[], Waiting] | None = None
 
-    # ---- what happens in the round ---------------------------------------------------------------------------------
+    # ---- events of the round ---------------------------------------------------------------------------------------
 
     def record_classes(self, name: str, classes: frozenset[str]) -> None:
         """Record the classes of an update that has arrived, and is not accepted yet."""
@@ -115,10 +115,10 @@ class OpenRound:
         if seen and self.kind.trains:
             self._store.steering.note_classes(self._tasks.run_id, seen)
 
-    # ---- what is decided -------------------------------------------------------------------------------------------
+    # ---- decisions -------------------------------------------------------------------------------------------------
 
     def waiting(self) -> Waiting | None:
-        """Return whom the round waits for; None before the first look."""
+        """Return the awaited silos; None before the first look."""
         with self._lock:
             members, decision, now = self._members, self._decision, self._clock() - self._began
             if members is not None or decision is None:
@@ -170,7 +170,7 @@ class OpenRound:
         seen = self._brought.get(name) or steering.holds.get(name)
         return None if seen is None else frozenset(seen)
 
-    # ---- words -----------------------------------------------------------------------------------------------------
+    # ---- texts -----------------------------------------------------------------------------------------------------
 
     def _show(self, decision: Decision, now: float) -> None:
         """Store an event about the awaited silos: once the round takes long, and again when they change."""
@@ -213,7 +213,7 @@ def excluded_error() -> FederationError:
 
 
 def missed_in_a_row(rounds: Sequence[RoundRow], names: Sequence[str]) -> dict[str, int]:
-    """Count the newest rounds in a row that each silo was asked for and missed. rounds: closed ones, in order."""
+    """Count by silo how many of its newest rounds in a row it missed. rounds: closed ones, in order."""
     missed = dict.fromkeys(names, 0)
     for name in names:
         for row in reversed([r for r in rounds if name in r.cohort]):

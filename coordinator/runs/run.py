@@ -82,7 +82,7 @@ class ActiveRun:
         self._computes = self._interrupted = False
 
     def waiting(self) -> Waiting | None:
-        """Return whom the open round waits for; None if none is open."""
+        """Return the silos that the open round waits for; None if none is open."""
         now = self.round
         return None if now is None else now.waiting()
 
@@ -117,7 +117,7 @@ class ActiveRun:
                 worker.service = self
                 self._compute(worker)
         except UnavailableError as error:
-            if self._interrupted and error.code == "E-RUN-56":  # it was ended for that
+            if self._interrupted and error.code == "E-RUN-56":  # `interrupt` has ended the worker
                 raise RunInterrupted(self.id) from error
             raise
         finally:
@@ -257,7 +257,7 @@ class ActiveRun:
     def ask(self, silo: str, context: RoundContext, kind: TaskKind) -> Later[tuple[str, Path]]:
         """Ask a silo for its update; return the update's id and its file, once it is here.
 
-        In a round with a fixed set only its updates are taken, and a lost one is asked for again. No thread waits.
+        In a round with a fixed set only its updates are taken, and a lost one is requested again. No thread waits.
         Raises FederationError if the silo refuses, is revoked, excluded or given up: the round continues without it.
         Raises RunInterrupted if the run was aborted or the service stops: the round ends unclosed.
         """
@@ -366,7 +366,7 @@ class ActiveRun:
             now.close()
             self.round = None
             if self._state is not None:
-                objects.verified(self._state.digest)  # the worker read the state before from its file
+                objects.verified(self._state.digest)  # the worker read the previous state from this file
             stored = None if written is None else StoredObject.adopt(written, objects)
             unless_over(lambda: store.runs.close_round(self.id, record, stored, model, self.replaces))
         self._state = stored or self._state

@@ -31,7 +31,7 @@ class DerivedFacts:
     exchanges: after how many rounds a closed form is solved; 0 for other methods   aggregator: under the run's privacy
     private: updates are noisy   masked: masks hide single updates   counts_classes: hospitals are counted for each
     class before round 1   least: hospitals that a class needs to be trained   sums_of: updates in the smallest sum that
-    is read; 0 if each update is read   noise: which of the shown results are noisy, without counts and rows.
+    is read; 0 if each update is read   noise: of the shown results; its `counts` and `rows` are empty.
     """
 
     exchanges: int = 0

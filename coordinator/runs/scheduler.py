@@ -116,7 +116,7 @@ class RunScheduler:
                 self.schedule_cleanup(run.id)
             else:
                 active.interrupt()
-        self.workers.interrupt(run.id)  # it may load, or check an update
+        self.workers.interrupt(run.id)  # its worker may be loading, or checking an update
         self.dispatcher.announce_end(run)
         return run
 
@@ -175,7 +175,7 @@ class RunScheduler:
         return run
 
     def waiting(self, run_id: str) -> Waiting | None:
-        """Return whom a run's open round waits for; None if none is open."""
+        """Return the silos that a run's open round waits for; None if none is open."""
         with self._lock:
             active = self._active.get(run_id)
         return None if active is None else active.waiting()

@@ -156,7 +156,7 @@ class PendingTask:
         return self.outcome.result()
 
 
-# ---- all that a run asks ---------------------------------------------------------------------------------------------
+# ---- the open tasks of a run -----------------------------------------------------------------------------------------
 
 FromMember = pb.SecaggConfirm | pb.SecaggShares | pb.SecaggRefusal
 FromSilo = pb.Answer | pb.PreflightAnswer | FromMember
@@ -202,7 +202,7 @@ class RunTasks:
         self._notes: dict[str, str] = {}
         self._software: dict[str, str] | None = None
 
-    # ---- asked by the run ----------------------------------------------------------------------------------------
+    # ---- called by the run ---------------------------------------------------------------------------------------
 
     def begin(self, task: RoundTask | Preflight) -> PendingTask:
         """Keep a task open until `end`; raises RunInterrupted if the run was interrupted."""
@@ -281,7 +281,7 @@ class RunTasks:
         if self._interrupted:
             raise RunInterrupted(self.run_id)
 
-    # ---- asked by the dispatcher ---------------------------------------------------------------------------------
+    # ---- called by the dispatcher --------------------------------------------------------------------------------
 
     def catch_up(self, silo: str, send: Callable[[pb.CoordinatorMessage], None]) -> None:
         """Send a silo's pending messages in its new session."""
@@ -369,10 +369,10 @@ class RunTasks:
         self.event("refused", pending.task.round, pending.task.silo, str(error))
         pending.settle(error)
 
-    # ---- what the lead reads -------------------------------------------------------------------------------------
+    # ---- for the lead --------------------------------------------------------------------------------------------
 
     def note(self, silo: str, text: str, kind: str = "silo") -> None:
-        """Show an event about a silo that the run waits for, once per text."""
+        """Store an event about a silo with an open task, unless its last event had the same text."""
         with self._lock:
             pending = self._pending.get(silo)
             if pending is None or self._notes.get(silo) == text:

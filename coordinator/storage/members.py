@@ -129,7 +129,7 @@ class MemberStore:
         with self._db.read() as db:
             return set(db.scalars(select(silos.c.name).where(silos.c.state == "member")))
 
-    # ---- identities that two parties hold ------------------------------------------------------------------------
+    # ---- alarms about identities ---------------------------------------------------------------------------------
 
     def raise_alarm(self, name: str, text: str) -> None:
         """Store an alarm for the lead, until that hospital enrols again; at most one per minute and name."""
@@ -320,7 +320,7 @@ class MemberStore:
         with self._db.write() as db:
             values = {"version": version, "document": signed.document, "signature": signed.signature}
             db.execute(upsert(rosters).values(**values).on_conflict_do_nothing())
-            # Each roster lists everybody: storing all would grow with the square of the members.
+            # Each roster lists all members: keeping all rosters would take space with the square of their number.
             db.execute(delete(rosters).where(rosters.c.version <= version - _KEPT_ROSTERS))
             row = db.execute(select(rosters).where(rosters.c.version == version)).one()
             return SignedRoster(row.document, row.signature)

@@ -249,7 +249,7 @@ class RunStore:
             return next((row.round + 1 for row in newest if silo in row.record["included"]), 0)
 
     def rounds(self, run_id: str, newest: int | None = None) -> list[RoundRow]:
-        """Return the closed rounds of a run in order; newest: only the last so many."""
+        """Return the closed rounds of a run in order. newest: return only this many, the last ones."""
         with self._db.read() as db:
             closed = (
                 select(rounds)

@@ -321,7 +321,7 @@ class RunManifest:
         """Read a manifest of unknown origin.
 
         Raises ProtocolError: E-WIRE-01 on one of another format, E-WIRE-06 on unknown or missing fields and values of
-        a wrong type. Ranges are the privacy profile's to check.
+        a wrong type. Ranges are checked by `require_possible` and the privacy profile.
         """
         try:
             raw = parse_json(text)

@@ -133,13 +133,13 @@ class RunSetup:
 
     def drop_model(self) -> None:
         """Free the memory of the initial model, which is drawn again at its next use."""
-        if self.weights is None:  # those cannot be drawn
+        if self.weights is None:  # given weights could not be drawn again
             self.__dict__.pop("network", None)
             self.__dict__.pop("_trained", None)
 
     def _drawn(self) -> SplitModel:
         manifest = self.manifest
-        if self.kind.program:  # nobody trains, sends or measures one
+        if self.kind.program:  # no model is trained, sent or measured
             with rng.torch_scope(manifest.seed, "model"):
                 return assemble(nn.Identity(), 1, (), len(manifest.schema.classes), head_bias=True)
         return build_model(manifest.model.name, manifest.model.options, manifest.schema, manifest.seed)

@@ -105,7 +105,7 @@ class MaskedSums:
         kind: TaskKind,
     ) -> RoundSum:
         unmask = partial(self.unmask, context.round, kind) if self.unmask else None
-        # A drawn cohort is not everybody: its class sums would reveal the hospitals that were not drawn.
+        # A drawn cohort is not all members: its class sums would reveal the hospitals that were not drawn.
         return MaskedSum(self.layouts[kind], check, self.everybody, unmask, self.each)
 
     def needed(self, quorum: int, cohort: int, unchanged: bool) -> int:
@@ -116,7 +116,7 @@ class MaskedSums:
         return ""
 
 
-# ---- all that follows for a run --------------------------------------------------------------------------------------
+# ---- the updates of a run --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Records commands that change something in the audit log, however they end."""
+"""Records in the audit log every command that changes something, however it ends."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SHOWN = frozenset(
         "to",
     )
 )
-"""Arguments that are recorded; all others are not, above all tokens."""
+"""Arguments that are recorded. No others are, in particular no tokens."""
 
 
 def recorded(command: Command, name: str, home_of: Callable[[Path | None], Path]) -> Command:

@@ -24,13 +24,13 @@ from service_core.storage.migration import migrate, set_journal_mode, statements
 
 FOLDER = "audit"
 LOG_FILE = f"{FOLDER}/log.sqlite"
-"""In a home."""
+"""Path of the log in a home."""
 RESTORED = "restored"
 OWN = "this log"
 """`who` of lines about the log itself."""
 _READ = 1000
 _ANCHOR = "anchor.json"
-"""Of 0.1.0: number and hash of the newest line that was on the disk."""
+"""File of version 0.1.0: number and hash of the newest line that was on the disk."""
 _SCHEMA = """
 CREATE TABLE event (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, text TEXT NOT NULL, prev_hash TEXT NOT NULL, hash TEXT NOT NULL) STRICT;
@@ -63,7 +63,10 @@ class AuditLog:
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
-        """Open or create the log; raises StateError: E-STATE-42 on open modes, E-STATE-80 on another file."""
+        """Open or create the log.
+
+        Raises StateError: E-STATE-42 if others can enter its folder, E-STATE-80 on a file that is no audit log.
+        """
         with disk_errors(folder):
             self.file = private_files.private_folder(folder) / Path(LOG_FILE).name
         self._clock = clock
@@ -200,7 +203,7 @@ class AuditLog:
 
     def _write(self, db: sqlite3.Connection, entry: LogEntry) -> ChainHead:
         before = CHAIN.head(db)
-        number = max(before.seq, last_number(db)) + 1  # where the end was cut off, the gap stays, and `verify` finds it
+        number = max(before.seq, last_number(db)) + 1  # if the end was cut off, the gap stays, and `verify` finds it
         return CHAIN.append(db, (LogLine(number, self._clock(), before.hash, entry).encode(),), number)
 
     def _head_of(self, db: sqlite3.Connection, of: str) -> SignedHead | None:

@@ -168,7 +168,7 @@ def _is_open(path: Path) -> bool:
 def database(path: Path, rehearse: Callable[[], object]) -> Iterator[Finding]:
     """Check a database with SQLite, also while a service uses it.
 
-    rehearse: opens and reads a copy as the service does, and raises what the service would raise.
+    rehearse: opens and reads a copy as the service does, and raises the same errors.
     """
     if not path.exists() and GenerationFile(path).read() is None:
         rehearse()

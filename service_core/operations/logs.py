@@ -136,7 +136,7 @@ class OneLineFormatter(logging.Formatter):
 
 
 def mask(text: str, home: str) -> str:
-    """Mask secrets and what may be about a person. home: paths below it stay."""
+    """Mask secrets and anything that may be about a person. home: paths below it stay."""
     text = _ABOUT_DATA.sub(lambda match: f"{match[1]}: {_title(match[1])}", text)
     for pattern, put in _SECRETS:
         text = pattern.sub(put, text)

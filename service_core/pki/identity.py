@@ -175,8 +175,8 @@ def identity_of(certificate: bytes | x509.Certificate) -> PeerCertificate:
 def peer_of(auth_context: Mapping[str, Iterable[bytes]]) -> PeerCertificate:
     """Read the peer of a call from the gRPC server's auth context (`context.auth_context()`).
 
-    Raises RefusedError: E-TLS-09 without a certificate, E-TLS-15 when the connection is older than TLS 1.3 (a second
-    lock behind `service_core.tls.connect.require_tls13`), E-ID-31 as `identity_of`.
+    Raises RefusedError: E-TLS-09 without a certificate, E-TLS-15 on a connection older than TLS 1.3 (in addition to
+    `service_core.tls.connect.require_tls13`), E-ID-31 as `identity_of`.
     """
     chain = list(auth_context.get("x509_pem_cert", ()))
     if not chain:

@@ -3,8 +3,8 @@
     text    = "consilium1." base64url( size u32 | sha256(body)[:8] | zlib(body) )      size = len(zlib(body))
     body    = fields, each u16 length and bytes: consortium, name, addresses, CA (DER), certificate (DER), scalar (32)
 
-A token contains a private key, which opens only the Enrolment service, once, until it expires, and the CA that the new
-silo will trust. Send it over a trusted channel.
+A token contains the CA that the new silo will trust, and a private key, which opens only the Enrolment service, once,
+until it expires. Send it over a trusted channel.
 """
 
 from __future__ import annotations

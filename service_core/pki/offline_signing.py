@@ -1,6 +1,6 @@
 """Files for offline signing, when the authority's key is kept off the network: a silo's request and the answer.
 
-Both are JSON text without secrets: a request has a public key, an answer what the authority signed.
+Both are JSON text without secrets: a request has a public key, an answer the signed roster and certificate.
 """
 
 from __future__ import annotations

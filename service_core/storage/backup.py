@@ -32,7 +32,7 @@ FILE = "backup.json"
 FORMAT = 1
 _TRIES = 20
 _MAX_BYTES = 256 << 20
-"""Of `backup.json`, enough for two million objects."""
+"""Size limit of `backup.json`, enough for two million objects."""
 _LATEST = 253_402_300_799.0
 """End of the year 9999: datetime cannot format later times."""
 _BLOCK = 1 << 20
@@ -137,7 +137,7 @@ def restoring(backup: Path, home: Path, layout: HomeLayout) -> Iterator[BackupCo
 
     Raises StateError: E-STATE-25 on a folder that is not a backup of this side or was changed, before anything is
     written; E-STATE-20, E-STATE-26 as `unfinished.filling`; ConfigError (E-CFG-02) if the home is not empty.
-    Guarantees: a half restored home is refused until the same backup is restored again, which continues.
+    Guarantees: after an interruption the home is refused until the same backup is restored again, which continues.
     """
     contents = BackupContents.read(backup)
     if contents.side != layout.side:

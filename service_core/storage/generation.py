@@ -1,6 +1,6 @@
 """Detects a database that is missing, empty, older or another home's, before anything is deleted or answered.
 
-Every transaction increments a generation number in the database, and then in a file beside it. A database that lacks
+Every transaction increments a generation number in the database, and then in a file next to it. A database that lacks
 its newest changes (its log was lost, or an older file was restored) is behind that file. The file also has the
 incarnation, a random id that changes when a database is created or restored.
 """
@@ -68,7 +68,7 @@ class GenerationRecord(NamedTuple):
 
 
 class GenerationFile:
-    """The file beside a database, mode 0600; written and read by several processes."""
+    """The file next to a database, mode 0600; written and read by several processes."""
 
     def __init__(self, database: Path) -> None:
         self._database = database
@@ -154,9 +154,9 @@ class GenerationFile:
             return generation_of(db)
 
     def require(self, db: sqlite3.Connection, contents: Callable[[], int]) -> None:
-        """Raise StateError (E-STATE-23) unless the database is as new as the record beside it.
+        """Raise StateError (E-STATE-23) unless the database is as new as the record next to it.
 
-        contents: counts the stored objects, which must be 0 beside a new database
+        contents: counts the stored objects, which must be 0 if the database is new
         """
         noted, stored = self.read(), generation_of(db)
         if noted is None and stored is not None and stored.number > 1:
@@ -215,7 +215,7 @@ def open_read_only(database: Path, timeout: float = BUSY_SECONDS) -> sqlite3.Con
 
 
 def open_untouched(database: Path, timeout: float = BUSY_SECONDS) -> sqlite3.Connection:
-    """Open a database as `open_read_only` does, without creating files beside it."""
+    """Open a database as `open_read_only` does, without creating files next to it."""
     if _is_logged(database) and not database.with_name(f"{database.name}-wal").exists():
         # No process has it open, and SQLite would create a log even to read.
         return sqlite3.connect(f"{database.absolute().as_uri()}?immutable=1", uri=True)
@@ -262,7 +262,7 @@ def generation_of(db: sqlite3.Connection) -> Generation | None:
 
 
 def begin_incarnation(db: sqlite3.Connection, after: int) -> Generation:
-    """Start a new incarnation, as after a restore: the record beside the database is no longer valid.
+    """Start a new incarnation, as after a restore: the record next to the database is no longer valid.
 
     after: count on from this generation, if the database's own is lower
     """

@@ -17,7 +17,7 @@ WAIT_S = 90.0
 """Seconds until a machine surely sees the changes of another one: NFS caches a missing name for up to 60."""
 _PAUSE_S = 0.1
 _KINDS: Mapping[str, Callable[[IO[str], int], object]] = {"fcntl": fcntl.lockf, "flock": fcntl.flock}
-"""Locks of SQLite, and of files beside its databases."""
+"""Locks of SQLite, and of files next to its databases."""
 
 
 @contextmanager

@@ -137,7 +137,7 @@ class Database:
             ) from error
 
     def _rehearsal_of(self, path: Path, contents: Callable[[], int]) -> Path:
-        """Check the generation of the file, and copy the file into a temporary folder beside it."""
+        """Check the generation of the file, and copy the file into a temporary folder next to it."""
         GenerationFile(path).require_file()
         self._copy = TemporaryDirectory(prefix=".rehearsal-", suffix=".tmp", dir=path.parent)
         copy = Path(self._copy.name, path.name)

@@ -98,5 +98,5 @@ class ChildProcess:
         with self._lock:
             if not self._over and self._process.poll() is not None:
                 self._over = True
-                self._kill(self._process)  # what it started and left behind
+                self._kill(self._process)  # the processes that it started and left behind
             return self._over
