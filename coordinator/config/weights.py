@@ -62,9 +62,9 @@ def take(spec: RunSpec) -> tuple[RunSpec, TakenWeights | None]:
 
 
 def _packaged(file: str) -> tuple[Path, str]:
-    """Return the file that a word names, and where it comes from if it is that of a package; downloads nothing.
+    """Return the file that a word names, and its origin if it belongs to a package; downloads nothing.
 
-    Raises ConfigError (E-CFG-08) where the package is not installed.
+    Raises ConfigError (E-CFG-08) if the package is not installed.
     """
     if file not in PACKAGES:
         return Path(file), ""

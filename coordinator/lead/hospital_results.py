@@ -89,7 +89,7 @@ def standing(results: Mapping[str, HospitalResult], *, several_labels: bool = Fa
 
 
 def _counts(result: HospitalResult, c: int) -> list[tuple[float, float]]:
-    """Return correct answers and examples of a class, or of a label where it is present and where it is absent."""
+    """Return correct answers and examples of a class; of a label two pairs, for images with it and without it."""
     if result.clinical is not None and (labels := result.clinical.labels):
         return [(labels[c].tp, labels[c].present), (labels[c].tn, labels[c].absent)]
     return [(result.correct[c], result.examples[c])]

@@ -1,4 +1,4 @@
-"""Withdrawal of a hospital: the models with its updates, the removal of its sums where exact, a signed record.
+"""Withdrawal of a hospital: the models with its updates, the exact removal of its sums if possible, a signed record.
 
 Sums of `analytic` without privacy are exact integers: the state minus the hospital's part is the state of a run that
 never had it, to the last bit. The coordinator keeps no single hospital's sums, so the hospital sends them once more, in

@@ -1,4 +1,4 @@
-"""A lead's changes to a running run: who is asked, how many must deliver, how long a round waits."""
+"""A lead's changes to a running run: excluded silos, the quorum, and the time that a round waits."""
 
 from __future__ import annotations
 

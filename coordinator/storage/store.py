@@ -41,7 +41,7 @@ class CoordinatorStore:
         accept_loss: bool = False,
         rehearsal: bool = False,
     ) -> None:
-        """Open a home's database, as `Database`. accept_loss: continue with an older or new one."""
+        """Open a home's database; accept_loss, rehearsal: as for `Database`."""
         if not rehearsal:
             private_home(home)
         self.database = Database(

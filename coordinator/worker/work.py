@@ -132,7 +132,7 @@ class RunWork:
         return checked(BundleFile(file), self._compiled.dtypes)
 
     def classes_in(self, update: BundleFile) -> frozenset[str] | None:
-        """Return the classes that an update trains; None if it does not say, or masks hide them."""
+        """Return the classes that an update trains; None if it counts none, or masks hide them."""
         return None if self._compiled.masked else classes_in(update, self.manifest)
 
     # ---- rounds ----------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class RunWork:
         return counted
 
     def run(self, left: Rounds) -> None:
-        """Run the rounds that are left; raises as `RoundLoop.run`."""
+        """Run the remaining rounds; raises as `RoundLoop.run`."""
         state = open_state(Path(left.state))
         rounds = _Rounds(self, state)
         if left.counted is not None:
@@ -180,7 +180,7 @@ class RunWork:
         members: Collection[str],
         blocks: Collection[str],
     ) -> None:
-        """Take the masks off a round's sums (`fl_core.rounds.updates.Unmask`); raises as `RunService.unmask`."""
+        """Remove the masks from a round's sums (`fl_core.rounds.updates.Unmask`); raises as `RunService.unmask`."""
         assert self.service is not None
         self.service.unmask(number, kind, members, blocks).unmask([unsigned(sums[block]) for block in BLOCKS])
         if kind.census:

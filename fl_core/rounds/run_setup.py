@@ -132,7 +132,7 @@ class RunSetup:
         return self._drawn()
 
     def drop_model(self) -> None:
-        """Free the memory of the initial model, which is drawn again at its next use."""
+        """Free the memory of the initial model, which is drawn again at its next use. Given weights stay."""
         if self.weights is None:  # given weights could not be drawn again
             self.__dict__.pop("network", None)
             self.__dict__.pop("_trained", None)
@@ -303,7 +303,7 @@ class RunSetup:
 
     @property
     def aggregator(self) -> Options:
-        """The aggregator of a round's updates; under masks a sum, whatever the manifest says; raises as `limits`."""
+        """The aggregator of a round's updates; under masks always a mean; raises as `limits`."""
         return self.updates.aggregator(self.limits)
 
     @cached_property

@@ -118,7 +118,7 @@ class OpenedSum:
 class OpenedSeeds:
     """The seeds of the masks that are in the sum of a set.
 
-    task: in words   context: of its round   inside: the members of the set
+    task: its description for errors   context: of its round   inside: the members of the set
     wrong: (member, dealer): the member's share of a secret of the dealer did not fit. One of the two sent wrong data,
     provided that no more answers for this secret are wrong than are named here.
     """

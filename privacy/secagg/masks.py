@@ -32,7 +32,7 @@ def add_mask(words: Words, seed: bytes, context: bytes, block: int, *, subtract:
 
 
 def subtracted(member: int, other: int) -> bool:
-    """Return whether `member` subtracts the mask that `other` adds. A member adds its own mask."""
+    """Return whether `member` subtracts the mask of its pair with `other`, which then adds it. Own masks are added."""
     return member > other
 
 

@@ -27,10 +27,10 @@ RSA_ONLY = "ECDHE-RSA-AES128-GCM-SHA256"
 
 
 def require_tls13() -> None:
-    """Make gRPC refuse TLS 1.2; raises StateError (E-RUN-99) when grpc was imported before.
+    """Make gRPC refuse TLS 1.2; raises StateError (E-RUN-99) if grpc was imported before.
 
-    gRPC has no option for the minimum version. At import it reads the cipher suites of TLS 1.2 from this variable. We
-    set one that needs an RSA certificate, and ours are ECDSA.
+    gRPC has no option for the minimum version. At import it reads the cipher suites of TLS 1.2 from an environment
+    variable. This sets a suite that needs an RSA certificate, and ours are ECDSA.
     Guarantees: a client of TLS 1.2 is refused.
     """
     if os.environ.get(SUITES) == RSA_ONLY:
