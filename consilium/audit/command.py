@@ -56,10 +56,10 @@ def audit(
 ) -> None:
     """Attack training on this hospital's images, with and without privacy. The exit status is 1 if a claim is refuted.
 
-    First a simulated coordinator that chooses the model attacks artificial records. Then attacks on this hospital's
-    images measure four things: a lower bound on epsilon from planted images, and how well losses reveal which images
-    were trained on, updates reveal classes, and prototypes reveal images. If no attack refutes a claim, that does not
-    prove it. Nothing is sent or charged. Keep the folder at this hospital.
+    First a simulated coordinator that chooses the model attacks artificial records. Then four attacks use this
+    hospital's images. Planted images give a lower bound on epsilon. The others measure whether losses reveal the images
+    used for training, whether updates reveal classes, and whether prototypes reveal images. If no attack refutes a
+    claim, that does not prove it. Nothing is sent or charged. Keep the folder at this hospital.
     """
     from consilium.audit.runner import AUDITS, AuditSettings
 

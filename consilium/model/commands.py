@@ -173,7 +173,7 @@ def calibrate(
     *,
     named: Named,
 ) -> CommandResult:
-    """Calibrate a model with labelled images of this hospital: probabilities, sets of classes, none of the classes.
+    """Calibrate a model with labelled images of this hospital: probabilities, class sets, test for unknown classes.
 
     The file contains class means of features, but no image. Use it only at this hospital: its guarantees hold for
     images like those in the calibration.

@@ -60,5 +60,5 @@ def _claimed(rounds: int | None, agrees: bool) -> OwnRecord:
 app = make_app(
     _authority_of,
     _records_of,
-    help="The card of an exported model: whether it is as a lead signed it, and documents written from it.",
+    help="Check the signed card of an exported model, and write documents from it.",
 )

@@ -149,5 +149,5 @@ def _lead_in_force(home: Path | None, signed: SignedCard, card: Card) -> list[Ow
 card = make_app(
     _authority_fingerprint,
     _lead_in_force,
-    help="The card of an exported model: whether it is as a lead signed it, and documents written from it.",
+    help="Check the signed card of an exported model, and write documents from it.",
 )

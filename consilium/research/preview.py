@@ -81,7 +81,7 @@ def preview(
     The ledgers stop the run at the requested epsilon.
 
     --expect 3 simulates the run three times and shows the range of accuracies. It needs data on this machine, such as a
-    public set like the hospitals' own (data=folder data.path=... federation=p5c2).
+    public data set similar to the hospitals' (data=folder data.path=... federation=p5c2).
 
     Sizes come from --sizes, from the hospitals online (--online), or from the simulated federation.
     """

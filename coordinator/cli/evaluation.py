@@ -63,7 +63,7 @@ def evaluate(
     *,
     home: Place,
 ) -> CommandResult:
-    """Measure a stored or exported model at the hospitals. Only correct answers and scores are sent, no update.
+    """Measure a stored or exported model at the hospitals. They send counts and histograms of scores, no update.
 
     An evaluation is a run without training rounds: each hospital's policy decides about it, and `show`, `compare` and
     the page show its results.

@@ -253,7 +253,7 @@ def withdraw(
     *,
     client: Client,
 ) -> CommandResult:
-    """Remove a hospital's data from the models. Runs that must be trained again are named.
+    """Remove a hospital's data from the models, and list the runs that must be trained again.
 
     With `analytic`, removal is exact: the new model equals that of a run without the hospital. For this the hospital
     sends its sums once more, from the same records. Run the command again to see progress.

@@ -193,12 +193,12 @@ def restore(
     *,
     home: SiloHome,
 ) -> CommandResult:
-    """Continue with an older copy of the ledger if the newest is lost; the most that may be missing is charged.
+    """Continue with an older copy of the ledger if the newest is lost. The largest possible missing amount is charged.
 
     Spending up to the last state that the coordinator or other hospitals have on record is charged exactly, from
-    encrypted amounts in that record. For later rounds, every collection is charged its most expensive entry, as often
-    as a round may be tried. Without these amounts, or without the key to decrypt them, each collection loses its whole
-    budget. Later receipts state how often a restore was done.
+    encrypted amounts in that record. For later rounds, every collection is charged its most expensive entry, times the
+    allowed number of attempts for a round. Without these amounts, or without the key to decrypt them, each collection
+    loses its whole budget. Later receipts state how often a restore was done.
     """
     from privacy.ledger.ledger import Ledger
     from privacy.ledger.recovery import SeenHead, charge_unknown_spending

@@ -92,7 +92,7 @@ def approve(
 ) -> CommandResult:
     """Decide about a run that waits for this hospital, if its policy says approve = "by hand".
 
-    A decision holds for one manifest: a run that changes asks again. The cost that is shown for a waiting run is an
+    A decision is for one manifest: if the run changes, it asks again. The cost that is shown for a waiting run is an
     upper bound over all its rounds.
     """
     from silo.reports.questions import PendingDecision, PolicyAndLedger

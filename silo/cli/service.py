@@ -53,10 +53,10 @@ def serve(
         typer.Option(
             "--holds",
             help="Classes A,B,... to declare to the coordinator. A round waits longer for the only hospital with a "
-            "class. A private run must include all declared classes, unless [privacy] labels in the policy lists more.",
+            "class. A private run must include all of them, or all of [privacy] labels if the policy has these.",
         ),
     ] = None,
-    no_prototypes: Annotated[bool, typer.Option("--no-prototypes", help="Send class prototypes to no run.")] = False,
+    no_prototypes: Annotated[bool, typer.Option("--no-prototypes", help="Never send class prototypes.")] = False,
     answer_after: AnswerAfterOption = 0.0,
     pulse_floor: PulseFloorOption = 1.0,
     image_cache: ImageCacheOption = 4.0,
