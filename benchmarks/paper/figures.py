@@ -69,7 +69,7 @@ class Figure:
     @property
     def setting(self) -> str:
         seeds = f"{len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"
-        drawn = f", drawn is seed {self.seeds[0]}" if self.draw in ("points", "matrix") and len(self.seeds) > 1 else ""
+        drawn = f", picture of seed {self.seeds[0]}" if self.draw in ("points", "matrix") and len(self.seeds) > 1 else ""
         return f"{self.scale}, {seeds}{drawn}"
 
     @property
