@@ -69,7 +69,8 @@ class Figure:
     @property
     def setting(self) -> str:
         seeds = f"{len(self.seeds)} seeds" if len(self.seeds) > 1 else "one seed"
-        drawn = f", picture of seed {self.seeds[0]}" if self.draw in ("points", "matrix") and len(self.seeds) > 1 else ""
+        one_drawn = self.draw in ("points", "matrix") and len(self.seeds) > 1
+        drawn = f", picture of seed {self.seeds[0]}" if one_drawn else ""
         return f"{self.scale}, {seeds}{drawn}"
 
     @property
