@@ -1,4 +1,4 @@
-"""Curves, drawn by the server as SVG: places in percent, so that they fill every card, with a legend and a table."""
+"""Line charts, drawn by the server as SVG that scales to its card, with a legend and a table."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 MAX_SERIES = 6
-"""Curves that a reader tells apart in one chart, each with a colour and a dash of its own."""
+"""Maximum number of curves in a chart, each with its own colour and line style."""
 MAX_POINTS = 400
 TABLE_ROWS = 60
 _MAX_VALUE = 1e30
-"""Beyond this a number is drawn as a gap, like one that is none."""
+"""Larger numbers are drawn as gaps, like NaN."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve: a value for each x, None (or what is not finite) where there is none.
+    """One curve: a value for each x; None, infinity and NaN are gaps.
 
-    colour: from 1 to `MAX_SERIES`. What is drawn again, in another chart or with more rounds, has the same one there.
+    colour: from 1 to `MAX_SERIES`. The same series should have the same colour in every chart.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Curves over common, increasing x. limits: of y where it has natural ones, else those of the values."""
+    """Curves over common, increasing x. limits: of y, if it has natural ones; None takes those of the values."""
 
     title: str
     x_name: str
@@ -40,7 +40,7 @@ class Chart:
     def __post_init__(self) -> None:
         colours = [one.colour for one in self.series]
         if len(set(colours)) < len(colours) or not set(colours) <= set(range(1, MAX_SERIES + 1)):
-            raise ValueError(f"expected curves of different colours from 1 to {MAX_SERIES}, found {colours}")
+            raise ValueError(f"expected curves with different colours from 1 to {MAX_SERIES}, found {colours}")
         for one in self.series:
             if len(one.values) != len(self.x):
                 raise ValueError(f"{one.name}: expected {len(self.x)} values, found {len(one.values)}")
@@ -50,7 +50,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class CurvePath:
-    """A path in a field of 1000 by 1000 from the top left. last: its last value."""
+    """An SVG path in a field of 1000 by 1000 units, from the top left. last: the curve's last value."""
 
     name: str
     colour: int
@@ -60,7 +60,7 @@ class CurvePath:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A mark on an axis. at: percent of it, from the left or from the top."""
+    """A mark on an axis. at: position in percent, from the left or the top."""
 
     at: float
     text: str
@@ -68,7 +68,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class ChartDrawing:
-    """All that a template needs. rows_left_out: how many earlier rows of the table are not shown."""
+    """A chart's data for a template. rows_left_out: number of earlier table rows that are not shown."""
 
     title: str
     x_name: str
@@ -118,14 +118,14 @@ def _drawable(value: float | None) -> float | None:
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """Return limits around all values, a twentieth wider, and never of no width."""
+    """Return limits around all values, 5 % wider on each side, and never of zero width."""
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     margin = max((high - low) / 20, abs(high) * 1e-9, 1e-12)
     return low - margin, high + margin
 
 
 def _path(across: Sequence[float], down: Sequence[float | None]) -> str:
-    """Write the path, a new piece after each gap; a point between two gaps is a dot."""
+    """Write the SVG path, with a new piece after each gap. A point between two gaps becomes a dot."""
     step = max(1, math.ceil(len(across) / MAX_POINTS))
     chosen = sorted({*range(0, len(across), step), len(across) - 1})
     path, open_ = "", False

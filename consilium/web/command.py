@@ -1,4 +1,4 @@
-"""What the command `page` of both sides does: serve a site on loopback, say where, and open it."""
+"""Common code of the `page` commands: serve a site on loopback, print its link, and open it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from consilium.web.site import Site
 
 OPENED_PAGE = "opened-page.html"
-"""The file in a home that opens the page of this command, as long as it runs."""
+"""The file in a home that opens the page while this command runs."""
 Bind = Annotated[
     str | None,
     typer.Option(
@@ -39,7 +39,7 @@ def serve_until_stopped(
     as_json: bool,
     words: Callable[[Sequence[tuple[str, str]]], Iterable[str | KeyValues]],
 ) -> None:
-    """Serve a site until SIGTERM or Ctrl-C, say where, and open it. words: of these facts, for people."""
+    """Serve a site until SIGTERM or Ctrl-C, print its link, and open it. words: formats the facts as text."""
     from consilium.web.serve import PageServer
     from service_core.console import open_file
 

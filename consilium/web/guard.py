@@ -1,19 +1,19 @@
-"""What a page on loopback refuses, before anything of it runs, and what every answer says to the browser.
+"""Check every request to a page on loopback before the page handles it, and set security headers on every answer.
 
-Other users of the machine reach the port, and so does every web page that a browser on it shows. In this order:
+Other users of the machine can reach the port, and so can every web page in a browser on it. Checks, in this order:
 
-| what                                                                | else |
+| required                                                            | else |
 |---------------------------------------------------------------------|------|
 | exactly one Host header, equal to address:port                      | 421  |
 | GET, HEAD or POST, and no other protocol                            | 405, 400 |
-| Sec-Fetch-Site, where it is sent: same-origin or none               | 403  |
+| Sec-Fetch-Site, if sent: same-origin or none                        | 403  |
 | the cookie of an open session                                       | 401  |
 | POST: exactly one Origin, this one                                  | 403  |
 | POST: a form of at most 4 KB, no name in it twice                   | 415, 413, 400, 408 |
 | POST: the session's token in the form, compared in constant time    | 403  |
-| POST of a file, where any is taken: its length said and allowed; the token in a header | 415, 411, 413, 403 |
+| POST of a file, if the path takes one: a declared, allowed length; the token in a header | 415, 411, 413, 403 |
 
-The opening link needs neither cookie nor Sec-Fetch-Site. Whoever has it sees the page, once; then a cookie does.
+The opening link needs neither cookie nor Sec-Fetch-Site. It opens the page once and sets the cookie.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OPENING = "/open/"
 SESSION, FORM = "consilium.web.session", "consilium.web.form"
-"""Where the application finds both in the scope of a request that passed."""
+"""Keys of the session and the form in the scope of an accepted request."""
 BODY_BYTES = 4096
 BODY_S = 10.0
 TOKEN = b"x-token"
-"""The header that has the session's token beside a file. A page of another origin cannot set it unasked."""
+"""The header with the session's token in a file upload. A page of another origin cannot set it without permission."""
 _FIELDS = 32
 HEADERS = {
     "Content-Security-Policy": (
@@ -57,12 +57,12 @@ LINK_S = 600.0
 SESSION_S = 12 * 3600.0
 """How long a session lasts after its last request."""
 MAX_SESSIONS = 16
-"""Sessions at once; the one that was used least recently makes room."""
+"""Maximum number of sessions; a new one replaces the least recently used."""
 
 
 @dataclass(slots=True)
 class BrowserSession:
-    """One browser. token: goes into each form   notice: what its last form led to, shown once."""
+    """One browser's session. token: part of each form   notice: result of its last form, shown once."""
 
     token: str
     used: float
@@ -71,25 +71,25 @@ class BrowserSession:
 
 @dataclass(slots=True)
 class Sessions:
-    """The link in force and the open sessions. Used by the server's event loop alone."""
+    """The current link and the open sessions. Used only by the server's event loop."""
 
     clock: Callable[[], float] = time.monotonic
     _link: tuple[bytes, float] | None = None
     _open: dict[str, BrowserSession] = field(default_factory=dict)
 
     def new_link(self) -> str:
-        """Make a secret of 256 bits that opens one session within `LINK_S`; earlier ones open none from now on."""
+        """Create a secret of 256 bits that opens one session within `LINK_S`, and invalidate earlier ones."""
         secret = secrets.token_urlsafe(32)
         self._link = (secret.encode(), self.clock())
         return secret
 
     @property
     def link_age(self) -> float | None:
-        """Seconds since the link in force was made; None where it was used."""
+        """Age of the current link in seconds; None if it was used."""
         return None if self._link is None else self.clock() - self._link[1]
 
     def enter(self, secret: str) -> str | None:
-        """Use the link up and return a new session's cookie; None for a secret that is not in force."""
+        """Use up the link and return a new session's cookie; None for an invalid or expired secret."""
         if self._link is None or not hmac.compare_digest(secret.encode("utf-8", "replace"), self._link[0]):
             return None
         age, self._link = self.clock() - self._link[1], None
@@ -102,8 +102,8 @@ class Sessions:
         return cookie
 
     def find(self, cookie: str) -> BrowserSession | None:
-        """Return an open session, used now."""
-        session = self._open.get(cookie)  # 256 random bits: the time of a look-up tells nothing of use
+        """Return an open session and renew it; None if there is none or it has expired."""
+        session = self._open.get(cookie)  # the cookie has 256 random bits, so look-up times reveal nothing useful
         if session is None:
             return None
         if self.clock() - session.used > SESSION_S:
@@ -114,9 +114,9 @@ class Sessions:
 
 
 class PageGuard:
-    """Wraps the application of a page. host: address:port   command: what gives a new link.
+    """Wraps a page's application. host: address:port   command: prints a new link.
 
-    uploads: paths that take a file, and bytes of the largest one.
+    uploads: paths that take a file, with the largest size in bytes.
     """
 
     def __init__(
@@ -157,22 +157,22 @@ class PageGuard:
         if scope["method"] not in ("GET", "HEAD", "POST"):
             return _text(405, "expected GET, HEAD or POST", {"Allow": "GET, HEAD, POST"})
         if _values(scope, b"upgrade"):
-            return _text(400, "expected HTTP/1.1, found another protocol asked for")
+            return _text(400, "expected HTTP/1.1, found a request for another protocol")
         opening = scope["path"].startswith(OPENING) and scope["method"] != "POST"
         if opening:
             return None
         if not {*_values(scope, b"sec-fetch-site")} <= {b"same-origin", b"none"}:
-            return _text(403, "expected a request of this page's own, found one of another site")
+            return _text(403, "expected a request from this page, found one from another site: open the page itself")
         session = self._session(scope)
         if session is None:
             return _text(401, f"This page opens by its link, which works once. For a new link: {self._command}")
         scope[SESSION] = session
         if scope["method"] == "POST" and _values(scope, b"origin") != [self._origin]:
-            return _text(403, "expected a form of this page's own, found one of another origin")
+            return _text(403, "expected a form from this page, found one from another origin: open the page itself")
         return None
 
     def _session(self, scope: Scope) -> BrowserSession | None:
-        """Find the session by this port's cookie; browsers send cookies of other ports, too."""
+        """Find the session by this port's cookie. Browsers also send cookies of other ports."""
         for header in _values(scope, b"cookie"):
             for pair in header.decode("latin-1").split(";"):
                 name, _, value = pair.strip().partition("=")
@@ -181,7 +181,7 @@ class PageGuard:
         return None
 
     async def _form(self, scope: Scope, receive: Receive) -> Response | None:
-        """Read the form into the scope, or return why it is refused; the connection ends where it was not read."""
+        """Read the form into the scope, or return a refusal, which closes the connection if the form was not read."""
         kinds = [value.partition(b";")[0].strip().lower() for value in _values(scope, b"content-type")]
         if kinds != [b"application/x-www-form-urlencoded"]:
             return _text(415, "expected a form (application/x-www-form-urlencoded)", _CLOSE)
@@ -198,29 +198,29 @@ class PageGuard:
                 text, keep_blank_values=True, strict_parsing=True, errors="strict", max_num_fields=_FIELDS
             )
         except ValueError:
-            return _text(400, "expected a form, found something that is none")
+            return _text(400, "expected a URL-encoded form, found other content")
         form = dict(pairs)
         if len(form) != len(pairs):
-            return _text(400, "expected every field of the form once")
+            return _text(400, "expected every field of the form once, found one twice")
         token = form.pop("token", "").encode("utf-8", "replace")
         if not hmac.compare_digest(token, scope[SESSION].token.encode()):
-            return _text(403, "expected a form of this session: load the page again")
+            return _text(403, "expected a form of this session: reload the page")
         scope[FORM] = form
         return None
 
 
 def _upload(scope: Scope, limit: int) -> Response | None:
-    """Return why a file is refused, before a byte of it is read: the protocol ends it at the length that it says."""
+    """Return a refusal of a file before reading it, or None. HTTP then limits the file to its declared length."""
     if _values(scope, b"content-type") != [b"application/octet-stream"]:
         return _text(415, "expected a file (application/octet-stream)", _CLOSE)
     (length, *more) = _values(scope, b"content-length") or [b""]
     if more or not length.isdigit() or _values(scope, b"transfer-encoding"):
-        return _text(411, "expected a file of one length that is said", _CLOSE)
+        return _text(411, "expected a file with one Content-Length header", _CLOSE)
     if len(length) > 15 or int(length) > limit:
         return _text(413, f"expected a file of at most {limit} bytes", _CLOSE)
     tokens, expected = _values(scope, TOKEN), scope[SESSION].token.encode()
     if len(tokens) != 1 or not hmac.compare_digest(tokens[0], expected):
-        return _text(403, "expected a file of this session: load the page again", _CLOSE)
+        return _text(403, "expected a file of this session: reload the page", _CLOSE)
     return None
 
 
@@ -240,7 +240,7 @@ def _text(status: int, text: str, headers: Mapping[str, str] | None = None) -> R
 
 
 async def _body(receive: Receive) -> bytes | None:
-    """Return the body of a request; None where it is longer than `BODY_BYTES`."""
+    """Return the body of a request; None if it is longer than `BODY_BYTES` or the client disconnects."""
     body: bytes = b""
     while True:
         message = await receive()

@@ -1,4 +1,4 @@
-"""Templates: everything that is written into one is escaped, visible, and there."""
+"""Templates that escape values, show invisible characters and refuse missing names; also gauges and formats."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from service_core.console import local_time, printable
 OWN = Path(__file__).parent / "templates"
 STYLE = Path(__file__).parent / "static" / "page.css"
 MAX_CHARS = 2_000
-"""Characters of one text; what another side wrote may be longer, and is cut with three dots."""
+"""Maximum length of a text. Longer texts from others are cut, with three dots."""
 
 
 @cache
 def make_environment(folder: Path) -> Environment:
-    r"""Make the templates of a page, those of `consilium.web` behind its own; each is compiled once in a process.
+    r"""Create a page's template environment: its own folder first, then `consilium.web`. Cached for the process.
 
-    Guarantees: no text brings markup into a page, or a character that is not visible: a control character or a mark of
-    writing direction is shown as its escape (`\x1b`). A name that a template misses is an error, never nothing.
+    Guarantees: no text adds markup or invisible characters to a page; control characters and marks of writing direction
+    are shown as escapes (`\x1b`). A name that a template misses is an error, never empty.
     """
     environment = Environment(
         loader=FileSystemLoader([folder, OWN]),
@@ -44,7 +44,7 @@ def make_environment(folder: Path) -> Environment:
 
 
 def _visible(value: object) -> object:
-    """Prepare a value for the page. Markup is what a macro of ours returned, whose values passed here before."""
+    """Prepare a value for the page. Markup comes only from our macros, whose values were prepared before."""
     if isinstance(value, Markup):
         return value
     text = "–" if value is None else str(value)
@@ -52,12 +52,12 @@ def _visible(value: object) -> object:
 
 
 def stacked(table: Markup) -> Markup:
-    """Write each column's name on its cells, and mark empty ones: on a narrow screen a row is read without the head."""
+    """Add the column names to all cells and mark empty cells, so that narrow screens can show rows without a head."""
     head, body = str(table).split("<tbody>")
     names = re.findall(r"<th\b[^>]*>(.*?)</th>", head)
     body = re.sub(r"(<td[^>]*)>([–-]?)</td>", r"\1 data-empty>\2</td>", body)
     rows = [_labelled(row, names) for row in body.split("<tr")]
-    return Markup(f"{head}<tbody>{'<tr'.join(rows)}")  # noqa: S704 - of markup, whose values are escaped
+    return Markup(f"{head}<tbody>{'<tr'.join(rows)}")  # noqa: S704 - from markup whose values are escaped
 
 
 def _labelled(row: str, names: Sequence[str]) -> str:
@@ -66,7 +66,7 @@ def _labelled(row: str, names: Sequence[str]) -> str:
 
 
 def moment(unix: float | None) -> str:
-    """Write a local time to the minute, or a dash for none (None or 0), or for one that no calendar has."""
+    """Format a local time to the minute; a dash for None, 0 and times outside the calendar."""
     try:
         return local_time(unix)[:-3] if unix else "–"
     except (ValueError, OverflowError, OSError):
@@ -78,7 +78,7 @@ def iso(unix: float) -> str:
 
 
 def size(bytes: float) -> str:
-    """Write a number of bytes for people: 1000 bytes are 1 kB."""
+    """Format a number of bytes; 1000 bytes are 1 kB."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if abs(bytes) < 999.5:
             return f"{bytes:.0f} {unit}" if unit == "bytes" or bytes >= 99.95 else f"{bytes:.1f} {unit}"
@@ -95,7 +95,7 @@ def percent(share: Any) -> str:  # noqa: ANN401
 
 @dataclass(frozen=True, slots=True)
 class GaugeDrawing:
-    """Percentages of the width. text: the same in words, for whoever does not see it   full: used is 1 or more."""
+    """A gauge: percentages of its width. text: the same in words, for screen readers   full: used is 1 or more."""
 
     used: float
     more: float
@@ -104,11 +104,11 @@ class GaugeDrawing:
 
 
 def draw(used: float, more: float = 0.0) -> GaugeDrawing:
-    """Draw a share `used` of 1, and `more` on top. Raises ValueError on one that is negative or no number."""
+    """Draw a share `used` of 1, and `more` on top. Raises ValueError on a negative number or NaN."""
     if math.isnan(used) or math.isnan(more) or used < 0 or more < 0:
         raise ValueError(f"expected shares of at least 0, found {used} and {more}")
     shown = min(used, 1.0)
     text = f"{100 * min(used, 99):.0f} percent used"
     if more:
-        text += f", {100 * min(more, 99):.0f} percent more would be"
+        text += f", would use {100 * min(more, 99):.0f} percent more"
     return GaugeDrawing(round(100 * shown, 2), round(100 * min(more, 1.0 - shown), 2), text, used >= 1)

@@ -1,4 +1,4 @@
-"""A page's server: one address of this machine's loopback, from `start` to `stop`."""
+"""A page's server, on one loopback address of this machine."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ _LOOK_S = 0.25
 
 
 class PageServer:
-    """Serves a site. folder: a private one, for the file with the link   name: of that file.
+    """Serves a site. folder: private folder for the file with the link   name: of that file.
 
-    bind: an address of loopback and a port, 0 for any; default: on Linux an address that is drawn at random, since
-    browsers send cookies to all ports of one address, elsewhere 127.0.0.1.
+    bind: a loopback address and a port, 0 for any; default: on Linux a random loopback address, because browsers send
+    cookies to all ports of an address, elsewhere 127.0.0.1.
 
-    The file holds a link that works, as long as the server runs: it is written anew, mode 0600, when its link was used
-    or is five minutes old. Opening the file, not the link, keeps the link from other users of the machine, who see the
-    arguments of every process.
+    While the server runs, the file contains a valid link. It is rewritten, with mode 0600, after its link was used or
+    is five minutes old. Open the file, not the link: other users of the machine can see the arguments of every process.
     """
 
     def __init__(self, site: Site, folder: Path, name: str = "page.html", bind: str | None = None) -> None:
@@ -53,7 +52,7 @@ class PageServer:
         self.stop()
 
     def start(self) -> None:
-        """Listen, and write the link's file; raises StateError (E-NET-20) where the address cannot be used."""
+        """Listen, and write the link's file; raises StateError (E-NET-20) if the address cannot be used."""
         listening = _address(self._bind).listen("the page", "--bind")
         self.host = str(LoopbackAddress(*listening.getsockname()[:2]))
         try:
@@ -66,7 +65,7 @@ class PageServer:
         self._server.start()
 
     def stop(self) -> None:
-        """End: streams end, requests under way have a second, the link's file goes. May be called more than once."""
+        """Stop: ends streams, gives open requests a second, removes the link's file. May be called more than once."""
         if self._server is None:
             return
         self._server.stop()
@@ -76,7 +75,7 @@ class PageServer:
                 self.file.unlink()
 
     def _new_link(self) -> bytes:
-        """Make a link, and return the file that leads to it."""
+        """Create a link, and return the content of the file that opens it."""
         secret = self._sessions.new_link()
         self.link = f"http://{self.host}{OPENING}{secret}"
         title = html.escape(self._site.title)
@@ -88,7 +87,7 @@ class PageServer:
         return self._written
 
     async def _renew_links(self, stop: asyncio.Event) -> None:
-        """Keep a link in the file that works; `stop` is set once this is cancelled."""
+        """Keep the file's link valid; sets `stop` when cancelled."""
         try:
             while True:
                 age = self._sessions.link_age
@@ -96,7 +95,7 @@ class PageServer:
                     try:
                         await asyncio.to_thread(private_files.write_private, self.file, self._new_link())
                     except Exception as error:
-                        log.error("the page's link cannot be renewed: %s", error)
+                        log.error("could not renew the page's link: %s", error)
                         await asyncio.sleep(_LOOK_S * 10)
                 await asyncio.sleep(_LOOK_S)
         finally:
@@ -114,12 +113,12 @@ def _address(bind: str | None) -> LoopbackAddress:
 
 
 def _parse(text: str) -> LoopbackAddress:
-    """Read `HOST:PORT`, an address of loopback; raises ConfigError (E-CFG-02) on any other."""
+    """Parse `HOST:PORT` with a loopback address; raises ConfigError (E-CFG-02) on any other."""
     match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([0-9.]+)):([0-9]{1,5})", text)
     if match is not None and int(match[3]) < 65536 and is_loopback(match[1] or match[2]):
         return LoopbackAddress(match[1] or match[2], int(match[3]))
     raise ConfigError(
         "E-CFG-02",
-        f"--bind: expected an address of this machine's loopback and a port, such as 127.0.0.1:8600, found "
-        f"{text[:80]!r}: the page is for this machine alone; from another one, use ssh -L",
+        f"--bind: expected a loopback address of this machine and a port, such as 127.0.0.1:8600, found "
+        f"{text[:80]!r}: correct it. The page serves only this machine; from another one, use ssh -L",
     )

@@ -1,4 +1,4 @@
-"""What a page is made of, and the application that shows it."""
+"""The parts of a page, and the application that serves it."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ from service_core.console import printable
 T = TypeVar("T")
 Parameters = Mapping[str, str]
 POLL_S = 1.0
-"""Seconds between two looks at the version, while a browser waits for news."""
+"""Seconds between two checks of the version, while a browser waits for changes."""
 _MAX_STREAMS = 16
 _QUIET_S = 15.0
 _STATIC = Path(__file__).parent / "static"
 _SHOWN_IN_PAGE = ("image/png", "image/jpeg")
 _FILE_S, _NAME_CHARS = 300.0, 300
-"""How long a file may take to arrive, and what is kept of its name."""
+"""Longest time for a file to arrive, and maximum length of its name."""
 
 
 class MissingError(Exception):
-    """There is no such thing to show: 404. The text is for people."""
+    """There is nothing to show: 404. The page shows the text."""
 
 
 class ChangedError(Exception):
-    """What a form is about is not what it was when it was shown: 409."""
+    """The data behind a form have changed since it was shown: 409. The page shows the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A page. facts: what its template needs, from the parameters of its path and of the query."""
+    """A page. facts: returns the template's data, from the parameters of the path and the query."""
 
     template: str
     facts: Callable[[Parameters], Mapping[str, object]]
@@ -58,12 +58,12 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What a form does.
+    """The action of a form.
 
-    digest: of what its fields name, as it is now; None where there is no such thing any more. It is compared with the
-    field `digest`, which the form was shown with, before anything happens   do: does it, and returns a sentence; it
-    gets all fields, `digest` too, and raises `ChangedError` where the thing changed since the comparison   then: the
-    address of the view that shows the sentence, quoted.
+    digest: returns the current digest of the data behind the form's fields, None if they no longer exist. Before the
+    action it is compared with the form's field `digest`   do: executes the action, and returns a sentence; it gets all
+    fields, including `digest`, and raises `ChangedError` if the data changed since the comparison   then: returns the
+    quoted address of the view that shows the sentence.
     """
 
     digest: Callable[[Parameters], str | None]
@@ -73,7 +73,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """A file under an id that the page knows. content: its bytes, or where they lie."""
+    """A file to download. content: its bytes, or its path."""
 
     name: str
     media_type: str
@@ -82,10 +82,10 @@ class Download:
 
 @dataclass(frozen=True, slots=True)
 class FileField:
-    """What a page takes a file for. folder: a private one, where it lies meanwhile   limit: bytes of the largest.
+    """A file upload. folder: private folder for the file while it is handled   limit: largest size in bytes.
 
-    take: gets the name that the browser gave, and where the file is until it returns; raises FederationError where the
-    file cannot be used.
+    take: gets the name from the browser, and the file's path, which is valid until it returns; raises FederationError
+    if the file cannot be used.
     """
 
     folder: Path
@@ -95,9 +95,9 @@ class FileField:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A whole page. title: of the window   command: what a person types for a new link   templates: its folder.
+    """A whole page. title: of the window   command: prints a new link   templates: their folder.
 
-    version: another text whenever something that is shown has changed; asked every second, so it must be cheap.
+    version: returns a text that changes whenever the shown data change; called every second, so it must be cheap.
     """
 
     title: str
@@ -111,7 +111,7 @@ class Site:
 
 
 class Application:
-    """The handlers of a site at one address. stop: ends what would wait for ever."""
+    """The handlers of a site at one address. stop: set it to end open event streams."""
 
     def __init__(self, site: Site, host: str, sessions: Sessions) -> None:
         self._site = site
@@ -149,18 +149,18 @@ class Application:
 
     async def _show(self, view: View, request: Request) -> Response:
         session: BrowserSession = request.scope[SESSION]
-        version = await self._version()  # before the facts: what changes meanwhile is another version
+        version = await self._version()  # before the facts, so that a change in between gives another version
         parameters = {**request.query_params, **request.path_params}
         facts = await self._run(view.facts, parameters)
         notice = session.notice
         if request.method == "GET" and request.headers.get("sec-fetch-dest", "document") == "document":
-            session.notice = ""  # a page that looks for news in the background does not take it away
+            session.notice = ""  # a refresh in the background does not use up the notice
         return await self._page(request, view.template, 200, {**facts, "version": version, "notice": notice})
 
     async def _page(self, request: Request, template: str, status: int, facts: Mapping[str, object]) -> Response:
         session: BrowserSession | None = request.scope.get(SESSION)
-        if session is None:  # under the address of opening links, where nobody is known yet
-            return PlainTextResponse("there is nothing under this address\n", status)
+        if session is None:  # an opening link's address, before there is a session
+            return PlainTextResponse("there is nothing at this address\n", status)
         now = time.time()
         about = {"site": self._site, "token": session.token, "path": request.url.path, "now": now, "now_iso": iso(now)}
         text = await self._run(lambda: self._templates.get_template(template).render({**about, **facts}))
@@ -171,7 +171,7 @@ class Application:
         return await self._page(request, "problem.html", status, facts)
 
     async def _failed(self, request: Request, error: HTTPException) -> Response:
-        return await self._problem(request, error.status_code, error.detail, "There is nothing under this address.")
+        return await self._problem(request, error.status_code, error.detail, "There is nothing at this address.")
 
     async def _missing(self, request: Request, error: MissingError) -> Response:
         return await self._problem(request, 404, "Not found", str(error))
@@ -189,7 +189,7 @@ class Application:
         now = await self._run(action.digest, form)
         shown = form.get("digest", "")
         if now is None or not hmac.compare_digest(shown.encode("utf-8", "replace"), now.encode()):
-            raise ChangedError("Look at it as it is now, and decide again.")
+            raise ChangedError("Check the current state, and decide again.")
         session: BrowserSession = request.scope[SESSION]
         session.notice = await self._run(action.do, form)
         return Response(status_code=303, headers={"Location": action.then(form)})
@@ -197,7 +197,7 @@ class Application:
     # ---- files --------------------------------------------------------------------------------------------------
 
     async def _take(self, upload: FileField, request: Request) -> Response:
-        """Keep a file in the folder while it is looked at, one at a time, and delete it whatever happens."""
+        """Store a file in the folder while it is handled, one at a time, and always delete it afterwards."""
         name = unquote(request.headers.get("x-name", ""), errors="replace")[:_NAME_CHARS] or "file"
         async with self._one_file:
             with NamedTemporaryFile(dir=upload.folder) as kept:
@@ -217,9 +217,9 @@ class Application:
     # ---- the rest -----------------------------------------------------------------------------------------------
 
     async def _open(self, request: Request) -> Response:
-        """Open a session. The answer is a page that goes on by itself.
+        """Open a session, and answer with a page that loads the next one.
 
-        A redirect would lose the cookie where the link was opened from a file: SameSite=Strict.
+        A redirect would lose the SameSite=Strict cookie if the link was opened from a file.
         """
         if request.method != "GET":
             return PlainTextResponse("expected GET\n", 405)
@@ -233,11 +233,11 @@ class Application:
 
     async def _changes(self, _: Request) -> Response:
         if self._streams >= _MAX_STREAMS:
-            return PlainTextResponse("too many pages wait for news: close some\n", 503)
+            return PlainTextResponse("too many pages are open: close some\n", 503)
         return StreamingResponse(self._events(), media_type="text/event-stream")
 
     async def _events(self) -> AsyncIterator[str]:
-        """Say the version now and whenever it is another; end with the server."""
+        """Send the version now and whenever it changes, until the server stops."""
         self._streams += 1
         try:
             shown_version, quiet = "", 0.0
@@ -259,7 +259,7 @@ class Application:
             self._streams -= 1
 
     async def _version(self) -> str:
-        """Return a short name of the site's version; of its text nothing reaches the browser."""
+        """Return a digest of the site's version, so that its text does not reach the browser."""
         return hashlib.sha256((await self._run(self._site.version)).encode("utf-8", "replace")).hexdigest()[:16]
 
     async def _file(self, request: Request) -> Response:

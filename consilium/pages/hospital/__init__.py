@@ -1,4 +1,4 @@
 """The hospital's page: `silo page`, and `silo serve --page`.
 
-What it shows comes from functions that commands use, too.
+It shows the results of functions that the commands use, too.
 """

@@ -35,14 +35,14 @@ def page(
     """
     from consilium.pages.hospital.site import HospitalPage
 
-    SiloIdentity(home.path).load()  # before anything is made in a home that is none
+    SiloIdentity(home.path).load()  # raises before anything is created in a folder that is no home
     with closing(HospitalPage(home.make(), audit)) as shown:
         shown.data.start_if_new()
         serve_until_stopped(shown.site(), home.path, bind, browser, as_json, lambda facts: [KeyValues(facts)])
 
 
 def show_beside(home: Home, beside: ExitStack) -> Path:
-    """Serve the hospital's page until `beside` is closed; return the file that opens it."""
+    """Serve the hospital's page until `beside` is closed; return the HTML file that opens it."""
     from consilium.pages.hospital.site import FILE, HospitalPage
     from consilium.web.serve import PageServer
 

@@ -1,4 +1,4 @@
-"""What `silo data check` knows of the data that is served here: run beside the page, and kept in the home."""
+"""Run `silo data check` on the served data in the background, and keep its result in the home."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from silo.storage.home import Home, ServeOptions
 FILE = "data-check.json"
 _MAX_BYTES = 4 << 20
 _PROBLEMS, _FILES, _CLASSES = 20, 5, 200
-"""So much of a report is shown."""
+"""Maximum numbers of problems, files per problem and classes to show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ClassCount:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong with the data. first: the first files   names: how many the check listed."""
+    """A problem with the data. first: the first affected files   names: number of files that the check listed."""
 
     what: str
     count: int
@@ -45,7 +45,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of a check. error: why there is none   fingerprint: of the data   at: Unix seconds."""
+    """The result of a check. error: why the check failed   fingerprint: of the data   at: Unix seconds."""
 
     at: float
     origin: str = ""
@@ -64,7 +64,7 @@ class Report:
 
 
 class DataCheck:
-    """Runs the command as another process, at most one at a time, and keeps its result in the home."""
+    """Runs the command in another process, at most one at a time, and stores its result in the home."""
 
     def __init__(self, home: Home) -> None:
         self._home = home
@@ -77,7 +77,7 @@ class DataCheck:
         return self._process is not None
 
     def start(self) -> bool:
-        """Begin a check of what is served; return whether one runs now."""
+        """Start a check of the served data; return whether a check is running."""
         served = self._home.served()
         with self._lock:
             if served is None or self._closed or self._process is not None:
@@ -97,18 +97,18 @@ class DataCheck:
                 )
                 os.setpriority(os.PRIO_PROCESS, self._process.pid, 10)
             except OSError as error:
-                self._keep(served, {"error": f"the check cannot be run: {error}"})
+                self._keep(served, {"error": f"cannot start the check: {error}"})
                 return False
             threading.Thread(target=self._wait, args=(self._process, served), name="data-check", daemon=True).start()
         return True
 
     def start_if_new(self) -> None:
-        """Begin a check where there is none yet of what is served."""
+        """Start a check if the served data have no result yet."""
         if self.report() is None:
             self.start()
 
     def report(self) -> Report | None:
-        """Return the newest result for what is served; None before the first."""
+        """Return the newest result for the served data; None before the first."""
         try:
             with (self._home.path / FILE).open("rb") as file:
                 raw = json.loads(file.read(_MAX_BYTES))
@@ -119,7 +119,7 @@ class DataCheck:
             return None
 
     def close(self) -> None:
-        """End a check that runs."""
+        """Stop a running check."""
         with self._lock:
             self._closed = True
             process = self._process
@@ -133,7 +133,7 @@ class DataCheck:
         try:
             result = {"report": json.loads(out)}
         except (ValueError, RecursionError):
-            result = {"error": err.decode("utf-8", "replace").strip()[:2000] or f"it ended with {process.returncode}"}
+            result = {"error": err.decode("utf-8", "replace").strip()[:2000] or f"exit status {process.returncode}"}
         with self._lock:
             if not self._closed:
                 self._keep(served, result)
@@ -141,7 +141,7 @@ class DataCheck:
 
     def _keep(self, served: ServeOptions, found: Mapping[str, Any]) -> None:
         text = json.dumps({"at": time.time(), "served": served._asdict(), **found})
-        with suppress(OSError):  # a full disk: it is checked again when the page is opened
+        with suppress(OSError):  # such as a full disk: the next page starts a new check
             private_files.write_private(self._home.path / FILE, text.encode())
 
 

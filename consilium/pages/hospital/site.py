@@ -1,4 +1,4 @@
-"""The hospital's page as a site: which facts go into which template, and what its buttons do."""
+"""The hospital's page as a site: the data of its templates, and the actions of its buttons."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 TEMPLATES = Path(__file__).parent / "templates"
 COMMAND = "silo page"
 FILE = "page.html"
-"""In the home: opens the page of a running `silo serve --page`."""
+"""File in the home that opens the page of a running `silo serve --page`."""
 LINES, RUNS = 15, 20
 PAGE = "page"
 _APPROVE = "approve"
 _MAX_SHOWN = 25
-"""Runs that are shown of those that wait, and of those that were decided about."""
+"""Maximum number of pending runs, and of decided runs, to show."""
 SUMMARY = "audit.json"
 _MAX_BYTES = 16 << 20
 _MAX_PICTURES = 24
 FINDINGS_S = 60.0
-"""How long the doctor's findings count as new."""
+"""How long the doctor's findings are reused."""
 CHECK = "check"
 
 
@@ -57,7 +57,7 @@ CHECK = "check"
 class HospitalPage:
     """The page of one home. audit: a folder of `silo audit`. Close it after its server.
 
-    Raises StateError where the home has not joined, or its database cannot be used.
+    Raises StateError if the home has not joined, or its database cannot be used.
     """
 
     home: Home
@@ -95,7 +95,7 @@ class HospitalPage:
     # ---- facts --------------------------------------------------------------------------------------------------
 
     def facts(self) -> Mapping[str, object]:
-        """Gather everything that the page shows, as it is now."""
+        """Collect the page's current data."""
         identity = SiloIdentity(self.home.path)
         mine, pins = identity.load(), identity.pins()
         policy_and_ledger = self._policy_and_ledger()
@@ -140,7 +140,7 @@ class HospitalPage:
         }
 
     def version(self) -> str:
-        """Name the state of every file that the page reads, and what else changes it."""
+        """Return a text that changes with every file that the page reads, the service's health and the findings."""
         home, health = self.home, Health.of(self.home)
         files = [
             home.database,
@@ -155,7 +155,7 @@ class HospitalPage:
         with suppress(FederationError):
             files += [home.ledger, home.ledger.with_name(f"{home.ledger.name}-wal")]
         stats = [(s.st_mtime_ns, s.st_size) if (s := _stat(file)) is not None else None for file in files]
-        self._doctor()  # looks anew once a minute, while somebody looks at the page
+        self._doctor()  # refreshes the findings once a minute, while the page is open
         return repr((stats, self._findings[1], health.alive, health.connected, health.since, self.data.running))
 
     @property
@@ -178,7 +178,7 @@ class HospitalPage:
         return [spending(ledger, policy_and_ledger.policy, name, updates=updates) for name in ledger.collections()]
 
     def _shares_ledger(self) -> bool:
-        with suppress(FederationError):  # `ledger_error` says what
+        with suppress(FederationError):  # shown as `ledger_error`
             return self.home.shares_ledger
         return False
 
@@ -197,24 +197,24 @@ class HospitalPage:
     def _check_data(self, _: Parameters) -> str:
         with recording(self.home.path, "data check", {"data": (self.home.served() or ("",))[0]}, via=PAGE):
             started = self.data.start()
-        return "The data are being checked." if started else "Nothing has been served from this home yet."
+        return "Checking the data." if started else "Nothing has been served from this home yet."
 
 
 def connection(health: Health, contact: Contact | None) -> str:
-    """Say whether this hospital is connected, and since when."""
+    """Describe whether this hospital is connected, and since when."""
     if health.alive and health.connected:
-        return f"Connected with the coordinator since {moment(health.since)}."
+        return f"Connected to the coordinator since {moment(health.since)}."
     last = "There has been no session with the coordinator yet."
     if contact is not None:
         ended = contact.until or contact.since
         last = f"The last session with the coordinator ended at {moment(ended)}."
     if health.alive:
-        return f"The service runs, and tries to connect ({health.why or 'no session yet'}). {last}"
+        return f"The service is running and trying to connect ({health.why or 'no session yet'}). {last}"
     return f"The service cannot send: {health.why}. {last}"
 
 
 def _as_of(health: Health, contact: Contact | None) -> float | None:
-    """Return the time up to which the headline is known, where there is no session now."""
+    """Return the time of the headline's data if there is no session now, otherwise None."""
     if (health.alive and health.connected) or contact is None:
         return None
     return contact.until or contact.since
@@ -229,9 +229,9 @@ def _stat(path: Path) -> os.stat_result | None:
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """The runs that ask this hospital; its buttons do what `silo approve` does, and only what was shown.
+    """Runs that need this hospital's approval. Its buttons act like `silo approve`, and only on what was shown.
 
-    current_policy: what they are checked against, as it is now.
+    current_policy: returns the policy and ledger to check them against.
     """
 
     home: Home
@@ -239,20 +239,20 @@ class Decisions:
     current_policy: Callable[[], PolicyAndLedger]
 
     def waiting(self, policy_and_ledger: PolicyAndLedger) -> tuple[dict[str, PendingDecision], int]:
-        """Return the runs that wait by an id for the page, the oldest question first, and how many more there are."""
+        """Return the pending runs by an id for the page, oldest first, and the number of further ones."""
         undecided = [a for a in self.store.approvals.all() if a.decided is None]
         shown = {_id(a): PendingDecision.of(a, policy_and_ledger) for a in undecided[:_MAX_SHOWN]}
         return shown, len(undecided) - len(shown)
 
     def decided(self) -> list[Approval]:
-        """Return the newest decisions, the newest question first."""
+        """Return the newest decisions, newest request first."""
         return [a for a in reversed(self.store.approvals.all()) if a.decided is not None][:_MAX_SHOWN]
 
     def action(self, approve: bool) -> Action:
         return Action(self._digest, lambda form: self._decide(form, approve))
 
     def _find(self, form: Mapping[str, str]) -> Approval | None:
-        """Find a question by the id that its form was shown with: a run's own id may be any text."""
+        """Find a run by the id in its form, since a run's own id may be any text."""
         return next((a for a in self.store.approvals.all() if _id(a) == form.get("question")), None)
 
     def _digest(self, form: Mapping[str, str]) -> str | None:
@@ -260,16 +260,16 @@ class Decisions:
         return None if decision is None else PendingDecision.of(decision, self.current_policy()).digest
 
     def _decide(self, form: Mapping[str, str], approve: bool) -> str:
-        """Decide, with a line in the audit log; raises ChangedError where somebody else just did."""
+        """Decide, with a line in the audit log; raises ChangedError if the run was decided in the meantime."""
         decision = self._find(form)
         if decision is None:
-            raise ChangedError("This run does not ask any more.")
+            raise ChangedError("This run no longer needs a decision.")
         run, manifest = decision.run_id, decision.manifest_digest
         about = {"run": run, "deny": not approve, "reason": f"manifest {manifest[:16]}"}
         with recording(self.home.path, _APPROVE, about, via=PAGE):
             made = self.store.approvals.decide_waiting(run, manifest, approve)
             if made is None:
-                raise ChangedError(f"Run {run} has been decided about in the meantime.")
+                raise ChangedError(f"Run {run} was decided in the meantime.")
         name = f"{made.name} ({run})"
         return (
             f"{name} is approved: it may train here." if approve else f"{name} is refused: it gets nothing from here."
@@ -282,7 +282,7 @@ def _id(approval: Approval) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AuditPicture:
-    """One audit: its name, its picture's id, and what it found, in words."""
+    """One audit: its name, its plot's id, and its verdicts in words."""
 
     audit: str
     id: str
@@ -290,7 +290,7 @@ class AuditPicture:
 
 
 def pictures(folder: Path | None) -> list[AuditPicture]:
-    """Read what the audits found; empty without a folder, or where nothing in it can be read."""
+    """Read the audits' verdicts and plots; empty without a folder, or if its summary cannot be read."""
     raw = None if folder is None else _read(folder / SUMMARY)
     try:
         results: Any = {} if raw is None else json.loads(raw)
@@ -305,7 +305,7 @@ def pictures(folder: Path | None) -> list[AuditPicture]:
 
 
 def picture(folder: Path | None, id: str) -> Download | None:
-    """Return a picture that the summary names; no other file of the folder, and no link."""
+    """Return a plot that the summary names. Never returns another file of the folder, or a link."""
     if folder is None or id not in {shown.id for shown in pictures(folder)} or Path(id).name != id:
         return None
     content = _read(folder / id)

@@ -1,4 +1,4 @@
-"""Downloads of the lead's page: models and cards, and a run's rounds as CSV; the answers to surveys."""
+"""Downloads of the lead's page: models, cards, and a run's rounds as CSV. Also reads the answers to surveys."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ Clock = Callable[[], float]
 _DIGEST = re.compile(r"[0-9a-f]{1,64}")
 _KEPT = 3
 _AGAIN_S = 30.0
-"""Answers that could not be read are tried again after these: a coordinator that was away comes back."""
+"""Time after which a failed read of a survey's answers is tried again, since the coordinator may be back."""
 _PATIENCE_S = 3.0
-"""A page waits so long for the answers to a survey, and shows them later where they take longer."""
+"""Longest wait of a page for a survey's answers. If they take longer, it shows them later."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A file that `coordinator export` writes. form: its --format, where it is not written anyway."""
+    """A file that `coordinator export` writes. form: the --format that it needs, "" if always written."""
 
     ending: str
     media_type: str = "application/octet-stream"
@@ -53,9 +53,9 @@ _KINDS = {
 
 
 class Exporter:
-    """Exports models and reads surveys as commands do, and keeps the newest. torch is loaded with the first of either.
+    """Exports models and reads surveys like the commands, and caches the newest. The first use loads torch.
 
-    home: of the coordinator, with the lead's certificate   connect: makes a client of the lead's.
+    home: of the coordinator, with the lead's certificate   connect: creates a client for the lead.
     """
 
     def __init__(self, home: Path, connect: Callable[[], LeadClient], clock: Clock = time.monotonic) -> None:
@@ -67,14 +67,14 @@ class Exporter:
         self._reading: dict[tuple[str, str], Future[SurveyAnswers]] = {}
         self._clock, self._failed = clock, dict[tuple[str, str], float]()
         self.surveys_read = 0
-        """How often a survey was read, or could not be."""
+        """Number of finished reads of surveys, including failed ones."""
 
     def close(self) -> None:
         self._reader.shutdown(wait=False, cancel_futures=True)
         self._folder.cleanup()
 
     def answers(self, info: pb.RunInfo) -> SurveyAnswers | str:
-        """Return the answers to a finished survey, or why there are none; waits for them three seconds at most."""
+        """Return the answers to a finished survey, or a text why there are none yet. Waits at most three seconds."""
         with self._surveys:
             key = (info.run_id, info.model_digest)
             if key not in self._reading or self._clock() - self._failed.get(key, math.inf) > _AGAIN_S:
@@ -88,7 +88,7 @@ class Exporter:
         try:
             return reading.result(_PATIENCE_S)
         except (TimeoutError, CancelledError):
-            return "The answers are being read; they appear here."
+            return "Reading the answers. They will appear here."
         except FederationError as error:
             self._failed.setdefault(key, self._clock())
             return str(error)
@@ -104,7 +104,7 @@ class Exporter:
             return fetched(client, client.show(info.run_id))
 
     def export(self, info: pb.RunInfo, form: str = "") -> Path:
-        """Return the folder with a run's model and card; raises as `coordinator export`. form: another one to write."""
+        """Return the folder with a run's model and card; raises as `coordinator export`. form: a further format."""
         from consilium.report.lead import export
 
         _require_model(info)
@@ -125,7 +125,7 @@ def _require_model(info: pb.RunInfo) -> None:
 
 
 def rounds_csv(detail: pb.RunDetail) -> bytes:
-    """Write a run's rounds, one row each: numbers that noise hides are empty, others have their interval."""
+    """Return a run's rounds as CSV, one row each. Numbers hidden by noise are empty; others have an interval."""
     classes = max((len(r.examples) for r in detail.rounds), default=0)
     head = ["round", "kind"]
     head += [f"{measure.name}{end}" for measure in measures.MEASURES for end in ("", " low", " high")]
@@ -145,7 +145,7 @@ def rounds_csv(detail: pb.RunDetail) -> bytes:
 
 
 def download(id: str, exporter: Exporter, run: pb.RunInfo | None, detail: pb.RunDetail | None) -> Download | None:
-    """Find a file by its id, RUN/WHAT; None where there is none. run, detail: those of RUN."""
+    """Return the file with an id RUN/WHAT; None if there is none. run, detail: of this run."""
     what = id.partition("/")[2]
     if run is None:
         return None
@@ -164,7 +164,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def csv_bytes(head: Sequence[str], rows: Iterable[Sequence[object]]) -> bytes:
-    """Write rows as CSV in UTF-8. A text that a spreadsheet would compute begins with an apostrophe; numbers stay."""
+    """Write rows as CSV in UTF-8. Texts that a spreadsheet would read as a formula get a leading apostrophe."""
     out = io.StringIO()
     writer = csv.writer(out)
     for row in (head, *rows):

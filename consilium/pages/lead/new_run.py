@@ -1,4 +1,4 @@
-"""The forms that start a run: what a lead fills in becomes the words of the command, and goes the command's way."""
+"""The forms that start a run: a lead's input becomes the words of a command, and is handled like the command."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from protos.consilium.v1 import federation_pb2 as pb
 
 KINDS = ("survey", "analytic", "training", "evaluation")
 OWN = ("folder", "manifest", "table")
-"""Data whose classes are the hospitals' own, so that a run names them."""
+"""Data whose classes the hospitals define, so that a run must list them."""
 ASKED = ("classes", "images", "patients")
-"""Questions that a survey's form has ticked."""
+"""Questions that are ticked in a new survey form."""
 _TYPED = ("kind", "data", "classes", "rounds", "method", "model", "epsilon", "run", "hospitals", "more")
 _CHARS = 2000
 _REQUEST = re.compile(r"[0-9a-f]{32}-[a-z]{1,20}")
@@ -34,7 +34,7 @@ _REQUEST = re.compile(r"[0-9a-f]{32}-[a-z]{1,20}")
 
 @dataclass(frozen=True, slots=True)
 class ServedData:
-    """A data set that hospitals serve now. classes: all that they declare, in one order."""
+    """A data set that online hospitals serve. classes: all that they declare, sorted."""
 
     name: str
     hospitals: tuple[str, ...]
@@ -46,7 +46,7 @@ class ServedData:
 
 
 def served_data(snapshot: ServiceSnapshot) -> Mapping[str, ServedData]:
-    """Return what hospitals that are online serve, by the name of the data set."""
+    """Return the data sets that online hospitals serve, by name."""
     online = [silo for silo in snapshot.silos if silo.state == "online" and silo.data.name]
     return {
         name: ServedData(
@@ -61,13 +61,13 @@ def served_data(snapshot: ServiceSnapshot) -> Mapping[str, ServedData]:
 
 
 def audience_digest(snapshot: ServiceSnapshot) -> str:
-    """Return a digest of who would be asked: a form starts nothing at hospitals that were not shown with it."""
+    """Return a digest of the online hospitals, so that a form starts runs only at hospitals that it showed."""
     online = sorted([s.name, s.fingerprint, s.data.name] for s in snapshot.silos if s.state == "online")
     return hashlib.sha256(json.dumps(online).encode()).hexdigest()
 
 
 def form_facts(snapshot: ServiceSnapshot, typed: Parameters) -> Mapping[str, object]:
-    """Return what the forms need. typed: what was sent and refused, to be corrected."""
+    """Return the data of the forms. typed: refused input to correct."""
     measured = [run for run in snapshot.runs if run.model_object and kind_of(run.method, run.rounds).trains]
     return {
         "served": list(served_data(snapshot).values()),
@@ -83,15 +83,15 @@ def form_facts(snapshot: ServiceSnapshot, typed: Parameters) -> Mapping[str, obj
 
 
 def again(form: Parameters) -> str:
-    """Return the address of the forms with what was typed into one."""
+    """Return the address of the forms, with the input of one of them."""
     kept = {name: text[:_CHARS] for name, text in form.items() if name in _TYPED or name.startswith("ask-")}
     return f"/new?{urlencode(kept)}#{form.get('kind', '') if form.get('kind') in KINDS else ''}"
 
 
 def words_of(form: Parameters, served: Mapping[str, ServedData]) -> list[str]:
-    """Return the words of the command that a form stands for, without its name.
+    """Convert a form's input to the command's words, without the command's name.
 
-    Raises ConfigError: E-CFG-01 on a name that is none, E-CFG-02 on a number or a word that is none.
+    Raises ConfigError: E-CFG-01 on an unknown name, E-CFG-02 on an invalid number or setting.
     """
     kind = _chosen(form, "kind", KINDS)
     words = []
@@ -114,15 +114,15 @@ def words_of(form: Parameters, served: Mapping[str, ServedData]) -> list[str]:
 
 
 def start(client: LeadClient, form: Parameters, snapshot: ServiceSnapshot) -> pb.RunInfo:
-    """Submit the run that a form stands for, once for each form that was shown; raises as the commands do."""
+    """Submit a form's run. The same form never starts a second run. Raises as the commands."""
     from coordinator.cli.evaluation import evaluation_request, named_hospitals
     from coordinator.cli.survey import survey_request
     from coordinator.lead.submission import RunSubmission, spec_of
 
     if not _REQUEST.fullmatch(form.get("request", "")):
-        raise ConfigError("E-CFG-02", "expected a form of this page, found another: load the page again")
+        raise ConfigError("E-CFG-02", "expected a form of this page, found another: reload the page")
     words, kind = words_of(form, served_data(snapshot)), form["kind"]
-    if kind == "evaluation":  # a name of a run and never of a file, which a command would read
+    if kind == "evaluation":  # only names of runs: the command would also read a file
         _chosen(form, "run", [run.run_id for run in snapshot.runs])
         names = named_hospitals(form.get("hospitals", "").replace(" ", "") or "all")
         request = evaluation_request(client, form["run"], words, names)
@@ -134,7 +134,7 @@ def start(client: LeadClient, form: Parameters, snapshot: ServiceSnapshot) -> pb
 
 
 def command_of(form: Parameters, served: Mapping[str, ServedData]) -> str:
-    """Return the command that does what a form did."""
+    """Return the command that does the same as a form."""
     verb = {"survey": "survey", "evaluation": f"evaluate {shlex.quote(form.get('run', ''))}"}.get(form["kind"], "run")
     on = f" --on {shlex.quote(form['hospitals'])}" if form["kind"] == "evaluation" and form.get("hospitals") else ""
     return " ".join(["coordinator", verb, *map(shlex.quote, words_of(form, served))]) + on
@@ -152,15 +152,15 @@ def _data_words(form: Parameters, served: Mapping[str, ServedData]) -> list[str]
 def _chosen(form: Parameters, name: str, of: Collection[str]) -> str:
     value = form.get(name, "")
     if value not in of:
-        raise ConfigError("E-CFG-01", f"there is no {name} {value[:40]!r} here: {suggest(value[:40], list(of))}")
+        raise ConfigError("E-CFG-01", f"there is no {name} {value[:40]!r}: {suggest(value[:40], list(of))}")
     return value
 
 
 def _model(text: str) -> str:
-    """Check that this is one word; whether it names a model, the command's own check says."""
+    """Check that this is one word. The command later checks that it names a model."""
     if not re.fullmatch(r"[\w-]{1,80}", text.strip()):
         raise ConfigError(
-            "E-CFG-01", f"expected the name of a model, found {text[:40]!r}: coordinator models lists them"
+            "E-CFG-01", f"expected the name of a model, found {text[:40]!r}: list them with coordinator models"
         )
     return text.strip()
 
@@ -179,11 +179,13 @@ def _number(form: Parameters, name: str, low: float, high: float) -> float:
 
 
 def _more(text: str) -> Sequence[str]:
-    """Split further settings as a shell does; raises ConfigError (E-CFG-02) on what is no KEY=VALUE."""
+    """Split further settings like a shell; raises ConfigError (E-CFG-02) on a word that is not KEY=VALUE."""
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise ConfigError("E-CFG-02", f"expected settings like train.lr=0.01, found an open quote: {error}") from error
+        raise ConfigError(
+            "E-CFG-02", f"expected settings like train.lr=0.01, found an open quote ({error}): close it"
+        ) from error
     for word in words:
         if "=" not in word or word.startswith("-"):
             raise ConfigError("E-CFG-02", f"expected settings like train.lr=0.01, found {word[:40]!r}: correct it")

@@ -1,4 +1,4 @@
-"""What the first page shows: hospitals, runs, certificates, and one sentence about all of it."""
+"""Data of the first page: hospitals, runs, certificates, and a headline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service_core.console import format_duration
 
 DAY_S = 86400.0
 SOON_S = 14 * DAY_S
-"""Certificates that end within so long are pointed out."""
+"""Certificates that expire within this time are highlighted."""
 _STATES = {
     "waiting": ("wait", "queued"),
     "running": ("wait", "running"),
@@ -23,12 +23,12 @@ _STATES = {
     "failed": ("bad", "failed"),
 }
 MAX_ROWS = 200
-"""Hospitals and runs in a table; the commands list all."""
+"""Maximum number of rows in a table; the commands list all."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A symbol's kind and a word beside it."""
+    """The kind of a symbol, and the word next to it."""
 
     kind: str
     word: str
@@ -36,7 +36,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class ExpiringCertificate:
-    """One that ends. renewal: what there is to do."""
+    """A certificate and its expiry. renewal: how to renew it, "" if not needed soon."""
 
     whose: str
     until: float
@@ -54,7 +54,7 @@ class OwnCertificates:
 
 
 def run_state(state: str) -> State:
-    """Return a run's state; one that a later version knows is a word of its own."""
+    """Return a run's state. A state unknown to this version is shown as received."""
     return State(*_STATES.get(state, ("off", state or "unknown")))
 
 
@@ -68,17 +68,17 @@ def declared_size(info: pb.SiloInfo) -> str:
 
 
 def waits_for(info: pb.RunInfo) -> str:
-    """Name whom a run's open round waits for; empty where nobody is awaited."""
+    """Return the names of the hospitals that a run's open round waits for; "" if there are none."""
     return _names([silo.name for silo in info.waiting.silos])
 
 
 def away(info: pb.RunInfo) -> str:
-    """Name those whom a run's open round waits for, and who are not connected."""
+    """Return the names of the hospitals that a run's open round waits for and that are offline."""
     return _names([silo.name for silo in info.waiting.silos if not silo.online])
 
 
 def certificates(silos: Sequence[pb.SiloInfo], own: OwnCertificates, now: float) -> list[ExpiringCertificate]:
-    """Return all certificates, the first to end first."""
+    """Return all certificates, sorted by expiry."""
     renewal = "renewed automatically in its last 30 days; once it has expired: coordinator invite NAME --again"
     expiring = [
         _certificate(s.name, s.certificate_until_unix, renewal, now)
@@ -102,7 +102,7 @@ def _certificate(whose: str, until: float, renewal: str, now: float) -> Expiring
 
 
 def headline(found: ServiceSnapshot, now: float) -> tuple[str, str]:
-    """Say in one sentence how the consortium stands, with what explains it beneath."""
+    """Return a headline on the consortium's state, and the text below it."""
     if found.away is not None and found.at is None:
         return "The coordinator does not answer", found.away.why
     if found.away is not None:
@@ -117,7 +117,7 @@ def headline(found: ServiceSnapshot, now: float) -> tuple[str, str]:
         text = f"Round {waiting_run.waiting.round + 1} of {waiting_run.run_id} waits for {away(waiting_run)}"
         return text, f"{received_text(waiting_run.waiting).capitalize()}. {present}"
     if halted := next((r for r in found.runs[:1] if r.state in ("paused", "failed")), None):
-        return f"{halted.run_id} is {run_state(halted.state).word}", halted.reason or "No reason was given."
+        return f"{halted.run_id} is {run_state(halted.state).word}", halted.reason or "There is no recorded reason."
     if under_way:
         first = under_way[-1]
         if not first.rounds:

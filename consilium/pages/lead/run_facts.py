@@ -1,4 +1,4 @@
-"""What the page of a run shows."""
+"""Data of a run's page."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from service_core.console import format_duration, pluralize
 
 _TROUBLE = ("refused", "lost", "forgetting", "warning", "excluded", "extended", "ended")
 _AS_PLANNED = ("waiting", "cut")
-"""Kinds of events that a run is made for: hospitals take their time, and long updates are cut to the run's bound."""
+"""Kinds of events that are expected in a run: waiting for hospitals, and clipping long updates to the run's bound."""
 _MAX_TROUBLE, _MAX_HOSPITALS = 50, 200
 
 
 @dataclass(frozen=True, slots=True)
 class HospitalRow:
-    """What a hospital did for a run, and what it stated with its newest update."""
+    """A hospital's part in a run, and its statement with the newest update."""
 
     name: str
     rounds: str
@@ -44,7 +44,7 @@ class HospitalRow:
 
 @dataclass(frozen=True, slots=True)
 class ShownRun:
-    """A run as its page shows it. info: the newest of it   scores: measure, final, best, mean of the last rounds."""
+    """Data of a run's page. info: the newest   scores: measure, and final, best and mean of the last rounds."""
 
     info: pb.RunInfo
     state: State
@@ -64,7 +64,7 @@ class ShownRun:
 
 
 def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> ShownRun:
-    """Collect what is known of a run. info: the newest; raises ProtocolError (E-WIRE-06) as `RunRecord`."""
+    """Collect the data of a run's page. info: the newest. Raises ProtocolError (E-WIRE-06) as `WatchedRun`."""
     record = followed.record
     curves, members = record.compared.curves, record.compared.members
     head, below = headline(info, curves.get("balanced_accuracy"))
@@ -92,7 +92,7 @@ def run_facts(info: pb.RunInfo, followed: FollowedRun, now: float) -> ShownRun:
 
 
 def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
-    """Say how the run stands: in one sentence, and what explains it."""
+    """Return a headline on the run's state, and the text below it."""
     plain, balanced = accuracy.newest(info), accuracy.newest_balanced(info)
     newest = plain if balanced == NOTHING else balanced
     reached = (
@@ -104,9 +104,9 @@ def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
     if info.state == "finished":
         if newest.withheld:
             hint = "Each hospital reads its own images' number without noise: silo status."
-            return "Finished", f"How good the model is, is withheld: {newest.withheld}. {hint}"
+            return "Finished", f"The model's accuracy is withheld: {newest.withheld}. {hint}"
         if newest.point is None:
-            return "Finished", "Nothing was measured of the model."
+            return "Finished", "The model was not measured."
         best = "" if curve is None or not info.rounds else f" Best over rounds: {curve.scores.best.text()}."
         if balanced == NOTHING:
             return f"Finished: accuracy {plain.text()}", f"Of all test images, classified correctly.{best}"
@@ -119,14 +119,14 @@ def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
         )
     if info.state in ("paused", "failed", "aborted"):
         after = f"{info.state.capitalize()} after {info.closed} of {info.rounds} rounds"
-        return after, f"{info.reason or 'No reason was given.'} {reached}"
+        return after, f"{info.reason or 'There is no recorded reason.'} {reached}"
     if away(info):
         closes = _sentence(tables.received_text(info.waiting))
         return f"Round {info.waiting.round + 1} of {info.rounds} waits for {away(info)}", f"{closes} {reached}"
     if info.state == "running":
         done = f"{info.closed} of {info.rounds} rounds are done" if info.rounds else "The model is being measured"
         return done, reached
-    return "Queued", "It begins when the runs before it have ended."
+    return "Queued", "It starts when the runs before it have ended."
 
 
 def _sentence(text: str) -> str:
@@ -167,17 +167,17 @@ def _hospitals(members: Sequence[str], detail: pb.RunDetail, info: pb.RunInfo) -
 
 
 def _is_trouble(event: pb.Event) -> bool:
-    """Tell whether somebody may have to look into an event."""
+    """Return whether an event may need attention."""
     return event.kind in _TROUBLE and not (event.kind == "ended" and event.text == "finished")
 
 
 def _newest(events: Iterable[pb.Event]) -> tuple[pb.Event, ...]:
-    """Return the newest events, the last one first."""
+    """Return the newest events, the last first."""
     return tuple(reversed([*events][-_MAX_TROUBLE:]))
 
 
 def _privacy(manifest: str) -> tuple[str, ...]:
-    """Say what a run promises about privacy, and what this coordinator reads of updates. manifest: JSON."""
+    """Describe a run's privacy guarantee, and what this coordinator can read. manifest: JSON."""
     try:
         raw = dict(parse_json(manifest))  # type: ignore[call-overload]
         name, options = str(raw["privacy"]["name"]), dict(raw["privacy"]["options"])
@@ -196,7 +196,7 @@ def _privacy(manifest: str) -> tuple[str, ...]:
         return read, "There is no differential privacy: nothing limits what an update or a sum reveals."
     terms = ", ".join(f"{key} {options[key]}" for key in ("epsilon", "delta", "unit") if key in options)
     how_much = f" ({terms})" if terms else ""
-    return read, f"Profile {name}{how_much}: at most so much is spent at each hospital whose policy allows it."
+    return read, f"Profile {name}{how_much}: this is the most that is spent at each hospital whose policy allows it."
 
 
 # ---- the open round --------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ _MAX_S = 1e9
 class Bar:
     """A hospital in the open round.
 
-    width: of its bar, in percent of the time that is shown   alone: the classes that depend on it, as a sentence.
+    width: of its bar, in percent of the time shown   alone: a sentence on classes that only this hospital has.
     """
 
     name: str
@@ -222,7 +222,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class OpenRoundFacts:
-    """The open round. rule: how many updates close it   left_out: hospitals that are not shown."""
+    """The open round. rule: received and required updates, in words   left_out: number of hospitals not shown."""
 
     number: int
     since: float
@@ -234,7 +234,7 @@ class OpenRoundFacts:
 def open_round(
     info: pb.RunInfo, members: Sequence[str], events: Sequence[pb.Event], now: float
 ) -> OpenRoundFacts | None:
-    """Describe the open round, hospital by hospital, those that are awaited first; None between rounds."""
+    """Describe the open round by hospital, with pending ones first; None between rounds."""
     if not info.HasField("waiting"):
         return None
     waiting = info.waiting
@@ -278,5 +278,5 @@ def _awaited(silo: pb.AwaitedSilo) -> Bar:
 
 
 def _bounded(seconds: float) -> float:
-    """Return a duration that can be written; what is none is 0."""
+    """Limit a duration to a printable range; negative values and NaN become 0."""
     return min(seconds, _MAX_S) if seconds > 0 else 0.0

@@ -1,4 +1,4 @@
-"""The closed rounds of a run, with what follows from them, computed once: intervals of noisy sums take a while."""
+"""The closed rounds of a run, with charts and tables. Computed once, because intervals of noisy sums take a while."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _MAX_S = 1e9
 
 @dataclass(frozen=True, slots=True)
 class ClosedRound:
-    """A closed round. measured: a text for each of `RunRecord.columns`.
+    """A closed round. measured: a text for each of `WatchedRun.columns`.
 
-    judged: (hospital, why) of updates that are missing or were cut.
+    there: number of included updates   judged: (hospital, reason) for updates that are missing or were clipped.
     """
 
     number: str
@@ -42,7 +42,7 @@ class ClosedRound:
 class Clinical:
     """Clinical metrics of the newest model.
 
-    by_class: (row under `head`, whether it rests on few images)   confusion: rows under `confusion_head`.
+    by_class: (row for `head`, whether it is based on few images)   confusion: rows for `confusion_head`.
     """
 
     sentence: str
@@ -64,7 +64,7 @@ class WatchedRun:
 
     @cached_property
     def charts(self) -> tuple[Chart, ...]:
-        """Draw the measures: each is in the same chart, in the same colour, whatever was measured."""
+        """Charts of the measures. A measure always has the same chart and colour, whichever others exist."""
         curves = {curve.measure.label: curve for curve in self.compared.curves.values()}
         labels = [measure.label for measure in measures.MEASURES]
         charts = [chart_of("Measured on all test images", curves, group) for group in _sixes(labels)]
@@ -72,7 +72,7 @@ class WatchedRun:
 
     @cached_property
     def class_charts(self) -> tuple[Chart, ...]:
-        """Draw the accuracy of each class: a class is in the same chart, in the same colour, whatever was measured."""
+        """Charts of the accuracy by class. A class always has the same chart and colour, whichever others exist."""
         names, title = self.compared.classes, "Of the test images of each class, classified correctly"
         curves = zip(names, by_class(self.detail.rounds, _MAX_CLASSES), strict=False)
         measured = {name: curve for name, curve in curves if curve.measured}
@@ -81,7 +81,7 @@ class WatchedRun:
 
     @cached_property
     def paces(self) -> tuple[Chart, ...]:
-        """Draw how long each hospital's update took to arrive, over the rounds of training."""
+        """Charts of the time until each hospital's update arrived, over the rounds of training."""
         trained = [r for r in self.detail.rounds if r.kind == pb.TRAIN and r.arrivals]
         took = {r.round + 1: {a.silo: _seconds(a.at_unix - r.opened_unix) for a in r.arrivals} for r in trained}
         x, title = sorted(took), "Seconds until each hospital's update arrived"
@@ -94,18 +94,18 @@ class WatchedRun:
 
     @cached_property
     def rounds(self) -> tuple[ClosedRound, ...]:
-        """The newest rounds, the last one first."""
+        """The newest rounds, the last first."""
         return tuple(_round(r, self.columns) for r in reversed(self.detail.rounds[-MAX_ROUNDS:]))
 
     @property
     def columns(self) -> list[Measure]:
-        """List the measures of the global model that any round has."""
+        """Measures of the global model that any round has."""
         curves = self.compared.curves
         return [m for m in measures.of_model() if m.name in curves or m.json]
 
     @property
     def not_measured(self) -> str:
-        """Say why the newest model has accuracies alone; empty where it has more, or the run asks for no more."""
+        """The reason why the newest model has only accuracies; "" if it has more, or the run measures no more."""
         if self.clinical is not None or not self.detail.rounds:
             return ""
         said = accuracy.no_clinical(self.detail.rounds[-1], self.compared.metrics)
@@ -113,7 +113,7 @@ class WatchedRun:
 
     @cached_property
     def hospitals(self) -> tuple[list[tuple[str, ...]], list[str]]:
-        """The rows of hospitals that let their results be shown, and sentences about them, as `show` has both."""
+        """Rows of hospitals that share their results, and sentences about them, as in `show`."""
         rows, said = tables.hospital_facts(self.detail)
         return rows, [f"{text[:1].upper()}{text[1:]}." for text in said]
 
@@ -135,14 +135,14 @@ class WatchedRun:
 
 
 def _sixes(names: Sequence[str]) -> list[Sequence[str]]:
-    """Divide names into as many as one chart has colours."""
+    """Divide names into groups for one chart each."""
     return [names[k : k + MAX_SERIES] for k in range(0, len(names), MAX_SERIES)]
 
 
 def chart_of(title: str, found: Mapping[str, Curve], names: Sequence[str]) -> Chart | None:
-    """Draw curves over rounds, in percent; None where fewer than two rounds have a point, also since noise hides them.
+    """Make a chart of curves over rounds, in percent; None if fewer than two rounds have a point that noise leaves.
 
-    names: of all curves that such a chart may have, in the order of its colours; others are left out.
+    names: of all possible curves, in the order of the colours; curves with other names are left out.
     """
     drawn = [(colour, name, found[name]) for colour, name in enumerate(names, 1) if name in found]
     x = sorted({behind for _, _, curve in drawn for behind in curve.rounds})

@@ -1,4 +1,4 @@
-"""The newest facts of a running service: fetched while somebody looks, and kept, with their date, where it is away."""
+"""The newest facts of a running service: fetched while a page is open, and kept with their date if it is away."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from protos.consilium.v1 import federation_pb2 as pb
 
 log = logging.getLogger(__name__)
 REFRESH_S = 2.0
-"""Facts are asked for again after so long, while somebody looks."""
+"""Age after which facts are fetched again, while a page is open."""
 _PATIENCE_S = 3.0
-"""How long a page waits for newer facts before it shows those that there are."""
+"""Longest wait of a page for newer facts before it shows the old ones."""
 _LOOKED_S = 30.0
-"""A run is followed for so long after somebody looked at it."""
+"""How long a run is followed after its page was last loaded."""
 _MAX_RUNS, _MAX_EVENTS = 12, 2000
 _COUNTDOWN_S = 10.0
-"""Pages with a countdown are shown anew so often."""
+"""Interval at which pages with a countdown are refreshed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceUnreachable:
-    """Since when the service has given no answer, and why."""
+    """Since when the service has not answered, and why."""
 
     since: float
     why: str
@@ -36,7 +36,7 @@ class ServiceUnreachable:
 
 @dataclass(frozen=True, slots=True)
 class FollowedRun:
-    """A run that somebody looks at. events: the newest ones   last: the number of the last one."""
+    """A run whose page is open. events: the newest ones   last: the number of the last event."""
 
     record: WatchedRun
     events: Sequence[pb.Event] = ()
@@ -45,7 +45,7 @@ class FollowedRun:
 
 @dataclass(frozen=True, slots=True)
 class ServiceSnapshot:
-    """What the service said last. at: when, None where it never did   away: whether it answers no more."""
+    """The service's last answers. at: when, None if there was none   away: set while the service does not answer."""
 
     at: float | None = None
     silos: Sequence[pb.SiloInfo] = ()
@@ -58,9 +58,9 @@ class ServiceSnapshot:
 
 
 class ServiceWatch:
-    """Asks the service on a thread of its own, and only while somebody looks. connect: makes a client, or raises.
+    """Queries the service in its own thread, and only while a page is open. connect: creates a client, or raises.
 
-    Guarantees: no method raises because the service is away, and none waits longer than three seconds for it.
+    Guarantees: no method raises because the service is away, and none waits for it longer than three seconds.
     """
 
     def __init__(self, connect: Callable[[], LeadClient], clock: Callable[[], float] = time.time) -> None:
@@ -84,10 +84,10 @@ class ServiceWatch:
         with self._lock:
             self._stopped = True
             self._lock.notify_all()
-        self._thread.join(_PATIENCE_S)  # a call under way ends by its own deadline
+        self._thread.join(_PATIENCE_S)  # a pending call ends by its own deadline
 
     def current(self, fresh: bool = False) -> ServiceSnapshot:
-        """Return the newest facts, asked for again where they are older than two seconds. fresh: whatever their age."""
+        """Return the newest facts; fetches them again if older than two seconds. fresh: fetch at any age."""
         with self._lock:
             if fresh or self._stale():
                 enough = self._begun + 1 if fresh else self._done + 1
@@ -96,7 +96,7 @@ class ServiceWatch:
             return self._snapshot
 
     def follow(self, run_id: str) -> tuple[ServiceSnapshot, FollowedRun | None]:
-        """Return the newest facts and a run's rounds and events; None where they were never fetched."""
+        """Return the newest facts, and a run's rounds and events or None if they were never fetched."""
         with self._lock:
             new = run_id not in self._followed
             self._looked[run_id] = time.monotonic()
@@ -105,7 +105,7 @@ class ServiceWatch:
             return snapshot, self._followed.get(run_id)
 
     def version(self) -> str:
-        """Return another text whenever the facts have changed, or a countdown has gone on. Waits for nothing."""
+        """Return a text that changes with the facts, and every ten seconds during a countdown. Never waits."""
         with self._lock:
             if self._stale():
                 self._want()
@@ -125,7 +125,7 @@ class ServiceWatch:
         return digest.hexdigest()
 
     def forget(self, run_id: str) -> None:
-        """Ask for a run's facts anew: something was ordered."""
+        """Fetch a run's facts again, after an order changed it."""
         with self._lock:
             self._followed.pop(run_id, None)
 
@@ -163,9 +163,9 @@ class ServiceWatch:
             self._fetch(self._client, snapshot)
         except FederationError as error:
             why = str(error)
-        except Exception as error:  # an answer that no sound service gives must not end the page
-            log.exception("the service could not be asked")
-            why = f"its answer was not understood: {error!r}"
+        except Exception as error:  # an invalid answer must not end the page
+            log.exception("could not query the service")
+            why = f"this page could not read its answer: {error!r}"
         else:
             return snapshot
         self._disconnect()
@@ -173,7 +173,7 @@ class ServiceWatch:
         return replace(before, away=ServiceUnreachable(since, why))
 
     def _fetch(self, client: LeadClient, found: ServiceSnapshot) -> None:
-        """Fetch the runs that somebody looks at, as far as they have changed."""
+        """Fetch the followed runs that have changed."""
         now = time.monotonic()
         with self._lock:
             self._looked = {name: at for name, at in self._looked.items() if now - at < _LOOKED_S}
@@ -201,7 +201,7 @@ class ServiceWatch:
 
 
 def settled(run: pb.RunInfo) -> pb.RunInfo:
-    """Return what is known of a run without what changes while a round is open."""
+    """Return a run's info without the fields that change while a round is open."""
     info = pb.RunInfo()
     info.CopyFrom(run)
     info.ClearField("waiting")

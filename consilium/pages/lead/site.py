@@ -1,4 +1,4 @@
-"""The lead's page as a site: which facts go into which template, and what its buttons do."""
+"""The lead's page as a site: the data of its templates, and the actions of its buttons."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from service_core.storage.private_files import Credentials
 TEMPLATES = Path(__file__).parent / "templates"
 COMMAND = "coordinator page"
 PLACES = ("a", "b", "c", "d")
-"""Names of the runs that are compared, in the address."""
+"""Query parameters that name the runs to compare."""
 _MAX_HOURS, _MAX_STARTED = 24 * 365, 64
 Order = Callable[[LeadClient, Parameters], str]
 
@@ -43,7 +43,7 @@ Order = Callable[[LeadClient, Parameters], str]
 class LeadPage:
     """The page of one lead.
 
-    watch: what the service says   connect: makes a client for an order   certificates: the lead's certificates.
+    watch: the service's facts   connect: creates a client for an order   certificates: expiry of the lead's.
     """
 
     watch: ServiceWatch
@@ -53,7 +53,7 @@ class LeadPage:
     consortium: str
     clock: Callable[[], float] = time.time
     _started: dict[str, str] = field(default_factory=dict)
-    """The newest runs that forms have started, by the form's request."""
+    """The newest runs that forms started, by the form's request id."""
 
     def site(self) -> Site:
         orders = {"/resume": _resume, "/abort": _abort, "/exclude": _exclude, "/extend": _extend}
@@ -122,7 +122,7 @@ class LeadPage:
         choice = {name: parameters.get(name) or preset.get(name, "") for name in PLACES}
         about = {**self._about(snapshot), "runs": offered, "choice": choice}
         if len(chosen) < 2:
-            return {**about, "headline": "Which runs are to be compared?", "comparison": None}
+            return {**about, "headline": "Choose runs to compare", "comparison": None}
         compared = comparison_facts(compare(chosen_runs))
         return {**about, "headline": compared.headline, "comparison": compared}
 
@@ -140,13 +140,13 @@ class LeadPage:
         if info is None:
             raise MissingError("There is no such run, or the coordinator has not answered yet.")
         if followed is None:
-            raise MissingError("The coordinator does not answer, and this page has not looked at this run before.")
+            raise MissingError("The coordinator does not answer, and this page has not loaded this run before.")
         return snapshot, info, followed
 
     # ---- orders ----------------------------------------------------------------------------------------------------
 
     def _digest(self, form: Parameters) -> str | None:
-        """Return the digest of the run that a form names, as the service says it now; None where there is none."""
+        """Return the current digest of a form's run, fetched from the service; None if there is no such run."""
         info = self._answering().run(form.get("run", ""))
         return None if info is None else state_digest(info)
 
@@ -161,17 +161,17 @@ class LeadPage:
         return give
 
     def _audience(self, _: Parameters) -> str:
-        """Return the digest of the hospitals that a new run would ask, as the service says it now."""
+        """Return the current digest of the online hospitals, fetched from the service."""
         return new_run.audience_digest(self._answering())
 
     def _answering(self) -> ServiceSnapshot:
         snapshot = self.watch.current(fresh=True)
         if snapshot.away is not None:
-            raise ChangedError("The coordinator does not answer: nothing was ordered.")
+            raise ChangedError("The coordinator does not answer, so nothing was done. Try again later.")
         return snapshot
 
     def _start(self, form: Parameters) -> str:
-        """Start the run of a form; what cannot be is said beside the form, which keeps what was typed."""
+        """Start a form's run. On a ConfigError returns its text; the form is shown again with its input."""
         snapshot = self.watch.current()
         try:
             with closing(self.connect()) as client:
@@ -183,7 +183,7 @@ class LeadPage:
             del self._started[old]
         self.watch.current(fresh=True)
         command = new_run.command_of(form, new_run.served_data(snapshot))
-        return f"{info.run_id} is submitted. The same as a command: {command}"
+        return f"{info.run_id} was submitted. The same as a command: {command}"
 
     def _after_start(self, form: Parameters) -> str:
         run = self._started.get(form.get("request", ""))
@@ -201,16 +201,16 @@ def _page_of(form: Parameters) -> str:
 
 
 def state_digest(info: pb.RunInfo) -> str:
-    """Return a digest of what an order about a run depends on: its state and why, and who is excluded.
+    """Return a digest of the facts that an order about a run depends on: its state and reason, and excluded hospitals.
 
-    Not of how many rounds are closed: the forms of a run that goes on would never fit.
+    It leaves out the number of closed rounds. Otherwise the forms of a running run would soon be out of date.
     """
     facts = [info.run_id, info.state, info.reason, sorted(info.excluded), info.manifest_digest]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def own_certificates(credentials: Credentials) -> tuple[OwnCertificates, str]:
-    """Read when the certificates that a lead uses end, and the name of the consortium."""
+    """Return the expiry of the lead's and the authority's certificates, and the consortium's name."""
     peer = identity_of(credentials.cert_pem)
     authority = certificates.load_certificate(credentials.ca_pem, "the authority's certificate")
     ends = peer.not_after.timestamp(), authority.not_valid_after_utc.timestamp()
@@ -223,13 +223,13 @@ def _resume(client: LeadClient, form: Parameters) -> str:
 
 
 def _abort(client: LeadClient, form: Parameters) -> str:
-    return f"{client.abort(form['run']).run_id} is aborted. What was trained so far stays."
+    return f"{client.abort(form['run']).run_id} is aborted. Its model so far is kept."
 
 
 def _exclude(client: LeadClient, form: Parameters) -> str:
     silo, readmit = form.get("silo", ""), form.get("readmit") == "yes"
     info = client.exclude(form["run"], silo, readmit)
-    return f"{silo} is {'asked again' if readmit else 'excluded'} in {info.run_id}, from the next round on."
+    return f"{silo} is {'included again' if readmit else 'excluded'} in {info.run_id}, from the next round on."
 
 
 def _extend(client: LeadClient, form: Parameters) -> str:
@@ -241,7 +241,7 @@ def _extend(client: LeadClient, form: Parameters) -> str:
     if not 0 < hours <= _MAX_HOURS:
         raise ConfigError("E-CFG-02", f"expected hours above 0, at most {_MAX_HOURS}, found {text[:20]!r}: correct it")
     info = client.extend(form["run"], hours)
-    return f"Everybody who is awaited in the open round of {info.run_id} has {hours:g} hours more."
+    return f"All pending hospitals in the open round of {info.run_id} have {hours:g} hours more."
 
 
 # ---- the comparison of runs ------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ LETTERS = "ABCD"
 class ComparisonFacts:
     """Runs side by side.
 
-    columns: each with the letter that names it in charts and tables   scores: (measure, a text for each run).
+    columns: runs, each with its letter in charts and tables   scores: (measure, a text for each run).
     """
 
     headline: str

@@ -96,7 +96,7 @@ def test_a_gauge_never_leaves_its_track(used, more) -> None:
 def test_a_gauge_says_both_shares_in_words() -> None:
     found = rendering.draw(0.25, 0.5)
     assert (found.used, found.more) == (25, 50)
-    assert found.text == "25 percent used, 50 percent more would be"
+    assert found.text == "25 percent used, would use 50 percent more"
 
 
 @pytest.mark.parametrize(("used", "more"), [(-0.1, 0), (0, -0.1), (math.nan, 0), (0, math.nan)])

@@ -84,7 +84,7 @@ def test_a_service_shows_its_page_and_takes_it_with_it_when_it_ends(tmp_path) ->
         link = re.findall(r'href="([^"]+)"', file.read_text())[0]
         assert link not in json.dumps(said)
         until(lambda: (home.path / "health.json").exists())
-        assert "The service runs, and tries to connect" in opened(link).text
+        assert "The service is running and trying to connect" in opened(link).text
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=200)
     assert process.returncode == 0

@@ -175,7 +175,7 @@ def test_the_keyboard_alone_finds_a_run_and_aborts_it(browser: Any, world: World
         page.keyboard.press("Enter")
         tab_to("Abort the run")
         page.keyboard.press("Enter")
-        page.get_by_text("run-k is aborted. What was trained so far stays.").wait_for()
+        page.get_by_text("run-k is aborted. Its model so far is kept.").wait_for()
         assert page.url.endswith("/runs/run-k")
         assert world.run("run-k").state is RunState.ABORTED
         visit.context.close()

@@ -251,11 +251,11 @@ def test_a_finished_run_whose_accuracy_noise_hides_says_so_in_a_sentence() -> No
     info.accuracy_estimate.withheld = "noise larger than signal"
     assert headline(info, None) == (
         "Finished",
-        "How good the model is, is withheld: noise larger than signal. Each hospital reads its own images' number "
+        "The model's accuracy is withheld: noise larger than signal. Each hospital reads its own images' number "
         "without noise: silo status.",
     )
     nothing = pb.RunInfo(state="finished", accuracy=-1, best_accuracy=-1)
-    assert headline(nothing, None) == ("Finished", "Nothing was measured of the model.")
+    assert headline(nothing, None) == ("Finished", "The model was not measured.")
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 1e38, -1.0, 2.0**63])

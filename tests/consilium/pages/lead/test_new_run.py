@@ -80,7 +80,7 @@ def test_classes_that_hospitals_declare_are_the_classes_of_the_run() -> None:
         ({}, "there is no kind ''"),
         ({"kind": "export"}, "there is no kind 'export'"),
         ({"kind": "survey", "data": "digits"}, "at least one question"),
-        ({"kind": "analytic", "data": "cifar10"}, "there is no data 'cifar10' here"),
+        ({"kind": "analytic", "data": "cifar10"}, "there is no data 'cifar10'"),
         ({"kind": "training", "data": "digits", "method": "fedmrr", "rounds": "1"}, "did you mean 'fedmr'"),
         *(
             ({"kind": "training", "data": "digits", "method": "fedmr", "rounds": text}, "rounds: expected a number")
@@ -191,7 +191,7 @@ def test_a_form_starts_the_run_that_its_command_would_in_the_leads_name(
     assert (answer.status, answer.header("location")) == (303, f"/runs/{run}")
     assert sorted(world.run(run).members) == sorted(NAMES)
     page = html.unescape(browser.get(f"/runs/{run}").text)
-    assert f"{run} is submitted. The same as a command: coordinator" in page
+    assert f"{run} was submitted. The same as a command: coordinator" in page
     said = [(entry.who, entry.what) for entry in entries(world.home) if entry.what == "Lead/Submit"]
     assert said[-1][0] == "lead://test/lead"
 
@@ -264,7 +264,7 @@ def test_what_is_refused_is_said_beside_the_form_which_keeps_what_was_typed(worl
     assert 'value="train.lrr=1"' in page
     assert started(world) == before
     odd = browser.post("/new", {**form, "request": "mine"})
-    assert "load the page again" in html.unescape(browser.get((odd.header("location") or "").partition("#")[0]).text)
+    assert "reload the page" in html.unescape(browser.get((odd.header("location") or "").partition("#")[0]).text)
     assert started(world) == before
 
 

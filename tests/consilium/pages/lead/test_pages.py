@@ -147,7 +147,7 @@ def test_the_service_away_the_page_says_since_when_and_shows_its_last_facts(
         (form,) = browser.fields("/abort", "/runs/run-1")
         answer = browser.post("/abort", form)
         assert answer.status == 409
-        assert "The coordinator does not answer: nothing was ordered." in answer.text
+        assert "The coordinator does not answer, so nothing was done." in answer.text
         service.error = None
         assert "has not answered" not in browser.get().text
 
@@ -201,7 +201,7 @@ def test_the_page_shows_what_the_service_says(world: World, browser: Browser) ->
     assert "B ends" in compared
     assert "train.lr" in compared
     assert browser.get("/compare?a=run-a&b=nothing").status == 404
-    assert "Which runs are to be compared?" in browser.get("/compare?a=run-a").text
+    assert "Choose runs to compare" in browser.get("/compare?a=run-a").text
 
 
 def test_a_button_does_what_the_command_does_and_is_in_the_audit_log_as_the_lead(
@@ -309,7 +309,7 @@ def test_the_answers_to_a_survey_are_those_of_the_command_and_none_that_is_held_
 
     def answered() -> bool:
         pages.append(browser.get("/runs/run-asked").text)
-        return "being read" not in pages[-1]
+        return "Reading the answers" not in pages[-1]
 
     until(answered, seconds=60)
     (shown,) = re.findall(r'<section class="card" id="answers".*?</section>', pages[-1], re.DOTALL)
