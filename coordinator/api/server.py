@@ -126,8 +126,8 @@ class CoordinatorServer:
         E-STATE-63 if too few files may be open; ConfigError (E-CFG-01) if an extension cannot be loaded.
         """
         consortium = Authority.open(self.home).consortium
-        self._lock = lock_home(self.home)
         self._connections = _connections_of(_raise_descriptor_limit())
+        self._lock = lock_home(self.home)
         self._loop.start()
         try:
             self.store = CoordinatorStore(self.home)

@@ -66,12 +66,12 @@ class Calls:
         Raises OtherSideEndedError if the other side has ended, and ValueError as `encoded`.
         """
         answer: Future[Any] = Future()
+        number = next(self._numbers)
+        data = encoded(call=[number, name, arguments])
         with self._lock:
             if self._ended:
                 raise OtherSideEndedError(name)
-            number = next(self._numbers)
             self._open[number] = answer
-        data = encoded(call=[number, name, arguments])
         with suppress(OSError, ValueError):  # it has ended: `listen` notices, and answers every open call
             self._line.write(data)
         return answer

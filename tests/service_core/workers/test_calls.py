@@ -45,6 +45,13 @@ def test_both_sides_call_at_once_and_errors_keep_their_codes(ends: tuple[Line, L
         one.call("unknown")
 
 
+def test_a_call_that_is_too_long_raises_and_leaves_nothing_open(ends: tuple[Line, Line]) -> None:
+    calls = Calls(ends[0], {}, ErrorLines())
+    with pytest.raises(ValueError, match="at most"):
+        calls.begin("anything", "x" * (1 << 25))
+    assert not calls._open
+
+
 @pytest.mark.fault("a worker", "ends, or sends nonsense", "no call of its service hangs")
 @pytest.mark.parametrize(
     "said",
