@@ -1,4 +1,4 @@
-"""The census of a masked run: at how many hospitals each class is trained. The hospital verifies the count itself."""
+"""The census of a masked run counts the hospitals that train each class. This hospital verifies the counts itself."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def prove(
 ) -> tuple[ClassCoverage, bool]:
     """Return the census of a run, and whether it is new; the caller stores a new one.
 
-    Raises SecaggError if it is not proved: as `silo_side.verify_census`; E-RUN-48 on other bytes or none.
+    proof: fetches the file that proves a new census; None if the coordinator sent none.
+
+    Raises SecaggError: E-RUN-48 if the proof is missing or malformed, and as `silo_side.verify_census`.
     """
     if kept := store.secagg.coverages(key.run_id):
         return kept[key.run_id], False
@@ -47,7 +49,7 @@ def prove(
 
 
 def read_proof(file: Path) -> silo_side.CensusProof:
-    """Read the messages that a census was computed from; raises SecaggError (E-RUN-48) on bytes of another format."""
+    """Read the messages that a census was computed from; raises SecaggError (E-RUN-48) if the file is malformed."""
     try:
         message = pb.SecaggCensus.FromString(file.read_bytes())
         uploads = tuple((u.index, digest_of(u.object_digest)) for u in message.seal.updates)

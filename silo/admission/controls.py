@@ -68,7 +68,8 @@ class DataQuestion:
     """Asks to use the hospital's data in a run, as its member `index`.
 
     version: of the data, as in `RunData`   began: the version that the run began with; "" if it has not begun
-    size: of this hospital, `typed` or counted   prototypes: False if this hospital submits none to any run.
+    size: the hospital's nominal size; `typed`: the operator gave it, otherwise it was counted
+    prototypes: False if this hospital submits none to any run.
     """
 
     index: int
@@ -84,9 +85,9 @@ class TaskQuestion(NamedTuple):
     """One task of a run, with the access that the run was admitted with.
 
     cohort: size of the round's cohort, as offered   base_digest: of the message   message: fetches and checks the
-    message; empty for a census   incarnation: of the coordinator; each has one model per round of training   proof:
-    fetches the proof of the run's census, if the coordinator sent one   begins: the data, if this is the first task of
-    a run.
+    message; empty for a census   incarnation: of the coordinator, which sends one model per round of training
+    proof: fetches the proof of the run's census, if the coordinator sent one   begins: the data, if this is the first
+    task of a run.
     """
 
     access: RunAccess
@@ -100,10 +101,10 @@ class TaskQuestion(NamedTuple):
 
 
 class AdmissionRequest(NamedTuple):
-    """A coordinator's request: to take part in a run, and at most one of the questions that follow.
+    """A coordinator's request to take part in a run, with at most one of: `data`, `whole_run`, `task`.
 
-    declared: the classes that this hospital declares, for policies that name none   device: where it would train
-    data_of: loads the run's data, for the person who decides   data: asks to use the hospital's data
+    declared: the classes that this hospital declares, used if the policy names none   device: for training
+    data_of: loads the run's data, to describe the run to the person who decides   data: asks to use the hospital's data
     whole_run: asks whether the budget covers all rounds   task: asks to do a task.
     """
 
@@ -119,9 +120,9 @@ class AdmissionRequest(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RunAccess:
-    """What a run may do here once its tasks are admitted; by itself it opens no record.
+    """Permission of a run at this hospital. It opens no record: each task needs its own `TaskAccess`.
 
-    data: the data question that was admitted   submits: prototypes may leave.
+    data: the data question that was admitted   submits: whether prototypes may leave.
     """
 
     data: DataQuestion
@@ -133,9 +134,9 @@ class RunAccess:
 
 @dataclass(frozen=True, eq=False)
 class TaskAccess:
-    """What one admitted task may do: the only way to records.
+    """Permission of one admitted task; records can be opened only with it.
 
-    message: what the coordinator sent   times_charged: how often its round was charged before   census: of the run,
+    message: the coordinator's message   times_charged: how often its round was charged before   census: of the run,
     if this task proved it.
     """
 
@@ -178,12 +179,12 @@ class AdmissionDecision(NamedTuple):
 
 @dataclass(slots=True)
 class HospitalControls(HospitalRules):
-    """The hospital's rules for every run. No message from the network changes them."""
+    """The hospital's rules for all runs. Messages from the network cannot change them."""
 
     _last: CompiledRun | None = field(default=None, init=False)
 
     def as_registered(self, dataset: SiloDataset) -> SiloDataset:
-        """Return data as the ledger identifies them: `privacy.ledger.registration.as_registered`."""
+        """Return data with the ledger's identification of them: `privacy.ledger.registration.as_registered`."""
         if dataset.earlier is None:
             return dataset
         from privacy.ledger.registration import as_registered
@@ -191,20 +192,20 @@ class HospitalControls(HospitalRules):
         return as_registered(self.existing_ledger(), dataset)
 
     def admit(self, request: AdmissionRequest) -> AdmissionDecision:
-        """Admit any run's request, or raise: the single entry point to this hospital's data, budget and memory.
+        """Admit a run's request, or raise: the single entry point to this hospital's data, budget and memory.
 
         A run is checked against the policy, the declared classes, the hospital's decision and the daily limit of runs
         that measure models. Data are checked against the policy, the ledger's registrations and the data that the run
-        began with. A task is checked against the run's plan, its census and earlier answers; it is recorded before any
-        record is read, so that one question has one answer. A refused task leaves no trace. A private round of training
-        is charged instead, when it opens. Code of another distribution is imported only here, once the policy has
-        allowed it (E-POLICY-15).
+        began with. A task is checked against the run's plan, its census and earlier answers. It is recorded before any
+        record is read, so that one question has one answer; a refused task is not recorded. A private round of training
+        is not recorded but charged, when its data are opened. Code of another distribution is imported only here, after
+        the policy has allowed it (E-POLICY-15).
 
         Raises AwaitingDecisionError; RefusedError, which the ledger records: E-POLICY-.., E-BUDGET-.., E-RUN-14 as
-        `require_torch`, and E-RUN-38
-        before a model is built that cannot be trained here; as `CompiledRun.of`, `AnswerMemory.claim`,
-        `AnswerMemory.require_room` and `census.prove`; DataError: E-DATA-05 on records of other classes, E-DATA-10 on
-        other data than the run began with; ProtocolError (E-RUN-33) on a task that does not follow from the manifest.
+        `require_torch`, E-RUN-38 before building a model that cannot be trained here; as `CompiledRun.of`,
+        `AnswerMemory.claim`, `AnswerMemory.require_room` and `census.prove`; DataError: E-DATA-05 on records of other
+        classes, E-DATA-10 on other data than the run began with; ProtocolError (E-RUN-33) on a task that does not
+        follow from the manifest.
         """
         policy, run = self._admitted_run(request)
         memory, runs_a_day = self.store.answers, ReleaseFloors.of(policy, run).runs_a_day
@@ -220,7 +221,7 @@ class HospitalControls(HospitalRules):
         return AdmissionDecision(run, access)
 
     def _admitted_run(self, request: AdmissionRequest) -> tuple[Policy, CompiledRun]:
-        """Return the policy and the run that this hospital takes part in; raises as `admit`."""
+        """Return the policy and the admitted, compiled run; raises as `admit`."""
         run_id, manifest = request.run_id, request.manifest
         with self._recording(request, private=False):
             policy = self.policy()
@@ -253,7 +254,7 @@ class HospitalControls(HospitalRules):
 
     @contextmanager
     def _recording(self, request: AdmissionRequest, private: bool) -> Iterator[None]:
-        """Record a refusal; the refusal of a private run names everything that it still needs here."""
+        """Record a refusal in the ledger. If a private run is refused as not ready, list everything that it needs."""
         try:
             yield
         except RefusedError as error:
@@ -422,7 +423,7 @@ def _require_planned(run: CompiledRun, task: TaskQuestion) -> None:
 
 
 def _require_declared(dataset: SiloDataset, declared: Collection[str]) -> None:
-    """Raise DataError (E-DATA-05) on a record of an undeclared class, whatever label space the run has."""
+    """Raise DataError (E-DATA-05) if a record has a class that is not declared, for any label space of the run."""
     names, splits = dataset.schema.classes, (dataset.train, dataset.test)
     present = {names[k] for split in splits for k in classes_in(split.labels, len(names))}
     if undeclared := sorted(present - set(declared)):
@@ -434,9 +435,9 @@ def _require_declared(dataset: SiloDataset, declared: Collection[str]) -> None:
 
 
 def _check_dictionary(run: CompiledRun, index: int, dataset: SiloDataset) -> None:
-    """Refuse a run with another label dictionary, or a method without coarse labels; uses declarations alone.
+    """Refuse a run with another label dictionary, or with a method that cannot use coarse labels.
 
-    Raises SchemaError: E-DATA-05, E-CFG-08.
+    The answer follows from declarations alone. Raises SchemaError: E-DATA-05, E-CFG-08.
     """
     named, local_digest = run.manifest.members[index].labels, dataset.dictionary.digest
     if named and named != local_digest:

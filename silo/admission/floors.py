@@ -22,16 +22,16 @@ from privacy.policy_terms import ACCURACY, NOTHING
 from privacy.profiles.prototype_filter import DisclosureLimits
 
 _SENT = {CLINICAL: frozenset[str](), ACCURACY: frozenset({CLINICAL_PART, PAIRED}), NOTHING: METRIC_PARTS}
-"""Parts of an evaluation that stay here, by what the policy lets leave."""
+"""The policy's `evaluation.send` -> the parts of an evaluation that stay here."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseFloors:
-    """What a policy suppresses in one run.
+    """The smallest counts that a policy lets leave in one run.
 
-    min_test_images: test images that a class needs before any of its results leaves; 0: no limit
+    min_test_images: results of classes with fewer test images stay here; 0: no limit
     runs_a_day: runs that may measure models here in a day; 0: no limit   parts: of an evaluation, which stay here
-    counted: what is suppressed of training examples, and of patients in a survey.
+    counted: limits for training examples, and for patients in a survey.
     """
 
     min_test_images: int
@@ -41,7 +41,7 @@ class ReleaseFloors:
 
     @classmethod
     def of(cls, policy: Policy, run: CompiledRun, dataset: SiloDataset | None = None) -> ReleaseFloors:
-        """Read the floors of a run. dataset: shows whether records name patients, for floors that count them."""
+        """Read the floors of a run. dataset: tells surveys whether records name patients."""
         evaluation, classes, survey, least = (
             policy.evaluation,
             run.manifest.schema.classes,
@@ -62,7 +62,7 @@ class ReleaseFloors:
         return cls(evaluation.min_examples if exact else 0, evaluation.runs_a_day if exact else 0, parts, counted)
 
     def too_few(self, test: Examples, classes: Sequence[str]) -> tuple[str, ...]:
-        """Name the classes with too few test images for any result to leave."""
+        """Name the classes whose results stay here because they have too few test images."""
         return tuple(scarce_class_names(test.labels, classes, self.min_test_images)) if self.min_test_images else ()
 
     def sent(self, test: Examples, classes: Sequence[str]) -> Examples:

@@ -1,16 +1,16 @@
-"""What this hospital answered before, so that one question gets one answer, whoever asks, also after a restart.
+"""Earlier answers of this hospital. One question gets one answer, from any coordinator and after a restart.
 
-The difference of two sums about one model over different hospitals reveals these hospitals' updates. So a masked run
-opens the sum of a model for one set of hospitals only: `keep_to_one_set`. Each measurement on the test images reveals
-something about them. So a task is about one model for ever, and the number of runs a day that measure is limited:
-`claim`.
+If one model's updates were summed over two sets of hospitals, the difference would reveal updates of the hospitals in
+only one set. So a masked run opens the sum of a model for one set only: `keep_to_one_set`. Each measurement on the test
+images reveals something about them. So a task is about one model for ever, and the number of measuring runs a day is
+limited: `claim`.
 
-A home restored from a copy lacks its latest answers. The coordinator states in each session how many answers in masked
+A home restored from a copy lacks its latest answers. In each session the coordinator states how many answers in masked
 runs it has seen from this hospital; a home that has fewer gives up its masked runs.
 
 A model is identified by the digest of the message and, if this hospital read it, by its numbers: other bytes with the
-same numbers are the same model. Nearly equal models are not. Rows are never deleted; a restored home lacks the newest.
-`survey_history` does the same for answers about people.
+same numbers are the same model. Nearly equal models count as different. Rows are never deleted.
+`survey_history` stores answers about people.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class AnswerMemory:
     def claim(self, key: TaskKey, base_digest: str, content: str, coordinator: str, most: int = 0) -> None:
         """Record that a task is about a model, before any record is read.
 
-        content: a digest of the model's numbers   coordinator: its incarnation; each has one model per round of
-        training, so a restored coordinator may send another   most: runs that measure models in a day; 0: no limit.
+        content: a digest of the model's numbers   coordinator: its incarnation; each sends one model per round of
+        training, so a restored one may send another   most: runs a day that may measure models; 0: no limit.
 
         Raises RefusedError: E-RUN-33 if the task was about another model, E-POLICY-19 if the day's limit is reached.
         """
@@ -96,9 +96,9 @@ class AnswerMemory:
             return _masked(db)
 
     def catch_up(self, seen: int) -> None:
-        """Raise the count to what the coordinator has seen, after the masked runs were given up.
+        """Raise the count to the coordinator's number, after the masked runs were given up.
 
-        Guarantees: the count can still grow, whatever number the coordinator states.
+        Guarantees: the number is capped at 2^53, so the count can still grow.
         """
         with self._database.write() as db:
             if (lacks := min(seen, _MOST) - _masked(db)) > 0:
@@ -108,9 +108,9 @@ class AnswerMemory:
 
 
 def keep_to_one_set(db: Connection, key: TaskKey, base_digest: str, inside: Sequence[int]) -> None:
-    """Record the members that the sum of a model is opened for, inside the transaction that confirms them.
+    """Record the members in a model's sum, inside the transaction that confirms the set.
 
-    Raises SecaggError (E-RUN-50) if the sum of this model was opened for other members in this run, in any round.
+    Raises SecaggError (E-RUN-50) if this run opened the sum of this model for other members, in any round.
     """
     of_kind = answers.c.run_id == key.run_id, answers.c.kind == key.kind.value
     rows = db.execute(select(answers).where(*of_kind)).all()

@@ -49,7 +49,7 @@ def trains(home: Home) -> bool:
 
 
 def digest_of(home: Home) -> str:
-    """Return the SHA-256 of the policy file, valid or not; empty if there is none that can be read."""
+    """Return the SHA-256 of the policy file, valid or not; empty if it is missing or cannot be read."""
     try:
         opened = open_file(home.policy)
     except RefusedError:

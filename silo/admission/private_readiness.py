@@ -1,7 +1,7 @@
-"""What a hospital still needs before any private run can begin: all of it at once, each with its remedy.
+"""The list of everything that a hospital lacks for private runs, each with its remedy.
 
-The list follows from what the hospital declared, registered and decided, never from a record. The hospital sees all of
-it; the lead of a private run gets the error code only.
+The list follows from the hospital's declarations, registrations and decisions, never from a record. The hospital sees
+all of it; the lead of a private run gets the error code only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fl_core.errors import RefusedError
 from privacy.policy import Policy
 
 NOT_READY = ("E-POLICY-16", "E-BUDGET-04", "E-BUDGET-02")
-"""Error codes after which there may be more to do."""
+"""Error codes of hospitals that are not ready; more requirements may be missing."""
 
 
 class MissingRequirement(NamedTuple):
@@ -24,7 +24,7 @@ class MissingRequirement(NamedTuple):
 
 
 class Collections(Protocol):
-    """The part of a ledger that is needed here."""
+    """The ledger's methods that this module uses."""
 
     def collections(self) -> list[str]: ...
     def budget(self, collection: str) -> object | None: ...

@@ -1,4 +1,4 @@
-"""What the service itself asks of a hospital's policy and privacy ledger. It admits nothing, and so needs no torch."""
+"""The service's own access to the hospital's policy and privacy ledger. It admits no run and needs no torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class HospitalRules:
-    """One home's policy file and privacy ledger. A worker adds what admits runs: `HospitalControls`.
+    """One home's policy file and privacy ledger. Workers use the subclass `HospitalControls`, which admits runs.
 
-    coordinator: the authority's certificate, which tells this consortium from others that share the ledger.
+    coordinator: the authority's certificate; it identifies this consortium in a ledger that several share.
     """
 
     home: Home
@@ -40,15 +40,15 @@ class HospitalRules:
         return self._ledger
 
     def existing_ledger(self) -> Ledger | None:
-        """Return the ledger, or None; never creates one."""
+        """Return the ledger; None if it does not exist yet."""
         return self.ledger if self.home.ledger.exists() else None
 
     def policy(self) -> Policy:
-        """Read the current policy; raises RefusedError (`policy_in_force.UNUSABLE`) on one that allows nothing."""
+        """Read the current policy; raises RefusedError (`policy_in_force.UNUSABLE`) if it cannot be used."""
         return policy_in_force.in_force(self.home)
 
     def policy_digest(self) -> str:
-        """Return the SHA-256 of the policy file, valid or not; empty if there is none that can be read."""
+        """Return the SHA-256 of the policy file, valid or not; empty if it is missing or cannot be read."""
         return policy_in_force.digest_of(self.home)
 
     def hides_size(self) -> bool:
@@ -59,7 +59,7 @@ class HospitalRules:
             return True
 
     def tells_data(self) -> bool:
-        """Tell whether counted sizes and the classes may be declared; never if the policy requires masks."""
+        """Tell whether counted sizes and classes may be declared: not if the policy requires masks or is unreadable."""
         try:
             return not self.policy().secagg.require
         except RefusedError:
@@ -78,8 +78,8 @@ class HospitalRules:
     def recover(self) -> list[str]:
         """Verify the ledger when the service starts; count open entries as spent, and return them.
 
-        Raises StateError: E-BUDGET-07 on a ledger that was edited, E-BUDGET-08 on one that lacks events that others
-        have seen.
+        Raises StateError: E-BUDGET-07 if the ledger was edited, E-BUDGET-08 if it lacks events that it
+        attested before.
         """
         seen = self.latest_attestation()
         if seen.seq or self.home.ledger.exists():
@@ -102,10 +102,9 @@ class HospitalRules:
         return attested
 
     def record_attestation(self, seen: Attestation) -> None:
-        """Store the coordinator's record of this hospital's ledger; raises as `check`.
+        """Store the coordinator's record of this hospital's ledger, if it is newer; raises as `check`.
 
-        Raises StateError (E-BUDGET-18) on a record that this hospital never stated: restoring from it would burn
-        budget.
+        Raises StateError (E-BUDGET-18) if this hospital never stated that record: restoring from it would waste budget.
         """
         if ledger_position(seen) > ledger_position(self.latest_attestation()):
             self._require_own(seen)
@@ -127,10 +126,10 @@ class HospitalRules:
             )
 
     def check(self, seen: Attestation) -> None:
-        """Raise StateError (E-BUDGET-07, E-BUDGET-08) if events were edited, or are missing that others have seen."""
+        """Raise StateError: E-BUDGET-07 if events were edited, E-BUDGET-08 if the ledger lacks events in `seen`."""
         if seen.seq or self.home.ledger.exists():
             self.ledger.require(ChainHead(seen.seq, seen.head))
 
     def record_refusal(self, run: str, error: FederationError) -> None:
-        if error.code not in policy_in_force.UNUSABLE:  # an empty proof has nothing to record
+        if error.code not in policy_in_force.UNUSABLE:  # without a usable policy no run was judged
             self.ledger.note_refusal(run, error.code, self.coordinator)

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def update_contents(run: CompiledRun) -> UpdateContents:
-    """Count the numbers in an update by part: its sums and their weights; under masks each is a word of the ring."""
+    """Count the numbers in an update by part: sums and their weights; under masks, each is one word of the ring."""
     manifest, word = run.manifest, max(kind.itemsize for kind in run.dtypes)
     parts = {
         name: sum(math.prod(shape) for shape in spec.shapes.values()) + math.prod(spec.weight_shape)
@@ -33,7 +33,7 @@ def update_contents(run: CompiledRun) -> UpdateContents:
 
 
 def privacy_of(run: CompiledRun) -> str:
-    """Describe what a run guarantees about privacy, its limits, and whether only masked sums are read."""
+    """Describe a run's privacy guarantee, its limits, and whether the coordinator reads only masked sums."""
     guarantee = _noise_of(run)
     return f"{guarantee}{'; ' if ': ' in guarantee else ': '}{run.updates.reading}"
 
@@ -56,8 +56,9 @@ def request_of(
     survey: SurveyPreview | None = None,
     few: Sequence[str] = (),
 ) -> RunRequest:
-    """Describe a run's request. submits: the policy lets prototypes leave; survey: what would leave in a survey.
+    """Describe a run's request to this hospital.
 
+    submits: whether the policy lets prototypes leave   survey: numbers that would leave in a survey
     few: classes whose results are not sent.
 
     The charges are upper bounds: class counts that were released before cost nothing again.
@@ -124,7 +125,7 @@ COUNTED = (
     "the number of hospitals per class is counted under masks; of a class that this hospital alone has, "
     "the sums are its own, without its name"
 )
-"""How a question describes the counting of classes: before a plain run, and before a masked one."""
+"""Descriptions of the class count before round 1: in a plain run, and in a masked one."""
 
 
 def describe_request(run: CompiledRun) -> str:
@@ -147,7 +148,7 @@ def describe_request(run: CompiledRun) -> str:
 
 
 def warn_of_few(run: CompiledRun, examples: int) -> None:
-    """Warn if sums of second moments leave that are over fewer examples than a feature has numbers."""
+    """Warn if second moments leave that sum over fewer examples than a feature vector has numbers."""
     if run.method.exact and examples < (numbers := features_of(run.model).feature_dim):
         log.warning(
             "%s: second moments of %d numbers leave without noise, of fewer training examples than that: sums of few "

@@ -1,14 +1,15 @@
-"""Which surveys without noise this hospital answered, about whom, so that answers together never reveal few people.
+"""The history of surveys answered without noise. It keeps answers from revealing few people in combination.
 
 Answers are sums over people. People whom all earlier answers count alike, cell by cell and version by version, form a
 *group*: any sum or difference of these answers counts all of a group or none of it. So a new answer may split groups
-only into parts of at least `least` people, and may add no smaller group. Cells that would do so are suppressed together
-with others, or else the whole question is; if the mere size of a data version would do so, that version is not answered
-at all. In addition, no number differs by 1 to `least` - 1 from the same cell's number in another version.
+only into parts of at least `least` people, and may add no smaller group. A cell that would break this rule is
+suppressed together with others, or the whole question is suppressed. If the size of a data version alone would break
+it, no question about that version is answered. In addition, no number differs by 1 to `least` - 1 from the same cell's
+number in another version.
 
-People are matched by content, so that renamed, regrouped, reordered and split data are recognised: by all records of a
-patient with their classes, by single records, and by name. For everybody who was ever counted, the hospital keeps
-digests of these under a secret salt, the data versions that contained them, and the cells that counted them.
+People are matched by content: by all records of a patient with their classes, by single records, and by name. So
+renamed, regrouped, reordered and split data are recognised. For each person who was ever counted, the hospital keeps
+digests of these under a secret salt, the data versions with this person, and the cells that counted the person.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from silo.storage.schema import survey_people, surveys
 
 _BYTES = 16
 Shares = Mapping[str, float]
-"""Finest cell -> the share of somebody's records in it."""
+"""Finest cell -> the share of a person's records in it."""
 Group = tuple[tuple[int, ...], str, tuple[str, ...]]
-"""People whom all answers count alike: their data versions, how they were counted before, and in which cells."""
+"""People whom all answers count alike: data versions, digest of earlier counts, and the cell in each version."""
 log = logging.getLogger(__name__)
 
 
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 class SurveyedPatients:
     """The people in a hospital's data, in order: name, content of each record, and content with class and split.
 
-    grouped: the data name patients; otherwise each record is a person, named by its file, which is weaker evidence.
+    grouped: whether the data name patients. If not, each record is a person, named by its file: weaker evidence.
     """
 
     names: Sequence[str]
@@ -64,11 +65,11 @@ class Countable:
 
 
 Told = dict[str, frozenset[str]]
-"""Question -> the cells that may leave; a question that is missing is suppressed as a whole."""
+"""Question -> the cells that may leave; a missing question is suppressed as a whole."""
 
 
 class _Keys(NamedTuple):
-    """What identifies a person in later data; repeated records have numbered copies."""
+    """Digests that identify a person in later data; repeated records have numbered copies."""
 
     whole: tuple[bytes]
     records: tuple[bytes, ...]
@@ -160,7 +161,7 @@ class SurveyHistory:
         return {n: answer[n] for answer in answers for n in states if n in answer and answer[n]["state"] == states[n]}
 
     def _linked(self, keys: Sequence[_Keys], grouped: bool) -> list[_Person]:
-        """Match the new data's people with known ones; people that turn out to be the same are merged."""
+        """Match the people in the new data with earlier ones; merge earlier ones that match the same person."""
         index = {key: number for number, person in self._people.items() for key in person.keys}
         matches = [set[int]() for _ in keys]
         for tier in ("whole", "name", "records") if grouped else ("whole", "records", "name"):
@@ -203,7 +204,7 @@ class SurveyHistory:
         return whole
 
     def _groups(self, name: str, person: _Person) -> set[tuple[Group, str]]:
-        """Return the groups that contain a person, each with the finest cell that puts the person there."""
+        """Return a person's groups, one per finest cell that counted the person, each with that cell."""
         count = person.counts.get(name)
         if count is None:
             return {((person.seen, "", ()), "")}
@@ -222,7 +223,7 @@ class SurveyHistory:
         return self._cache[key]
 
     def _free(self, question: Countable, least: int) -> frozenset[str]:
-        """Return the cells of a question that may leave; the others are suppressed together."""
+        """Return the cells of a question that may leave; all others are suppressed."""
         released = set(question.free)
         versions = {n for person in self._people.values() if person.now is not None for n in person.seen}
         answers = [self._answers[n].get(question.name) for n in versions]
@@ -253,7 +254,7 @@ class SurveyHistory:
         return set()
 
     def _too_few(self, question: Countable, released: set[str], least: int) -> set[str]:
-        """Name cells to suppress because they would single out too few people; "" stands for the whole question."""
+        """Name cells to suppress because they would single out fewer than `least` people; "": the whole question."""
         blocks = _blocks(question, released)
         inside, parts = Counter[tuple[Group, str]](), defaultdict[Group, set[str]](set)
         gone, related = defaultdict[Group, set[int]](set), defaultdict[Group, set[str]](set)
@@ -293,7 +294,7 @@ class SurveyHistory:
         return more
 
     def write(self, db: Connection, released: Told, run: str, now: float) -> None:
-        """Record the released cells, and how they count everybody."""
+        """Record the released cells, and how each person is counted."""
         before = self._same()
         released = {name: cells for name, cells in released.items() if name not in before}
         if not released:
@@ -310,13 +311,13 @@ class SurveyHistory:
         db.execute(insert(survey_people), [person.row(number) for number, person in self._people.items()])
 
     def _answer(self, question: Countable, released: frozenset[str]) -> dict[str, object]:
-        """Return what is stored of an answer: all numbers, of which those in `released` leave."""
+        """Return the stored form of an answer: all its numbers, and the names of the released cells."""
         cells = {cell: coarse for cell, coarse in question.cells.items() if cell != coarse}
         kept = {"form": question.form, "state": self._states[question.name], "told": sorted(released)}
         return {**kept, "numbers": dict(question.patients), "cells": cells}
 
     def _count(self, person: _Person, name: str, released: frozenset[str]) -> _Count:
-        """Return how a person is counted from now on: unchanged unless some number shows a difference."""
+        """Return how a person is counted from now on; unchanged if the released cells show no difference."""
         assert person.now is not None
         now, count, blocks = person.now[name], person.counts.get(name), _blocks(self._asked[name], released)
         if count is None:

@@ -1,4 +1,4 @@
-"""Surveys at this hospital: who is in its data, what would leave, and that only approved numbers leave."""
+"""Surveys at this hospital: the people in its data, a preview of the answers, and the check of approved numbers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Decide = Callable[[SurveyedPatients, Sequence[Countable]], Told]
 def surveyed_patients(train: Examples, test: Examples, classes: Sequence[str]) -> SurveyedPatients:
     """List the people in the data, in the order of `surveyed`, with their records: pixels or cells, class and split.
 
-    A record without a patient is named by its file in its folder.
+    A record without a patient is a person, named by its folder and file.
     """
     names, contents, labelled = list[str](), list[list[str]](), list[list[str]]()
     places = dict[str, int]()
@@ -70,7 +70,7 @@ def surveyed_patients(train: Examples, test: Examples, classes: Sequence[str]) -
 
 
 def _records(examples: Examples) -> Iterator[tuple[str, str]]:
-    """Yield a name and the content of each record; for one that cannot be decoded, the file's bytes."""
+    """Yield the name and content of each record. The content of an unreadable file is its folder and name."""
     paths: tuple[Path, ...] | None = getattr(examples, "paths", None)
     if paths is None:
         yield from ((name, name) for name in content_names(examples))
@@ -95,7 +95,10 @@ def remembered_answers(
     decide: Decide,
     progress: Progress | None = None,
 ) -> Tensors:
-    """Answer without noise what earlier answers allow; records are counted in the finest bins."""
+    """Answer a survey without noise; suppress the cells that, with earlier answers, must not leave.
+
+    decide: receives people and questions counted in the finest cells, and returns the cells that may leave.
+    """
     least = tuple(question.least for question in query.questions)
     records = surveyed((*query.questions, *least), train, test, query.n_classes, progress)
     answers = exact_answers(query, replace(records, shares=records.shares[: len(least)]))
@@ -154,7 +157,7 @@ class RememberedSurvey(LocalDataWrapper):
 
 
 def survey_preview(run: CompiledRun, dataset: SiloDataset, withheld: DisclosureLimits, decide: Decide) -> SurveyPreview:
-    """Compute what would leave, cell by cell. With noise it shows the true numbers, none of which leaves."""
+    """Compute the answers to a survey, cell by cell. With noise it shows the true numbers; only noisy ones leave."""
     profile, classes, asked = run.profile, run.manifest.schema.classes, run.question
     assert asked is not None
     query = withheld.of(asked)
