@@ -1,1 +1,1 @@
-"""Audits: what an attacker can find out from what training releases. A pass proves nothing; a failure is a fault."""
+"""Attack training's releases, to audit privacy claims. A pass proves nothing; a failure shows a fault."""

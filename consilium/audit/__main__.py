@@ -1,4 +1,4 @@
-"""`python -m consilium.audit`: attack training on digits, with and without privacy, and draw what was found."""
+"""`python -m consilium.audit`: attack training on digits, with and without privacy, and plot the results."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ STEPS = {
     "z = 2": Step("example", 2.0),
     "z = 5": Step("example", 5.0),
 }
-"""Steps whose mu is bounded: each kind at z = 1, and other noise multipliers."""
+"""Steps for the bound on mu: each kind at z = 1, and other noise multipliers."""
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the named audits (all without a name); the exit status is 1 when one finds what must not be."""
+    """Run the named audits, by default all; the exit status is 1 if one fails."""
     valid = ["step", *AUDITS]
     parser = argparse.ArgumentParser("python -m consilium.audit", description="Attack private training on digits.")
-    parser.add_argument("audits", nargs="*", metavar="AUDIT", help=f"of {', '.join(valid)}; all without a name")
+    parser.add_argument("audits", nargs="*", metavar="AUDIT", help=f"one of {', '.join(valid)}; default: all")
     parser.add_argument("--out", type=Path, default=Path("runs/audit"), help="folder of the plots and audit.json")
     parser.add_argument("--seeds", type=int, default=1, help="repetitions of every audit that trains")
     parser.add_argument("--runs", type=int, default=10_000, help="steps in each of the two worlds of mu")
@@ -36,7 +36,7 @@ def main(words: Sequence[str]) -> int:
     if unknown := sorted(set(arguments.audits) - set(valid)):
         parser.error(f"there is no audit {', '.join(unknown)}; valid: {', '.join(valid)}")
     if arguments.seeds < 1 or arguments.runs < 100:
-        parser.error(f"expected at least 1 seed and 100 runs, found {arguments.seeds} and {arguments.runs}")
+        parser.error(f"expected at least 1 seed and 100 runs, found {arguments.seeds} and {arguments.runs}: raise them")
     arguments.out.mkdir(parents=True, exist_ok=True)
     setting, target = AuditSettings(seeds=arguments.seeds), AuditTarget.digits()
     failed = False

@@ -1,10 +1,10 @@
-"""What updates and prototypes show: which classes a hospital has, whose features a prototype holds, what it looks like.
+"""Attacks on updates and prototypes: infer a hospital's classes, a prototype's members, and the image of a member.
 
 | attack | sees | score |
 |---|---|---|
-| class presence | one silo's update of the head | movement of a class's bias: training pushes absent classes down |
+| class presence | one silo's update of the head | change of a class's bias: training pushes absent classes down |
 | tracing | a prototype g and its public centre a | the cosine of f(x) - a and g - a for a candidate x |
-| inversion | a prototype and the extractor f | the candidate nearest to an image made so that f(image) = g |
+| inversion | a prototype and the extractor f | the candidate nearest to an image optimised for f(image) = g |
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from privacy.mechanisms.noise.sources import NoiseSource, SecureNoise, SeededNoi
 from privacy.mechanisms.record.class_sums import PrivacyUnits, class_sums
 
 CANDIDATES = 50
-"""Images that a prototype's members are sought among, at most."""
+"""Maximum number of non-members among the candidates for a prototype's members."""
 MIN_IMAGES = 5
-"""And at least: classes with fewer others are left out."""
+"""Minimum number of non-members. Classes with fewer are left out."""
 HOSPITALS, PER_SILO = 8, 120
 CASES = ((1, 0.0), (5, 0.0), (20, 0.0), (60, 0.0), (1, 2.0), (1, 8.0), (20, 8.0))
-"""Prototypes that are attacked: (members, noise multiplier of the release)."""
+"""Prototypes to attack: (members, noise multiplier of the release)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """Scores of (silo, class) pairs (silos, classes), from single updates and from their sum. truth: who has what."""
+    """Scores (silos, classes) from single updates and from their sum. truth: whether the silo has the class."""
 
     updates: Floats
     summed: Floats
@@ -50,16 +50,16 @@ class Presence:
 
     @property
     def sum_auc(self) -> float:
-        """Return the AUC where only the sum is seen: it has one score per class, the same for every silo."""
+        """AUC if only the sum is visible. The sum has one score per class, the same for every silo."""
         return auc(self.summed[self.truth], self.summed[~self.truth])
 
 
 def class_presence(
     training: AuditTraining, target: AuditTarget, seed: int = 0, noise_seed: int | None = None
 ) -> Presence:
-    """Attack one round of made-up hospitals, at least `HOSPITALS`, each with images of about a third of the classes.
+    """Attack one round of at least `HOSPITALS` simulated hospitals, each with images of about a third of the classes.
 
-    Every class is held by equally many. noise_seed: None for the operating system's entropy.
+    Every class is at the same number of hospitals. noise_seed: None for the operating system's entropy.
     """
     classes = torch.tensor(target.classes)
     draw = rng.stream(seed, "presence")
@@ -84,7 +84,7 @@ def class_presence(
 
 @dataclass(frozen=True, slots=True)
 class TracingResult:
-    """Attack on prototypes of `members` images: AUC of tracing, top-1 rate of inversion and its chance."""
+    """Results for prototypes of `members` images: AUC of tracing, top-1 rate of inversion and its chance level."""
 
     members: int
     noise: float
@@ -107,10 +107,10 @@ def prototypes(
     seeded: bool = True,
     extractor: AuditTraining | None = None,
 ) -> list[TracingResult]:
-    """Attack prototypes of one class; the extractor was trained on a third of all images, which are public.
+    """Attack prototypes of single classes. The extractor is trained on a third of all images, which count as public.
 
-    The release is `privacy.mechanisms.record.class_sums` at the case's noise. Cases of more members than any class has
-    are left out; raises ConfigError (E-PRIV-29) when none is left.
+    The release is `privacy.mechanisms.record.class_sums` at the case's noise. Cases that need more images than any
+    class has are left out; raises ConfigError (E-PRIV-29) if none is left.
     """
     order = torch.randperm(len(target.y), generator=rng.stream(seed, "tracing"))
     public, rest = order[: len(order) // 3], order[len(order) // 3 :]
@@ -147,8 +147,8 @@ def prototypes(
     if not traced:
         raise ConfigError(
             "E-PRIV-29",
-            f"expected a class of more than {MIN_IMAGES} images beside a third of all, found none in {target.name}: "
-            "audit more data, or leave the prototypes out",
+            f"expected a class with more than {MIN_IMAGES} images after a third of all is set aside, found none in "
+            f"{target.name}: audit more data, or leave out the audit prototypes",
         )
     return traced
 
@@ -158,7 +158,7 @@ def _unit_features(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def _offset(model: nn.Module, x: Tensor, centre: Tensor, z: float, noise: NoiseSource) -> Tensor:
-    """Release the mean offset of members from a public centre: exact for z = 0, else clipped and noisy."""
+    """Release the mean offset of members from a public centre: exact for z = 0, otherwise clipped and noisy."""
     data = ListedExamples(x, torch.zeros(len(x), dtype=torch.long))
     if z == 0:
         return (_unit_features(model, x) - centre).mean(0)
@@ -168,7 +168,7 @@ def _offset(model: nn.Module, x: Tensor, centre: Tensor, z: float, noise: NoiseS
 
 
 def _scores(model: nn.Module, x: Tensor, centre: Tensor, g: Tensor) -> list[float]:
-    """Score candidates by the cosine: by the plain product, unusual images would score high against any g."""
+    """Score candidates by the cosine, because with a plain product, unusual images score high against any g."""
     moved = nn.functional.normalize(_unit_features(model, x) - centre, dim=1)
     return [float(v) for v in moved @ nn.functional.normalize(g - centre, dim=0)]
 

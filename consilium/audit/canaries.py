@@ -1,8 +1,8 @@
-"""Canaries: examples whose traces are looked for in a training run, which reads data as a hospital's does.
+"""Canaries: audit examples that are added to a training run like a hospital's, to test whether they can be detected.
 
-White box ("Dirac"): the gradient of canary i is its own coordinate, as long as a clip allows; the attacker sees what
-every step moved. Black box: canaries are images under wrong labels, and the attacker sees losses of the final model.
-Each canary is in with probability 1/2.
+White box ("Dirac"): the gradient of canary i is along its own coordinate, as large as the clip allows; the attacker
+sees the weights after every step. Black box: canaries are images with wrong labels; the attacker sees losses of the
+final model. Each canary is included with probability 1/2.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from privacy.mechanisms.noise.sources import NoiseSource
 
 CANARIES = 500
 PUSH = 1e3
-"""How far a Dirac canary pushes before it is clipped."""
+"""Size of a Dirac canary's gradient before clipping."""
 MEMBERS = 200
-"""Images whose losses are compared: the fewer are trained on, the better they are remembered."""
+"""Images to train on for the comparison of losses. A model memorises few images better."""
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryResult:
-    """Scores of all canaries, which of them were in, and what the best guesses refute; score: the one that did."""
+    """Scores of all canaries, which of them were included, and the best guesses. score: the score that gave them."""
 
     scores: Floats
     present: NDArray[np.bool_]
@@ -49,10 +49,10 @@ def dirac(
     seed: int = 0,
     noise: NoiseSource | None = None,
 ) -> CanaryResult:
-    """Audit with one white-box run; records: in all, of which those that are no canary have no gradient.
+    """Audit with one white-box run. records: in total; those without a canary have no gradient.
 
-    Two scores share the confidence: how far a coordinate went (missing noise or clip), and how unsteadily (repeated
-    noise).
+    Two scores share the confidence: how far a coordinate moved (detects missing noise or clip), and how unsteadily
+    (detects repeated noise).
     """
     present = _drawn(canaries, seed)
     x = torch.zeros(records, canaries)
@@ -83,9 +83,9 @@ def mislabelled(
     seed: int = 0,
     noise: NoiseSource | None = None,
 ) -> CanaryResult:
-    """Audit with one black-box run: images under wrong labels among the others, scored by minus the loss at the end.
+    """Audit with one black-box run: adds images with wrong labels, scored by minus the final loss.
 
-    canaries: at most half of the images.
+    canaries: their number, limited to half of the images.
     """
     x, y, n_classes = target.x, target.y, target.n_classes
     m = min(canaries, len(y) // 2)
@@ -105,7 +105,7 @@ def mislabelled(
 def members(
     training: AuditTraining, target: AuditTarget, seed: int = 0, noise: NoiseSource | None = None
 ) -> tuple[Floats, Floats]:
-    """Return minus the losses of images trained on and of as many others: what a loss-threshold attack sees.
+    """Return minus the losses of training images and of as many others, for a loss-threshold attack.
 
     Yeom, Giacomelli, Fredrikson and Jha, "Privacy Risk in Machine Learning", CSF 2018.
     """

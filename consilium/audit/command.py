@@ -1,6 +1,6 @@
-"""`silo audit`: a hospital attacks training on its own records before it takes part, and reads what was found.
+"""`silo audit`: a hospital attacks training on its own records before it takes part.
 
-It opens no connection and has no counterpart on the wire; what it writes is about single records, and stays here.
+It opens no connection. Its results are about single records, and stay at the hospital.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from consilium.audit.target import AuditTarget
 
 PIXELS = 32
-"""Side of the images that an audit trains on, where the data does not fix it: small ones are learnt by heart sooner."""
+"""Default side of the images, unless the data fix it. Models memorise small images sooner."""
 SUMMARY = "audit.json"
 
 
@@ -68,10 +68,11 @@ def audit(
         if name not in AUDITS:
             raise ConfigError("E-CFG-02", f"--only: there is no audit {name!r}: {suggest(name, AUDITS)}")
     if seeds < 1:
-        raise ConfigError("E-CFG-02", f"--seeds: expected at least 1, found {seeds}")
+        raise ConfigError("E-CFG-02", f"--seeds: expected at least 1, found {seeds}: raise it")
     if not (0 < epsilon < math.inf and 0 < delta < 1e-3):
         raise ConfigError(
-            "E-PRIV-20", f"expected a finite epsilon > 0 and 0 < delta < 0.001, found {epsilon} and {delta}"
+            "E-PRIV-20",
+            f"expected a finite epsilon > 0 and 0 < delta < 0.001, found {epsilon} and {delta}: correct them",
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError("E-CFG-02", f"--out: expected a new or empty folder, found {out} in use: name another")
@@ -84,12 +85,12 @@ def audit(
     if as_json:
         print_json(json.loads((out / SUMMARY).read_text(encoding="utf-8")))
     elif all(v.holds is not False for v in verdicts):
-        show(KeyValues([("written to", str(out)), ("keep it here", "it is about single records of this hospital")]))
+        show(KeyValues([("written to", str(out)), ("keep it here", "it describes single records of this hospital")]))
     if refuted := [v.audit for v in verdicts if v.holds is False]:
         raise RefusedError(
             "E-PRIV-28",
-            f"expected no more than the claim allows, found it refuted by {', '.join(refuted)}: take part in no "
-            f"private run with this installation, and report {out / SUMMARY} without its pictures",
+            f"expected no attack to refute the claim, found it refuted by {', '.join(refuted)}: do not take part in "
+            f"private runs with this installation, and report {out / SUMMARY} without its plots",
         )
 
 
@@ -140,5 +141,5 @@ def _audited(
 
 def _time_left(minutes: float | None) -> str:
     if minutes is None:
-        return "some minutes in all"
+        return "some minutes in total"
     return f"about {math.ceil(minutes)} min left" if minutes > 1 else "less than a minute left"

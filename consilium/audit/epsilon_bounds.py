@@ -1,8 +1,8 @@
-"""Lower bounds on epsilon and on mu from what an attacker guessed right.
+"""Lower bounds on epsilon and on mu from an attacker's right guesses.
 
 One run: Steinke, Nasr and Jagielski, "Privacy Auditing with One (1) Training Run", NeurIPS 2023, theorem 5.2. Of m
-canaries, each in the training data with probability 1/2, r are guessed and v of these rightly. For an
-(epsilon, delta)-private training the probability of that is at most
+canaries, each in the training data with probability 1/2, the attacker guesses r, and v of these correctly. For an
+(epsilon, delta)-private training the probability of this is at most
 
     p(eps) = P[Bin(r, e^eps / (1 + e^eps)) >= v] + 2 m delta max_{i >= 1} P[v - i <= Bin < v] / i
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from scipy.stats import beta, binom, norm
 
 FRACTIONS = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
-"""Shares of the canaries that are guessed; all are tried, and the confidence is divided among them (Bonferroni)."""
+"""Shares of the canaries to guess. All are tried, with the confidence divided among them (Bonferroni)."""
 CONFIDENCE = 0.05
 _HIGHEST = 30.0
 
@@ -30,7 +30,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
-    """The best of the tried guesses: m canaries, r guessed, v right, and the epsilon that this refutes."""
+    """The best of the tried guesses: m canaries, r guessed, v right, and the epsilon that they refute."""
 
     canaries: int
     guessed: int
@@ -39,7 +39,7 @@ class Guesses:
 
 
 def tail(epsilon: float, delta: float, canaries: int, guessed: int, right: int) -> float:
-    """Return p(eps): an upper bound on the probability of so many right guesses under (epsilon, delta)-privacy."""
+    """Return p(eps): an upper bound on the probability of this many right guesses under (epsilon, delta)-privacy."""
     if right <= 0:
         return 1.0
     chance = 1 / (1 + math.exp(-epsilon))
@@ -50,7 +50,7 @@ def tail(epsilon: float, delta: float, canaries: int, guessed: int, right: int) 
 
 
 def refuted(delta: float, canaries: int, guessed: int, right: int, confidence: float = CONFIDENCE) -> float:
-    """Return the largest epsilon that so many right guesses refute; 0 when they refute none."""
+    """Return the largest epsilon that this many right guesses refute; 0 if they refute none."""
     if tail(0.0, delta, canaries, guessed, right) > confidence:
         return 0.0
     low, high = 0.0, _HIGHEST
@@ -61,9 +61,9 @@ def refuted(delta: float, canaries: int, guessed: int, right: int, confidence: f
 
 
 def one_run(scores: Floats, present: NDArray[np.bool_], delta: float, confidence: float = CONFIDENCE) -> Guesses:
-    """Guess "in" for the highest scores and "out" for the lowest, for several numbers of guesses, and bound epsilon.
+    """Guess "in" for the highest scores and "out" for the lowest, with several numbers of guesses, and bound epsilon.
 
-    scores (m,): high for canaries that look trained on; present (m,): which were.
+    scores (m,): high for canaries that look trained on   present (m,): which were trained on.
     """
     order, m = np.argsort(scores, kind="stable"), len(scores)
     best = Guesses(m, 0, 0, 0.0)
@@ -71,7 +71,7 @@ def one_run(scores: Floats, present: NDArray[np.bool_], delta: float, confidence
         half = max(1, round(fraction * m / 2))
         right = int(present[order[-half:]].sum()) + int((~present[order[:half]]).sum())
         if best.guessed and tail(best.epsilon, delta, m, 2 * half, right) > confidence / len(FRACTIONS):
-            continue  # it refutes no more than what was found
+            continue  # refutes no more than the best so far
         epsilon = refuted(delta, m, 2 * half, right, confidence / len(FRACTIONS))
         if epsilon > best.epsilon or not best.guessed:
             best = Guesses(m, 2 * half, right, epsilon)
@@ -79,7 +79,7 @@ def one_run(scores: Floats, present: NDArray[np.bool_], delta: float, confidence
 
 
 def mu_bound(without: Floats, with_record: Floats, confidence: float = CONFIDENCE) -> float:
-    """Return a lower bound on mu from outputs of two worlds; the threshold is chosen on the first halves.
+    """Return a lower bound on mu from outputs of two worlds. The threshold is chosen on the first halves.
 
     A correct mechanism with noise multiplier z exceeds 1 / z with probability at most `confidence`.
     """
@@ -90,9 +90,9 @@ def mu_bound(without: Floats, with_record: Floats, confidence: float = CONFIDENC
 
 
 def epsilon_bound(without: Floats, with_record: Floats, delta: float, confidence: float = CONFIDENCE) -> float:
-    """Return a lower bound on epsilon from scores of two worlds, whatever the mechanism; 0 where nothing is refuted.
+    """Return a lower bound on epsilon from scores of two worlds, for any mechanism; 0 if nothing is refuted.
 
-    Of (epsilon, delta)-privacy TPR <= e^eps FPR + delta at every threshold, which is chosen on the first halves.
+    Under (epsilon, delta)-privacy, TPR <= e^eps FPR + delta at every threshold. It is chosen on the first halves.
     """
     half = len(without) // 2
     both = np.concatenate((without[:half], with_record[:half]))

@@ -1,17 +1,17 @@
-"""Attacks of a coordinator that chooses the model, knows all records but one, and reads every bit of an update.
+"""Attacks by a coordinator that chooses the model, knows all records but one, and reads every bit of an update.
 
-Each attack takes one private step many times, with and without the one record that it looks for, and scores what is
-released; from the scores follows a lower bound on epsilon (epsilon_bounds.py), which is compared with the ledger's.
+Each attack takes one private step many times, with and without the target record, and scores the releases. The scores
+give a lower bound on epsilon (epsilon_bounds.py), which is compared with the ledger's.
 
-| attack | what it uses | is stopped by |
+| attack | uses | stopped by |
 |---|---|---|
-| overflow, layer norm, prototype | numbers that are not finite for one record alone | such a unit adds zero (grid.py) |
+| overflow, layer norm, prototype | numbers that are not finite only for one record | such a unit adds zero (grid.py) |
 | low bits | the last bits of floating-point noise | rounded sums and integer noise (grid.py) |
-| augmentation, dropout | draws that one record more would shift for all others | secret draws (draws.py) |
-| batch shape | kernels that add in another order when one record makes a batch longer | one shape (class_sums.py) |
-| each kind of layer, worst record | a clip that leaves a layer out, too little noise | the mechanism itself |
+| augmentation, dropout | random draws that one more record shifts for all others | secret draws (draws.py) |
+| batch shape | kernels that add in another order if one record makes a batch longer | one shape (class_sums.py) |
+| each kind of layer, worst record | a clip that omits a layer, too little noise | the mechanism itself |
 | moments, class of one | a sum of products without a bound, with too little noise | the mechanism (moments.py) |
-| centred release | both exchanges of `analytic`, about one record as far from the mean as may be | the same |
+| centred release | both exchanges of `analytic`, with one record as far from the mean as allowed | the same |
 | underflow | gradients and clips so small that their squares vanish | ranges of a run's numbers (ranges.py) |
 """
 
@@ -59,7 +59,7 @@ def attacks(only: str | None = None) -> list[Attack]:
     return [make() for name, make in made.items() if only in (None, name)]
 
 
-# ---- numbers that are not finite for one record alone ----------------------------------------------------------------
+# ---- numbers that are not finite only for one record -----------------------------------------------------------------
 
 
 def _odd(release: Tensor) -> float:
@@ -74,7 +74,7 @@ def _bright(n: int, bright: int) -> TensorExamples:
 
 
 def _overflow() -> Attack:
-    """Scale the weights of one pixel to 3e38: logits overflow for the record that has it."""
+    """Scale the weights of one pixel to 3e38, so that logits overflow for the record that has it."""
 
     def model() -> nn.Module:
         first, last = nn.Linear(64, 8), nn.Linear(8, 4)
@@ -86,7 +86,7 @@ def _overflow() -> Attack:
 
 
 def _layer_norm() -> Attack:
-    """Let the variance of a normalised layer overflow for the record that has the pixel."""
+    """Make the variance of a normalised layer overflow for the record that has the pixel."""
 
     def model() -> nn.Module:
         first = nn.Linear(64, 8)
@@ -98,7 +98,7 @@ def _layer_norm() -> Attack:
 
 
 def _prototype() -> Attack:
-    """Let the feature of one record overflow in a release of class sums."""
+    """Make the feature of one record overflow in a release of class sums."""
 
     def vectors(x: Tensor, y: Tensor) -> Tensor:  # noqa: ARG001
         return torch.exp(1e4 * x.flatten(1)[:, :1])
@@ -110,9 +110,9 @@ def _prototype() -> Attack:
 
 
 def _low_bits(numbers: int = 50_000) -> Attack:
-    """Let one record move many weights by as much each, and look where noise nearly cancels that.
+    """Let one record move many weights by the same amount, and look at weights where noise nearly cancels it.
 
-    A float that is the difference of two larger ones has zeros in its last bits.
+    A float that is the difference of two larger floats has zeros in its last bits.
     """
     x = torch.zeros(5, numbers)
     x[4] = 1.0
@@ -136,7 +136,7 @@ def _output(model: nn.Module, x: Tensor, y: Tensor) -> Losses:  # noqa: ARG001
     return Losses(model(x).flatten(1).sum(1))
 
 
-# ---- draws that one record more would shift --------------------------------------------------------------------------
+# ---- random draws that one more record shifts ------------------------------------------------------------------------
 
 
 def _images(n: int, extra: bool) -> TensorExamples:
@@ -146,17 +146,17 @@ def _images(n: int, extra: bool) -> TensorExamples:
 
 
 def _augmentation() -> Attack:
-    """Insert a record in front of others whose augmentation is drawn by place."""
+    """Insert a record before others, in case augmentation is drawn by position."""
     return Attack("augmentation", _network, _images(150, False), _images(150, True), augment=True, trials=400)
 
 
 def _dropout() -> Attack:
-    """Insert a record in front of others whose dropout is drawn by place."""
+    """Insert a record before others, in case dropout is drawn by position."""
     return Attack("dropout", lambda: _network(0.5), _images(150, False), _images(150, True), trials=400)
 
 
 def _network(dropout: float = 0.0) -> nn.Module:
-    """Make a network whose features turn with every pixel."""
+    """Build a network whose features change with every pixel."""
     first = nn.Linear(64, 64)
     with torch.no_grad():
         first.weight *= 20
@@ -167,10 +167,10 @@ def _network(dropout: float = 0.0) -> nn.Module:
 
 
 def _batch_shape(n_known: int = 3, width: int = 256, units: int = 64, tries: int = 200) -> Attack:
-    """Let two hidden units agree on all known records but for rounding, and magnify their difference.
+    """Make two hidden units equal on all known records except for rounding, and magnify their difference.
 
-    Searches for weights with which its sign turns between batches of 3 and of 4 on this machine; where kernels round
-    alike in both shapes there are none, and the attack finds nothing.
+    Searches for weights for which the difference changes between batches of 3 and 4 on this machine. If kernels round
+    equally in both shapes, there are none, and the attack finds nothing.
     """
     draw = rng.stream(0, "audit", "shape")
     x = torch.rand(n_known + 1, width, generator=draw)
@@ -202,7 +202,7 @@ def _batch_shape(n_known: int = 3, width: int = 256, units: int = 64, tries: int
 
 
 def _layer(name: str, layer: nn.Module) -> Attack:
-    """Let one record have a huge gradient in a layer of one kind."""
+    """Give one record a huge gradient in a layer of one kind."""
     x = torch.zeros(5, 1, 8, 8)
     x[4] = torch.rand(1, 8, 8, generator=rng.stream(0, "audit", "layer")) * 100
     worlds = [ListedExamples(v, torch.zeros(len(v), dtype=torch.long)) for v in (x[:4], x)]
@@ -220,7 +220,7 @@ def _worst_record() -> Attack:
 
 
 def _moments(name: str, noise: float, trials: int) -> Attack:
-    """Look for the one record of a class, which is as long as may be, in a release of second moments."""
+    """Look for the only record of a class, with the largest allowed norm, in a release of second moments."""
     x, y = torch.zeros(5, 3), torch.tensor([0, 0, 0, 0, 3])
     x[4] = 1e3
     worlds = [ListedExamples(x[:n], y[:n]) for n in (4, 5)]
@@ -229,10 +229,10 @@ def _moments(name: str, noise: float, trials: int) -> Attack:
 
 
 def _centred_release(noise: float = 1.0, known: int = 400, trials: int = 600) -> Attack:
-    """Look in a mean and in what is centred about it for the one record of a class, opposite to all others.
+    """Look for the only record of a class, opposite to all others, in a released mean and moments centred about it.
 
-    It moves the mean's sum by 1 and the moments by sqrt(2), each the most that a record can. Whoever knows the others
-    expects both sums in either world, the second about the mean that was released, and scores by their likelihoods.
+    It moves the mean's sum by 1 and the moments by sqrt(2), the most that a record can. An attacker who knows the other
+    records can compute both sums for either world, the second about the released mean, and scores by likelihood.
     """
     x, y = -torch.ones(known + 1, 1), torch.zeros(known + 1, dtype=torch.long)
     x[known], y[known] = 1e3, 3

@@ -1,4 +1,4 @@
-"""The pictures of the audits."""
+"""Plots of the audits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Make an empty figure in inches; raises ConfigError (E-CFG-08) without matplotlib."""
+    """Create an empty figure, with size in inches; raises ConfigError (E-CFG-08) without matplotlib."""
     figure: Figure = require("matplotlib.figure", "audit", "pictures").Figure(
         figsize=(width, height), layout="constrained"
     )

@@ -1,4 +1,4 @@
-"""The audits of a pool of images: run, judge, draw. `silo audit` and `python -m consilium.audit` share them."""
+"""The audits of a pool of images: run, compare, plot. `silo audit` and `python -m consilium.audit` share them."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ from privacy.mechanisms.noise.sources import NoiseSource, SecureNoise, SeededNoi
 from service_core.storage.private_files import replace_file
 
 FLAGGED, QUIET = 2.0, 0.8
-"""With 500 canaries training without privacy is refuted up to 2 at least, private training at epsilon 1 up to 0.8."""
+"""Thresholds with 500 canaries: without privacy at least epsilon 2 is refuted, at epsilon 1 at most 0.8."""
 RETRIES = 2
-"""At 95 % confidence a true claim is refuted for one seed in twenty: an audit fails once three seeds refute it."""
+"""At 95 % confidence one seed in twenty refutes a true claim, so an audit fails only if three seeds refute it."""
 PLAIN = "no privacy"
 
 
 @dataclass(frozen=True, slots=True)
 class AuditSettings:
-    """How to audit: claims to test, beside training without privacy; how often.
+    """Settings of an audit. Training without privacy is always audited, too.
 
-    demanding: also the thresholds that hold on `AuditTarget.digits`   seeded: noise that others can reproduce trials:
-    steps of each attack of a hostile coordinator in each world; None: as many as tell
+    epsilons, delta: the claims to test   seeds: repetitions of each audit   demanding: also check thresholds that are
+    valid for `AuditTarget.digits`   seeded: use reproducible noise   trials: steps of each attack of a hostile
+    coordinator in each world; None: the attack's own number
     """
 
     epsilons: tuple[float, ...] = (8.0, 1.0)
@@ -60,7 +61,7 @@ class AuditSettings:
 
 @dataclass(frozen=True, slots=True)
 class AuditVerdict:
-    """What one audit expects and what it found; holds: None where nothing is demanded."""
+    """Expectation and result of one audit. holds: None if the result is only shown."""
 
     audit: str
     expected: str
@@ -75,7 +76,7 @@ class AuditVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One audit's numbers by training, its verdicts, and its picture."""
+    """One audit's numbers by training, its verdicts, and its plot's file name."""
 
     numbers: Mapping[str, object]
     verdicts: Sequence[AuditVerdict]
@@ -89,7 +90,7 @@ Audit = Callable[[AuditTarget, AuditSettings, Path], Outcome]
 
 
 def white_box(target: AuditTarget, setting: AuditSettings, out: Path) -> Outcome:
-    """AU-4: canaries that push a coordinate of their own, among as many records as there are."""
+    """AU-4: canaries that each push their own coordinate, among as many records as the target has."""
     m, records = _canaries(target), len(target.y)
 
     def one(training: AuditTraining, seed: int) -> CanaryResult:
@@ -100,7 +101,7 @@ def white_box(target: AuditTarget, setting: AuditSettings, out: Path) -> Outcome
 
 
 def black_box(target: AuditTarget, setting: AuditSettings, out: Path) -> Outcome:
-    """AU-5: images under wrong labels, scored by the final loss."""
+    """AU-5: images with wrong labels, scored by the final loss."""
     m = _canaries(target)
 
     def one(training: AuditTraining, seed: int) -> CanaryResult:
@@ -111,9 +112,9 @@ def black_box(target: AuditTarget, setting: AuditSettings, out: Path) -> Outcome
 
 
 def membership(target: AuditTarget, setting: AuditSettings, out: Path) -> Outcome:
-    """AU-7: the loss of an image tells whether it was trained on.
+    """AU-7: infer from an image's loss whether it was trained on.
 
-    Of (epsilon, 0)-private training no attack has an AUC above e^eps / (1 + e^eps). Judged by the mean over seeds.
+    For (epsilon, 0)-private training no attack has an AUC above e^eps / (1 + e^eps). Decided by the mean over seeds.
     """
     results = {
         _name(t): [
@@ -127,7 +128,7 @@ def membership(target: AuditTarget, setting: AuditSettings, out: Path) -> Outcom
     n = len(results[PLAIN][0][0])
     error = math.sqrt((2 * n + 1) / (12 * n * n) / setting.seeds)
     shown = {name: f"AUC {_repeat(values)}" for name, values in by.items()}
-    verdicts = [AuditVerdict(f"membership by loss, {PLAIN}", "what can be seen at all", shown[PLAIN], None)]
+    verdicts = [AuditVerdict(f"membership by loss, {PLAIN}", "for comparison", shown[PLAIN], None)]
     if setting.demanding:
         holds = fmean(by[PLAIN]) >= 0.55
         verdicts = [AuditVerdict(f"membership by loss, {PLAIN}", "AUC at least 0.55", shown[PLAIN], holds)]
@@ -141,7 +142,7 @@ def membership(target: AuditTarget, setting: AuditSettings, out: Path) -> Outcom
 
 
 def presence(target: AuditTarget, setting: AuditSettings, out: Path) -> Outcome:
-    """AU-8: an update shows which classes a hospital has, whatever protects its records; a sum over hospitals less."""
+    """AU-8: infer a hospital's classes from its update, even with record-level privacy. A sum reveals less."""
     results = {_name(t): [_presence(target, setting, t, s) for s in range(setting.seeds)] for t in setting.trainings}
     update_aucs = {name: [f.update_auc for f in runs] for name, runs in results.items()}
     sum_aucs = {name: [f.sum_auc for f in runs] for name, runs in results.items()}
@@ -158,12 +159,12 @@ def presence(target: AuditTarget, setting: AuditSettings, out: Path) -> Outcome:
         AuditVerdict("class presence, sum seen", "AUC 0.5 +- 0.1", _summary(sum_aucs), near),
     ]
     if not setting.demanding:
-        verdicts = [AuditVerdict(v.audit, "nothing hides it but a masked sum", v.found, None) for v in verdicts]
+        verdicts = [AuditVerdict(v.audit, "only a masked sum hides it", v.found, None) for v in verdicts]
     return Outcome(numbers, verdicts, "class_presence.png")
 
 
 def prototypes(target: AuditTarget, setting: AuditSettings, out: Path) -> Outcome:
-    """AU-9: a prototype of few images traces them, and an image can be made from it."""
+    """AU-9: find the images behind a prototype of few images, and reconstruct an image from it."""
     runs = [attacks.prototypes(target, seed=s, seeded=setting.seeded) for s in range(setting.seeds)]
     plots.tracing(runs, out / "prototypes.png")
     by = {of[0].case: [f.tracing for f in of] for of in zip(*runs, strict=True)}
@@ -176,7 +177,7 @@ def prototypes(target: AuditTarget, setting: AuditSettings, out: Path) -> Outcom
 
 
 def hostile(target: AuditTarget, setting: AuditSettings, out: Path) -> Outcome:  # noqa: ARG001
-    """Attack made-up records as a coordinator that chooses the model and knows all records but one (hostile.py)."""
+    """Attack artificial records as a coordinator that chooses the model and knows all records but one (hostile.py)."""
     results: list[AttackResult] = []
     for attack in attacks_of_a_coordinator():
         for _ in range(RETRIES + 1):
@@ -217,7 +218,7 @@ SHARES: Mapping[str, float] = {
     "presence": 0.1,
     "prototypes": 0.05,
 }
-"""About what share of the time of all of them each takes: what a word about the time left is computed from."""
+"""Approximate share of the total time that each audit takes, to estimate the time left."""
 
 
 def minutes_left(done: Sequence[str], left: Sequence[str], seconds: float) -> float | None:
@@ -250,7 +251,7 @@ def _by_canaries(
             continue
         ceiling = refuted(setting.delta, m, m, m)
         demanded = setting.demanding and m >= canaries.CANARIES
-        expected = f"at least {FLAGGED:g}" if demanded else f"what {m} canaries can show: at most {ceiling:.2f}"
+        expected = f"at least {FLAGGED:g}" if demanded else f"{m} canaries can show at most {ceiling:.2f}"
         verdicts.append(AuditVerdict(f"{name}, {PLAIN}", expected, shown, min(bounds) >= FLAGGED if demanded else None))
     claims = {_name(t): t.epsilon for t in setting.trainings if t.private}
     plots.bounds(results, claims, file)
@@ -291,7 +292,7 @@ def _repeat(values: Sequence[float]) -> str:
     return f"{fmean(values):.3f}{several}"
 
 
-# ---- manifests of a coordinator that lies ----------------------------------------------------------------------------
+# ---- manifests of a hostile coordinator ------------------------------------------------------------------------------
 
 _SCHEMA = Schema((1, 8, 8), ("a", "b"))
 BAD = (math.nan, math.inf, -1.0, 1e38, 1e-40)

@@ -1,13 +1,13 @@
-"""One step of private training against what the ledger is charged for it: audits that see a wrong factor.
+"""Compare one step of private training with its charge to the ledger, to detect wrong factors.
 
-| audit | looks at | sees |
+| audit | measures | detects |
 |---|---|---|
-| AU-1 | what a step adds when no record has a gradient | noise of another scale or shape |
-| AU-2 | what one unit more or less moves, without noise | a missing clip, a sensitivity too small, shifted records |
-| AU-3 | many steps with and without the worst record | both, as an attacker would: mu = 1 / z |
+| AU-1 | the noise of a step in which no record has a gradient | noise of another scale or shape |
+| AU-2 | the effect of one more or one less unit, without noise | missing clip, too small sensitivity, shifted records |
+| AU-3 | many steps with and without the worst record | both, like an attacker: mu = 1 / z |
 
-The claim is never a constant of the audit: z is that of the release which the ledger is charged with, and the
-sensitivity is the noise's standard deviation over it.
+The claim is never a constant of the audit: z comes from the release that is charged to the ledger, and the sensitivity
+is the noise's standard deviation divided by z.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from privacy.mechanisms.noise.sources import NoiseSource, UnitKeys
 from privacy.mechanisms.record.private_data import DpSgdLocalData
 
 KINDS = ("example", "split", "micro")
-"""How gradients are bounded: per unit; per unit and per microbatch; per microbatch alone."""
+"""How gradients are clipped: per unit; per unit and per microbatch; only per microbatch."""
 COORDINATES = 500_000
 _FAR = 1e3
 _TRIALS = 300
 
 
 class ZeroNoise:
-    """Draws every unit, assigns unit i to the microbatch that `groups` says, and adds no noise."""
+    """Draws every unit, assigns unit i to microbatch `groups[i]`, and adds no noise."""
 
     private = False
 
@@ -63,9 +63,9 @@ class ZeroNoise:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A full-batch step (q = 1) of one kind at noise multiplier z, of a declared number of units in M microbatches.
+    """A full-batch step (q = 1) of one kind at noise multiplier z, with a declared number of units in M microbatches.
 
-    The model is linear without a bias, so the gradient of a record's loss is the record itself, and that of a coupled
+    The model is linear without a bias. So the gradient of a record's loss is the record itself, and that of a coupled
     term is the sum over its microbatch.
     """
 
@@ -86,11 +86,11 @@ class Step:
         )
         coupling = Coupling.EXAMPLE if self.kind == "example" else Coupling.BATCH
         made = ReleasePlan(terms, SamplingSchedule(config, self.units), 1, coupling, (steps,), 0, False)
-        made.__dict__["noise"] = self.noise  # where solving for an epsilon would put it
+        made.__dict__["noise"] = self.noise  # in place of the noise solved for an epsilon
         return made
 
     def sums(self, x: Tensor, groups: Sequence[str] | None, noise: NoiseSource, steps: int = 1) -> Tensor:
-        """Take steps over records x (n, d) and return what each released (steps, d): noisy clipped sums."""
+        """Take steps over records x (n, d) and return their releases (steps, d): noisy clipped sums."""
         plan, coupled = self.plan(steps), self.kind != "example"
         model = nn.Linear(x.shape[1], 1, bias=False, dtype=x.dtype)
         nn.init.zeros_(model.weight)
@@ -118,13 +118,13 @@ class Step:
         return release.mechanism.noise
 
     def sensitivity(self) -> float:
-        """Return how far the accountant believes that one unit moves the sum: the noise's std over what is charged."""
+        """Return the accountant's bound on one unit's effect on the sum: the noise's std divided by the charged z."""
         return self.plan().std / self.charged()
 
 
 @dataclass(frozen=True, slots=True)
 class NoiseScale:
-    """AU-1: the noise's standard deviation over the claim's, and the p-value of being that Gaussian."""
+    """AU-1: the noise's standard deviation over the claimed one, and the p-value of a test for that Gaussian."""
 
     ratio: float
     p: float
@@ -135,7 +135,7 @@ class NoiseScale:
 
 
 def noise_scale(step: Step, noise: NoiseSource) -> NoiseScale:
-    """AU-1: take one step in which no record has a gradient, and compare what moved with N(0, (z Delta)^2)."""
+    """AU-1: take one step in which no record has a gradient, and compare the change with N(0, (z Delta)^2)."""
     bound = {"example": 1.0, "split": 1.0 + 2 * step.plan().terms.coupled_clip_ratio, "micro": 2.0}[step.kind]
     moved = step.sums(torch.zeros(2, COORDINATES), None, noise)[0].double().numpy()
     claimed = step.charged() * bound * step.clip * (1 + grid.SLACK)
@@ -144,7 +144,7 @@ def noise_scale(step: Step, noise: NoiseSource) -> NoiseScale:
 
 @dataclass(frozen=True, slots=True)
 class SensitivityCheck:
-    """AU-2: the furthest that a unit moved the sum, over the accountant's sensitivity: in all trials, at the worst."""
+    """AU-2: a unit's largest effect on the sum, over the accountant's sensitivity: in all and in worst-case trials."""
 
     furthest: float
     worst: float
@@ -155,7 +155,7 @@ class SensitivityCheck:
 
 
 def sensitivity(kind: str, grouped: bool = False, trials: int = _TRIALS, seed: int = 0) -> SensitivityCheck:
-    """AU-2: add and remove a unit (a record, or a patient's three) of random data, and of the worst; no noise."""
+    """AU-2: remove a unit (a record, or a patient's three) from random and worst-case data, without noise."""
     draw, furthest, worst = rng.stream(seed, "sensitivity", kind), 0.0, 0.0
     for trial in range(trials):
         x, assignment, groups, gone = (_worst, _shifting, _random)[trial % 3](draw)
@@ -169,11 +169,11 @@ def sensitivity(kind: str, grouped: bool = False, trials: int = _TRIALS, seed: i
 
 
 _Case = tuple[Tensor, Tensor, int, int]
-"""Records (n, d), what assigns them to microbatches (n,) in [0, 1), how many of these, and the record to remove."""
+"""Records (n, d), their assignment to microbatches (n,) in [0, 1), the number of these, and the record to remove."""
 
 
 def _worst(draw: torch.Generator) -> _Case:
-    """Let all records of the one microbatch agree, and one turn it around."""
+    """Make all records of the only microbatch equal, except one that reverses their sum."""
     n = int(torch.randint(2, 8, (), generator=draw))
     gone = int(torch.randint(0, n, (), generator=draw))
     x = torch.ones(n, 1, dtype=torch.float64)
@@ -182,7 +182,7 @@ def _worst(draw: torch.Generator) -> _Case:
 
 
 def _shifting(draw: torch.Generator) -> _Case:
-    """Make pairs that add up to 1; one record more in front must not change which records are paired."""
+    """Make pairs that add up to 1. A further record in front must not change which records are paired."""
     blocks = 2 * int(torch.randint(4, 9, (), generator=draw))
     pattern = torch.tensor([10.0, -9, -2, 3], dtype=torch.float64).repeat(blocks // 2)
     x = torch.cat((torch.zeros(1, dtype=torch.float64), pattern)).unsqueeze(1)
@@ -205,7 +205,7 @@ def _units(x: Tensor, grouped: bool) -> tuple[Tensor, list[str] | None]:
 
 
 def mu(step: Step, runs: int, noises: tuple[NoiseSource, NoiseSource]) -> float:
-    """AU-3: bound mu z from so many steps without and with the worst record; above 1 refutes the claim mu = 1 / z."""
+    """AU-3: bound mu z from `runs` steps without and with the worst record; above 1 refutes the claim mu = 1 / z."""
     others = torch.full((step.units - 1, 1), 2 * step.clip, dtype=torch.float64)
     worst = torch.cat((others, torch.full((1, 1), -_FAR * step.clip, dtype=torch.float64)))
     without, with_record = (
@@ -215,7 +215,7 @@ def mu(step: Step, runs: int, noises: tuple[NoiseSource, NoiseSource]) -> float:
 
 
 def mu_bounds(step: Step, runs: int, noises: Sequence[tuple[NoiseSource, NoiseSource]]) -> Floats:
-    """Repeat AU-3 until it does not refute the claim, or three times: a correct step is refuted in 5 of 100."""
+    """Repeat AU-3 until it does not refute the claim, at most three times: a correct step is refuted in 5 of 100."""
     bounds: list[float] = []
     for pair in noises[:3]:
         bounds.append(mu(step, runs, pair))

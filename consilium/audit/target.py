@@ -1,4 +1,4 @@
-"""What an audit attacks: labelled images, and a network that fits their shape."""
+"""The target of an audit: labelled images, and a network for their shape."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fl_core.types.records import Schema
 from fl_core.types.values import Examples, Losses
 
 MIN_IMAGES, MAX_IMAGES = 100, 4000
-"""Records that an audit needs to say anything, and the most that it takes: a random subset of more."""
+"""Minimum number of images for an audit, and maximum; from more, it takes a random subset."""
 _BATCH = 256
 _FEATURES = 64
 
 
 class ListedExamples(Examples):
-    """Examples that are given."""
+    """Examples from tensors x (n, ...) and y (n,). groups: one name per example."""
 
     def __init__(self, x: Tensor, y: Tensor, groups: Sequence[str] | None = None) -> None:
         self.x, self.labels = x, y
@@ -35,7 +35,7 @@ class ListedExamples(Examples):
 
 @dataclass(frozen=True, slots=True)
 class AuditTarget:
-    """A pool of labelled images: x (n, c, h, w) float32, y (n,) int64; which of them trains is each audit's to draw."""
+    """A pool of labelled images: x (n, c, h, w) float32, y (n,) int64. Each audit draws its training images from it."""
 
     name: str
     x: Tensor
@@ -46,10 +46,12 @@ class AuditTarget:
     def of(cls, data: SiloDataset, seed: int = 0) -> AuditTarget:
         """Pool a hospital's training and test images, at most `MAX_IMAGES` of them, in memory.
 
-        Raises ConfigError (E-PRIV-29) on fewer than `MIN_IMAGES`, on anything but images, and on a single class.
+        Raises ConfigError (E-PRIV-29) on fewer than `MIN_IMAGES`, on other data than images, and on a single class.
         """
         if len(data.schema.shape) != 3:
-            raise ConfigError("E-PRIV-29", f"expected images to audit, found examples of shape {data.schema.shape}")
+            raise ConfigError(
+                "E-PRIV-29", f"expected images to audit, found examples of shape {data.schema.shape}: audit images"
+            )
         sizes = [len(data.train), len(data.test)]
         chosen = torch.randperm(sum(sizes), generator=rng.stream(seed, "audit", "pool"))[:MAX_IMAGES].sort().values
         parts = [
@@ -65,7 +67,7 @@ class AuditTarget:
             raise ConfigError(
                 "E-PRIV-29",
                 f"expected at least {MIN_IMAGES} images of at least two classes, found {len(target.y)} of "
-                f"{len(target.classes)} in {data.origin}: so few guesses refute nothing; audit more data",
+                f"{len(target.classes)} in {data.origin}: audit more data, since few guesses refute nothing",
             )
         return target
 
@@ -84,7 +86,7 @@ class AuditTarget:
         return sorted(int(c) for c in torch.unique(self.y))
 
     def network(self, seed: int) -> SplitModel:
-        """Build two convolutions with group norm, a hidden layer of 64 and a head: some 85,000 weights."""
+        """Build two convolutions with group norm, a hidden layer of 64 and a head: about 85,000 weights."""
         channels = self.schema.shape[0]
         with rng.torch_scope(seed, "audit", "network"):
             body = nn.Sequential(
@@ -107,7 +109,7 @@ def losses(model: nn.Module, x: Tensor, y: Tensor) -> Losses:
 
 
 def negative_losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Return minus the loss of each example (n,), float64: high for what a model was trained on."""
+    """Return minus the loss of each example (n,), float64: high for training examples."""
     model.eval()
     with torch.no_grad():
         index = torch.arange(len(y)).split(_BATCH)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The training that is audited: through `DpSgdLocalData`, or `PlainLocalData` without privacy, as hospitals train."""
+"""The audited training: through `DpSgdLocalData`, or `PlainLocalData` without privacy, as at hospitals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from privacy.mechanisms.record.private_data import DpSgdLocalData
 
 @dataclass(frozen=True, slots=True)
 class AuditTraining:
-    """Expected batch, steps, and epsilon (inf: without privacy) with its clip."""
+    """Settings of the audited training. epsilon: inf without privacy   batch: the expected size."""
 
     epsilon: float
     batch: int = 64
@@ -45,7 +45,7 @@ class AuditTraining:
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Train `model` in place, as a hospital does; noise: None for the operating system's entropy."""
+        """Train `model` in place, as a hospital does. noise: None for the operating system's entropy."""
         context = RoundContext(1, n_classes, 1, 0, 1).for_silo(0, seed)
         if not self.private:
             plain = PlainLocalData(RoundData(data, data, self.config, context, progress=progress))

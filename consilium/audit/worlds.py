@@ -1,4 +1,4 @@
-"""Two worlds, with and without one record: what an attack scores in each refutes an epsilon, or does not."""
+"""Attacks on two worlds, with and without one record. Their scores may refute an epsilon."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ Score = Callable[[Tensor], float]
 
 @dataclass(frozen=True)
 class Attack:
-    """One attack: the model and the records that the coordinator chose, and how it reads what is released.
+    """One attack: the coordinator's model and records, and its score of a release.
 
     Attributes:
-        others, both: the records without and with the one that is looked for
+        others, both: the records without and with the target record
         noise: z of the step
-        score: of a release, by default its projection on what the record would move
-        query: a release of class sums or of moments is attacked in place of a step
-        method: or all its exchanges are, each in a round of its own with its planned share of 1 / z^2
+        score: of a release; by default its projection on the target record's effect
+        query: attack a release of class sums or moments instead of a step
+        method: attack all exchanges of this method, each in its own round with its planned share of 1 / z^2
     """
 
     name: str
@@ -61,9 +61,9 @@ class Attack:
         return epsilon_of([Mechanism(self.noise)], DELTA)
 
     def released(self, with_record: bool, noise: NoiseSource, mean: Tensor | None = None) -> Tensor:
-        """Return all that the coordinator sees, flat; of exchanges also the mean that the last one was asked about.
+        """Return everything that the coordinator sees, flattened; for exchanges also the mean of the last request.
 
-        mean: asks the last one about this mean in place of the released one.
+        mean: use this mean in the last request, instead of the released one.
         """
         data = self.both if with_record else self.others
         if self.method is not None:
@@ -80,7 +80,7 @@ class Attack:
 
     @cached_property
     def shares(self) -> Mapping[int, float]:
-        """Return the share of 1 / z^2 of each round's release of moments."""
+        """Share of 1 / z^2 of each round's release of moments."""
         if self.method is None:
             return {0: 1.0}
         shape = tuple(self.both.batch(torch.arange(1))[0].shape[1:])
@@ -92,7 +92,7 @@ class Attack:
         terms = RecordDpConfig(prototype_noise=self.noise, test_data="public")
         schedule, rounds = SamplingSchedule(config, 128), len(self.shares)
         plan = ReleasePlan(terms, schedule, rounds, Coupling.EXAMPLE, (1,), 1, False, moment_shares=self.shares)
-        plan.__dict__["noise"] = self.noise  # where solving for an epsilon would put it
+        plan.__dict__["noise"] = self.noise  # in place of the noise solved for an epsilon
         allowance = ReleaseAllowance(plan.releases(context.round, True))
         return DpSgdLocalData(RoundData(data, data, config, context), plan, allowance, noise)
 
@@ -112,7 +112,7 @@ class Attack:
 
 @dataclass(frozen=True, slots=True)
 class AttackResult:
-    """What an attack found: lower bounds on epsilon at 95 %, for any mechanism and for the Gaussian that is charged."""
+    """Lower bounds on epsilon at 95 % confidence, for any mechanism and for the charged Gaussian."""
 
     attack: str
     printed: float
