@@ -172,7 +172,7 @@ def test_what_was_done_to_updates_is_said_and_nothing_where_nothing_was() -> Non
     assert "Updates were averaged after clipping. 1 update refused. 2 updates clipped.\n" in markdown(made)
     plain = replace(made.updates, aggregator="mean", refused=0, cut=0)
     said = markdown(replace(made, updates=plain))
-    assert "- Updates were averaged.\n- A plain average does not limit an update" in said
+    assert "- Updates were averaged.\n- A plain average does not limit updates" in said
 
 
 def test_results_have_chance_beside_them_their_least_class_and_what_the_interval_is_of() -> None:
