@@ -170,7 +170,7 @@ def test_nothing_is_signed_that_no_round_would_take(world: World, lie: str, tmp_
 
 
 @pytest.mark.fault(
-    "a hospital", "gives the tensors of its update names of megabytes", "refused; leads see a short reason"
+    "a hospital", "sends an update whose tensor names have megabytes", "refused; leads see a short reason"
 )
 def test_long_names_inside_an_update_do_not_reach_the_leads(world: World) -> None:
     assert world.server is not None
