@@ -1,4 +1,4 @@
-"""Shown by the hospital's page and by its commands: updates that left, requests of runs, spending and its preview.
+"""Reports on the hospital's page and in its commands: updates that left, requests of runs, spending and its preview.
 
 Nothing here imports torch.
 """

@@ -1,4 +1,4 @@
-"""What left this hospital: for which runs, which numbers, how many bytes, and whether it can contain an image."""
+"""Report of the updates that left this hospital: runs, numbers, bytes, and whether one can contain an image."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PART_DESCRIPTIONS: Mapping[str, str] = {
 MEASURED = ("metrics", "clinical")
 """Parts that every run has; they are zeros if nothing is measured."""
 NO_PRIVACY = "no privacy"
-"""For a run without masks."""
+"""First words of the guarantee of a run without differential privacy."""
 FLOAT_BYTES = 4
 _BYTES_PER_TENSOR, _FRAME_BYTES = 512, 4096
 """Upper bounds on the bytes of an update's file besides its numbers: names and positions."""
@@ -46,10 +46,10 @@ _BYTES_PER_TENSOR, _FRAME_BYTES = 512, 4096
 
 @dataclass(frozen=True, slots=True)
 class UpdateContents:
-    """What an update of a run contains, by its manifest: numbers of each part, and the number of tensors.
+    """The contents of a run's update according to its manifest: numbers in each part, and the number of tensors.
 
     word: largest size of a number in bytes (4 in entries of earlier versions)
-    extra_bytes: in each masked update, for opening the sum; 0 without masks.
+    extra_bytes: additional bytes in each masked update, for opening the sum; 0 without masks.
     """
 
     parts: Mapping[str, int]
@@ -106,8 +106,8 @@ class UpdateContents:
 class Unprotected(NamedTuple):
     """Updates that left without differential privacy, masked or not, and the number of their runs.
 
-    unregistered: with data that are not in the ledger   unknown: of versions that did not record privacy; not in
-    `updates`.
+    unregistered: with data that are not in the ledger   unknown: from versions that did not record privacy; these are
+    not counted in `updates`.
     """
 
     updates: int = 0
@@ -117,7 +117,7 @@ class Unprotected(NamedTuple):
 
     @classmethod
     def of_home(cls, updates: Sequence[UnprotectedUpdate]) -> Unprotected:
-        """Count the updates that left a home, with any records."""
+        """Count the unprotected updates of a home, whichever records they used."""
         runs = [update.run_id for update in updates if update.splits is not None]
         return cls(len(runs), len(set(runs)), unknown=len(updates) - len(runs))
 
@@ -142,10 +142,11 @@ NO_UPDATES = Unprotected()
 
 @dataclass(frozen=True, slots=True)
 class RunDisclosure:
-    """What left for one run.
+    """The updates that left for one run.
 
-    privacy: the run's guarantee, empty if not recorded   classes: a note on the classes once a census was proved
-    last: when the newest update was ready   larger: number of updates that are larger than declared.
+    bytes, largest: of all updates, and of the largest one   last: when the newest was ready (Unix seconds)
+    waiting: updates that are ready and not sent   privacy: the run's guarantee, empty if not recorded
+    classes: a note on the classes, once a census was proved.
     """
 
     run_id: str
@@ -175,7 +176,7 @@ class RunDisclosure:
 
 @dataclass(frozen=True, slots=True)
 class DisclosureSummary:
-    """What left for all runs, the newest run first; unprotected: of any records."""
+    """The updates that left for all runs, the newest run first. unprotected: those without differential privacy."""
 
     runs: tuple[RunDisclosure, ...]
     unprotected: Unprotected = NO_UPDATES
@@ -199,10 +200,10 @@ class DisclosureSummary:
 
     @property
     def verdict(self) -> str:
-        """Summarise what is known in one sentence: the headline of the page, and a line of `silo status`.
+        """Summarise the report in one sentence: the headline of the page, and a line of `silo status`.
 
-        Guarantees: it says that no image left only if every update that was sent is known to be no larger than the
-        numbers in its run's manifest, which are sums over records.
+        Guarantees: it says that no image left only if `proved`: every update that was sent is known to be no larger
+        than the numbers in its run's manifest. These are sums over records.
         """
         if not self.updates:
             return "Nothing has left this hospital"

@@ -1,4 +1,4 @@
-"""Runs that wait for this hospital's decision: what they ask for, compared with its policy, and their cost."""
+"""Runs that wait for this hospital's decision: their requests, compared with its policy, and their cost."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PolicyAndLedger:
-    """The basis of a decision: policy and ledger, or why they cannot be read; the data's fingerprint.
+    """The basis of a decision: policy and ledger, or the errors on reading them; the data's fingerprint.
 
-    confirmed: members whose key this hospital confirmed   measured: runs of the last day that measured models here.
+    confirmed: members whose key this hospital confirmed   measured: runs that measured models here within a day.
     """
 
     policy: Policy | None
@@ -38,7 +38,7 @@ class PolicyAndLedger:
 
     @classmethod
     def of(cls, home: Home, fingerprint: str = "", ledger: Ledger | None = None, measured: int = 0) -> PolicyAndLedger:
-        """Read both. ledger: one that is already open; it reads new entries."""
+        """Read policy and ledger. ledger: used if it is open already; it sees new entries."""
         policy, policy_error, ledger_error = None, "", ""
         try:
             policy = in_force(home)
@@ -64,8 +64,8 @@ class PolicyAndLedger:
 class PendingDecision:
     """A run that waits for a decision, with everything that is shown about it.
 
-    previews: what it would spend; None if unknown, empty if it spends nothing   spends: the same in words
-    digest: of all this; it changes with every detail.
+    previews: its spending; None if unknown, empty if it spends nothing   spends: a sentence about its spending
+    digest: SHA-256 of everything shown, so that it changes with any detail.
     """
 
     approval: Approval
@@ -102,7 +102,7 @@ class PendingDecision:
 
     @property
     def survey(self) -> SurveyPreview | None:
-        """What would leave in a survey, cell by cell."""
+        """The numbers that would leave in a survey, cell by cell; None for other runs."""
         return None if self.request is None else self.request.survey
 
     @property
@@ -118,7 +118,7 @@ def _request(approval: Approval) -> RunRequest | None:
 
 
 def _spends(request: RunRequest | None, basis: PolicyAndLedger) -> tuple[tuple[SpendingPreview, ...] | None, str]:
-    """Return what a run would spend, and a sentence about it."""
+    """Return previews of a run's spending, as in `PendingDecision.previews`, and a sentence about it."""
     if request is None:
         return None, "Its cost is unknown: an earlier version of this software got the request."
     if not request.private:

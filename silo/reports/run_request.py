@@ -21,7 +21,7 @@ from silo.reports.disclosure import FLOAT_BYTES, UpdateContents
 
 
 class RequestLine(NamedTuple):
-    """One line of a request: what the run asks for, and what the policy allows."""
+    """One line of a request: its subject, the run's value, and the policy's limit."""
 
     what: str
     requested: str
@@ -29,12 +29,12 @@ class RequestLine(NamedTuple):
 
 
 LEAVES, SUPPRESSED, NOT_ANSWERED = "leaves", "suppressed: too few", "suppressed: not answered"
-"""What happens to a number of a survey."""
+"""Values of `SurveyRow.becomes`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SurveyRow:
-    """A cell of a survey's question, as it would leave this hospital; suppressed numbers are 0."""
+    """One cell of a survey's question in the preview. becomes: whether its numbers leave, or why they do not."""
 
     question: str
     cell: str
@@ -45,11 +45,11 @@ class SurveyRow:
 
 @dataclass(frozen=True, slots=True)
 class SurveyPreview:
-    """What would leave in a survey. noise: standard deviation added to each number of patients; 0: none.
+    """A preview of a survey's answers. noise: standard deviation added to each number of patients; 0: none.
 
-    digest: of the numbers; only these may leave; empty with noise, which changes them   least: patients in the
-    smallest number that leaves without noise   records: what they are called   named: the data name patients;
-    otherwise numbers of patients are numbers of records.
+    digest: of the numbers; once approved, only these may leave; empty with noise, which changes them
+    least: smallest number of patients, other than 0, that leaves without noise   records: the word for records
+    named: whether the data name patients; if not, records are counted as patients.
     """
 
     rows: tuple[SurveyRow, ...]
@@ -97,17 +97,17 @@ class RunRequest:
     Attributes:
         profile: of privacy; epsilon, delta, subject only of a private one
         spends: epsilon actually spent at this hospital if no round is repeated, by the privacy loss of all releases
-        rng, test_data: its options
-        prototypes: the run takes prototypes from this hospital
+        rng, test_data: options of its privacy
+        prototypes: whether the run takes prototypes from this hospital
         extensions: code that is not part of this software
         charges: (noise, rate, steps) of all rounds, by split, at most; None if this hospital is no member
         parts, tensors, word: as in `UpdateContents`
-        masked, sums_of, others: of a masked run: bytes of a number and of additional data, hospitals in the smallest
+        masked, sums_of, others: for a masked run: bytes of a number and of additional data, hospitals in the smallest
             sum, the other members
         shared: the noise that hospitals add together; None if each adds all of it
-        survey: what would leave in a survey; None for other runs
-        models: number of models that are measured on this hospital's test images, exactly
-        few: classes with fewer test images here than the policy asks for, whose results are not sent
+        survey: preview of the answers to a survey; None for other runs
+        models: number of models whose results on this hospital's test images leave without noise
+        few: classes with fewer test images here than the policy requires; their results are not sent
     """
 
     method: str
@@ -167,10 +167,10 @@ class RunRequest:
         return {split: [Mechanism(*row) for row in rows] for split, rows in (self.charges or {}).items()}
 
     def compare(self, policy: Policy, confirmed: Collection[str] = (), measured: int = 0) -> list[RequestLine]:
-        """Compare the request with the policy, for display. Whether it is allowed, the service decides: `Policy.check`.
+        """Compare the request with the policy, for display only; `Policy.check` decides whether it is allowed.
 
-        confirmed: members whose key this hospital confirmed by its fingerprint   measured: runs of the last day that
-        measured models here.
+        confirmed: members whose key this hospital confirmed by its fingerprint   measured: runs that measured models
+        here within a day.
         """
         floors, runs = policy.privacy, policy.runs
         most = f"epsilon {floors.epsilon:g} at delta {floors.delta:g}"
@@ -230,7 +230,7 @@ class RunRequest:
         return [*rows, self._prototypes(policy)]
 
     def _sums(self, policy: Policy, confirmed: Collection[str]) -> RequestLine:
-        """Describe who reads single updates, and whose keys that depends on."""
+        """Describe whether updates are masked, the smallest sum that is read, and how many keys are confirmed."""
         floors, requested = policy.secagg, f"none: {READ_ALONE}"
         if self.sums_of:
             confirmed_others = len({*self.others} & {*confirmed})

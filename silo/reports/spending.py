@@ -1,4 +1,4 @@
-"""What was spent of each collection of records, and what a run would spend in addition."""
+"""Privacy spending of each collection of records, and a preview of a run's additional spending."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _SAYABLE = math.log(1e6)
 
 @dataclass(frozen=True, slots=True)
 class Spending:
-    """A collection's spending, by RDP. budget, delta: of its budget in the ledger; None and 1e-5 without one.
+    """A collection's spending, by RDP. spent, budget: epsilon at `delta`.
 
-    cap: epsilon of the policy's own budget   used: share of the budget that is used up first; None without any, or if
-    one is too small for any run (`closed`)   unprotected: updates of its records that the spending does not cover.
+    budget, delta: of the ledger's budget; None and 1e-5 without one   cap: epsilon of the policy's own budget
+    used: used share of a budget, the larger of both; None without a budget, or if one is too small for any run
+    (`closed`)   unprotected: updates of its records that the spending does not cover.
     """
 
     collection: str
@@ -46,7 +47,7 @@ class Spending:
         return min((e for e in (self.budget, self.cap) if e is not None), default=None)
 
     def sentence(self) -> str:
-        """Describe it to the person responsible for the records. It covers private runs; `warning` the others."""
+        """Describe the spending in private runs to the person responsible for the records; `warning` covers others."""
         whom = {"hospital": "the hospital as a whole", "group": "each patient", "record": "each record"}
         unit = whom.get(self.unit, f"each {self.unit}")
         charged = "runs that protect the hospital as a whole" if self.unit == WHOLE else "private runs"
@@ -73,7 +74,7 @@ class Spending:
 
 @dataclass(frozen=True, slots=True)
 class SpendingPreview:
-    """A collection before and after a run. fits: within all budgets, so they would not refuse the run."""
+    """A collection's spending before and after a run. fits: whether all budgets would admit the run."""
 
     before: Spending
     after: Spending
@@ -98,9 +99,9 @@ def spending(
     planned: Sequence[Mechanism] = (),
     updates: Sequence[UnprotectedUpdate] = (),
 ) -> Spending:
-    """Read a collection's spending; planned: counted as spent too. policy: None if it cannot be read.
+    """Read a collection's spending.
 
-    updates: the home's list of unprotected updates.
+    policy: None if it cannot be read   planned: mechanisms to count as spent   updates: the home's unprotected updates.
     """
     status, cap = ledger.status(name, prv=False, planned=planned), None if policy is None else policy.caps().get(name)
     budget = ledger.budget(name)
@@ -120,10 +121,10 @@ def spending(
 
 
 def unprotected(ledger: Ledger, name: str, updates: Iterable[UnprotectedUpdate]) -> Unprotected:
-    """Count the unprotected updates of a collection's records, by the data versions that its ledger knows.
+    """Count the unprotected updates of a collection's records, by the data versions in the ledger.
 
-    Guarantees: none is left out. Data that the ledger does not know count for every collection, and updates of an
-    earlier version of the software count unless their run was charged for such records.
+    Guarantees: none is left out. Updates with data that are not in the ledger count for every collection. Updates of
+    an earlier version of the software count for each split, unless their run was charged for that split.
     """
     charged, unprotected_updates = ledger.charged_runs(), list[tuple[str, bool]]()
     for update in updates:
@@ -143,9 +144,9 @@ def unprotected(ledger: Ledger, name: str, updates: Iterable[UnprotectedUpdate])
 def preview(
     ledger: Ledger, policy: Policy | None, request: RunRequest, fingerprint: str = ""
 ) -> tuple[SpendingPreview, ...] | None:
-    """Compute what a run would spend of each collection, at most; None if the data's collection is unknown.
+    """Compute an upper bound on a run's spending of each collection; None if the data's collection is unknown.
 
-    fingerprint: of the served data, if known.
+    fingerprint: of the served data; empty if unknown.
     """
     collections, previews = ledger.collections(), []
     for split, mechanisms in request.mechanisms().items():

@@ -1,1 +1,1 @@
-"""What a hospital stores: the home folder, the database, the outbox."""
+"""The hospital's storage: the home folder, the database, the outbox."""

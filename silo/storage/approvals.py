@@ -1,4 +1,4 @@
-"""Runs that the hospital decides about by hand: waiting ones and decisions."""
+"""Runs that need the hospital's decision: those that wait, and the decisions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from silo.storage.schema import approvals
 
 LATEST = "latest"
 MAX_UNDECIDED = 20
-"""Questions of this home's coordinator that may wait at once; later ones have to ask again."""
+"""Runs that may wait for a decision at once; the coordinator has to ask again for further ones."""
 
 
 class AwaitingDecisionError(Exception):
@@ -27,7 +27,7 @@ class AwaitingDecisionError(Exception):
 class Approval:
     """One run under one manifest. about: the request in words; decided: None while it waits.
 
-    request: the same as JSON (`RunRequest`), with its cost; empty for questions of earlier versions.
+    asked: Unix seconds   request: the same as JSON (`RunRequest`), with its cost; empty if an earlier version stored it.
     """
 
     run_id: str
@@ -40,7 +40,7 @@ class Approval:
 
 
 class Approvals:
-    """Decisions in the database. A decision is for one manifest, so that a run that changes needs a new one."""
+    """Decisions in the database. Each is for one manifest, so a changed run needs a new decision."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
@@ -52,13 +52,13 @@ class Approvals:
             return Approval(**row._mapping) if row else None
 
     def approved(self, manifest_digest: str) -> list[Approval]:
-        """Return the questions about runs of this manifest that were approved."""
+        """Return the approvals of runs with this manifest."""
         this = and_(approvals.c.manifest_digest == manifest_digest, approvals.c.decided.is_(True))
         with self._database.read() as db:
             return [Approval(**row._mapping) for row in db.execute(select(approvals).where(this))]
 
     def ask(self, run_id: str, manifest_digest: str, name: str, about: str, request: str = "") -> bool | None:
-        """Return the decision about a run; a run that was never asked about is added to the waiting ones.
+        """Return the decision about a run, None if it waits; a new run is stored as waiting.
 
         Raises RefusedError (E-WIRE-17) if `MAX_UNDECIDED` wait already.
         """
@@ -84,9 +84,10 @@ class Approvals:
             return db.execute(select(approvals).where(waiting)).first() is not None
 
     def decide(self, run: str, approved: bool) -> Approval:
-        """Decide about a run by its id, its name or its manifest's digest, or `latest` if a single one waits.
+        """Decide about a run by its id, name or manifest digest, or `latest` if a single one waits.
 
-        Raises ConfigError (E-RUN-10) if no waiting run matches, or several do: coordinators choose names.
+        An earlier decision can be changed. Raises ConfigError (E-RUN-10) if no run matches, if several match (names are
+        not unique), or if one run waits under several manifests.
         """
         with self._database.write() as db:
             rows = [Approval(**row._mapping) for row in db.execute(_IN_ORDER)]
@@ -114,7 +115,7 @@ class Approvals:
             return replace(chosen, decided=approved)
 
     def decide_waiting(self, run_id: str, manifest_digest: str, approved: bool) -> Approval | None:
-        """Decide about a run under this manifest; returns None and changes nothing if it is not waiting."""
+        """Decide about a waiting run under this manifest; return None and change nothing if it does not wait."""
         this = _is(run_id, manifest_digest)
         with self._database.write() as db:
             changed = update(approvals).where(this, approvals.c.decided.is_(None)).values(decided=approved)
@@ -123,14 +124,14 @@ class Approvals:
             return Approval(**db.execute(select(approvals).where(this)).one()._mapping)
 
     def all(self) -> list[Approval]:
-        """List the waiting runs, the first to ask on top, and then the decided ones; independent of clock changes."""
+        """List waiting runs, then decided ones, each in the order in which they were stored, whatever the clock."""
         with self._database.read() as db:
             stored = [Approval(**row._mapping) for row in db.execute(_IN_ORDER)]
         return sorted(stored, key=lambda row: row.decided is not None)
 
 
 def forget_undecided(run_id: str) -> Delete:
-    """Return the statement that deletes a run's question, which needs no answer any more."""
+    """Return the statement that deletes the waiting entries of a run, once it needs no decision."""
     return delete(approvals).where(approvals.c.run_id == run_id, approvals.c.decided.is_(None))
 
 

@@ -1,9 +1,9 @@
-"""Features of the hospital's examples from a frozen body, kept from run to run. Imports no torch.
+"""Cache of the features that a frozen body computes from the hospital's examples, kept across runs. Imports no torch.
 
-A file has rows of float32 (m, d), a footer of JSON, its length, and a keyed BLAKE3 of all before it, under a secret of
-this home. Its name follows from the data and the body (`FeatureKey`), so another body, other preprocessing or other
-data is another file. A file that was edited, truncated, copied from elsewhere or renamed is never used: it is deleted
-and made again.
+A file has rows of float32 (m, d), a footer of JSON, its length, and a keyed BLAKE3 of everything before it, under a
+secret of this home. Its name follows from the data and the body (`FeatureKey`), so another body, other preprocessing or
+other data need another file. A file that was edited, truncated, copied from elsewhere or renamed is never used: it is
+deleted and computed again.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _SECRET, _SUFFIX, _PART = "secret", ".rows", ".part"
 
 @dataclass(frozen=True, slots=True)
 class FeatureKey:
-    """What features depend on.
+    """Everything that determines the features of a split.
 
-    origin: reference of the data   data: their version   request: what a run asks for (classes, size)
-    split: of the data   maker: the body, and the machine that computed them.
+    origin: reference of the data   data: their version   request: the run's classes, image size and window
+    split: of the data   maker: JSON of the body, its software and the kind of device.
     """
 
     origin: str
@@ -61,7 +61,10 @@ class Block(NamedTuple):
 
 
 class KeptFeatures(NamedTuple):
-    """Features (m, d) of all but some of n examples, read from the file on access."""
+    """Features (m, d) of n examples, read from the file on access.
+
+    left_out: positions of the n - m examples without features.
+    """
 
     rows: Rows
     left_out: tuple[int, ...]
@@ -69,7 +72,7 @@ class KeptFeatures(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KeptFile:
-    """A file as `doctor` shows it. sound: its keyed digest is right."""
+    """A file as `silo doctor` shows it. sound: whether its name and keyed digest are right."""
 
     path: Path
     size: int
@@ -86,7 +89,7 @@ class _Footer(NamedTuple):
 
 
 class _Status(NamedTuple):
-    """The system's status of an open file; a write changes it. Programs cannot set the time of change (ctime)."""
+    """The file system's status of an open file. Any write changes it, since programs cannot set ctime."""
 
     size: int
     modified_ns: int
@@ -110,10 +113,11 @@ class FeatureCache:
         self._open: dict[str, tuple[int, _Status, KeptFeatures]] = {}
 
     def get(self, key: FeatureKey, n: int, make: Callable[[], Iterator[Block]]) -> KeptFeatures:
-        """Return the features of n examples; `make` computes missing ones in the examples' order.
+        """Return the features of n examples, from the file or else from `make`, which yields them in order.
 
-        Files of another version of the same data are deleted. Raises RefusedError (E-RUN-38) if there is no room,
-        UnavailableError (E-STATE-63) if the disk cannot be written, and errors of `make`: nothing is kept then.
+        Before computing, deletes files of other versions of the same data. Raises RefusedError (E-RUN-38) if there is
+        no room, UnavailableError (E-STATE-63) if the disk cannot be written, and errors of `make`; then no file is
+        kept.
         """
         private_files.private_folder(self.folder)
         kept = self._kept_open(key) or self._from_file(key, n)
@@ -134,7 +138,7 @@ class FeatureCache:
             raise _too_large()
 
     def forget(self, but: str = "") -> None:
-        """Delete all files; but: except those of this reference's data. Open files stay readable."""
+        """Delete all files. but: reference of data whose files stay. Features in use stay readable."""
         self.close()
         if self.folder.is_dir():
             self._delete(lambda kept: kept.origin != but)
@@ -292,7 +296,7 @@ def _read_footer(path: Path) -> _Footer | None:
 
 
 def _footer(fd: int) -> _Footer | None:
-    """Read a file's footer, which is not trusted before its digest is checked; None if it is invalid."""
+    """Read a file's footer; None if it is malformed. Do not trust it before `_is_sound`."""
     size = os.fstat(fd).st_size
     at = size - _MAC - _LENGTH
     if at < 0:

@@ -3,11 +3,11 @@
 `identity/` key, certificate, authority, pinned roster    `silo.db` the database           `objects/` files by digest
 `addresses.json` of the coordinator                       `serve.lock` the running service
 `instance.json` the last service                          `policy.toml` the runs that the hospital takes part in
-`ledger.db` how its records were used, and the rest of their budget
+`ledger.db` the privacy ledger: uses of records, and their budgets
 `served.json` the data of the last service                `features/` features from frozen models
 `pacs/` images that were fetched from a PACS
-`ledger.key` the secret of the ledger's chain             `ledger.json` where both lie instead, if homes share them
-`validation_only` this hospital evaluates models and trains none
+`ledger.key` the secret of the ledger's chain             `ledger.json` the paths of both, if homes share them
+`validation_only` exists if this hospital evaluates models and trains none
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LEDGER, LEDGER_KEY = "CONSILIUM_SILO_LEDGER", "CONSILIUM_SILO_LEDGER_KEY"
 
 
 class ProcessInstance(NamedTuple):
-    """A running service, and the previous one on the same home; empty if there was none."""
+    """Ids of a running service and of the previous one on this home; previous: empty if there was none."""
 
     id: str
     previous: str
@@ -67,7 +67,7 @@ class Home:
         return cls(path or default)
 
     def make(self) -> Home:
-        """Create the folder for its owner only; tighten it, and databases in it, if others may read them."""
+        """Create the folder with access for its owner only; remove other users' access to it and its databases."""
         private_files.private_home(self.path)
         return self
 
@@ -77,7 +77,7 @@ class Home:
 
     @property
     def ledger(self) -> Path:
-        """The path of the privacy ledger: CONSILIUM_SILO_LEDGER, or the home's ledger.json, or in the home.
+        """The path of the privacy ledger: CONSILIUM_SILO_LEDGER, else as in ledger.json, else `ledger.db` in the home.
 
         A hospital in several consortia has a home for each, and one ledger for all. Raises StateError (E-BUDGET-11) if
         ledger.json cannot be read.
@@ -92,7 +92,7 @@ class Home:
 
     @property
     def ledger_key(self) -> Path:
-        """The path of the ledger's key: CONSILIUM_SILO_LEDGER_KEY, or the home's ledger.json, or beside the ledger."""
+        """The path of the ledger's key: CONSILIUM_SILO_LEDGER_KEY, else as in ledger.json, else next to the ledger."""
         named = os.environ.get(LEDGER_KEY) or self._ledger_location().get("key")
         ledger = self.ledger
         return Path(named).expanduser() if named else ledger.with_name(f"{ledger.stem}.key")
@@ -139,7 +139,7 @@ class Home:
         return (self.path / VALIDATION_ONLY).exists()
 
     def join_for(self, validation_only: bool) -> None:
-        """Store what this hospital joined for; a new `silo join` may change it."""
+        """Store whether this hospital joined only to evaluate models; a new `silo join` may change it."""
         if validation_only:
             private_files.write_private(self.path / VALIDATION_ONLY, b"")
         else:
@@ -160,12 +160,12 @@ class Home:
 
     @property
     def worker_lock(self) -> Path:
-        """The file that a worker on another machine has locked as long as it runs."""
+        """The lock file of a worker on another machine."""
         return self.path / "worker.lock"
 
     @property
     def scratch(self) -> Path:
-        """The worker's folder for temporary files, emptied when one starts."""
+        """The worker's folder for temporary files, emptied when a worker starts."""
         return self.path / "scratch"
 
     def write_addresses(self, addresses: tuple[Address, ...]) -> None:
@@ -188,7 +188,7 @@ class Home:
         private_files.write_private(self.path / SERVED, json.dumps(served._asdict()).encode())
 
     def served(self) -> ServeOptions | None:
-        """Return what the last service here served; None before the first, or if it cannot be read."""
+        """Return the options of the last service on this home; None before the first, or if they cannot be read."""
         try:
             served = ServeOptions(**json.loads((self.path / SERVED).read_text()))
         except (OSError, ValueError, TypeError, RecursionError):
@@ -196,9 +196,10 @@ class Home:
         return served if all(isinstance(value, str) for value in served) else None
 
     def begin_instance(self) -> ProcessInstance:
-        """Name the starting service, and the previous one here, which it replaces at the coordinator.
+        """Create the id of the starting service, and return it with the previous id on this home.
 
-        Guarantees: a copy of a home, on this machine or another, does not continue the original's instance.
+        The coordinator lets the new service replace the previous one. Guarantees: in a copy of a home, on this machine
+        or another, the previous id is empty, so the copy does not replace the original's service.
         """
         path, here = self.path / "instance.json", self.path.stat()
         place = f"{_machine()} {here.st_dev} {here.st_ino}"

@@ -23,8 +23,8 @@ from silo.storage.tasks import Attestation, LocalEvaluation, OutboxEntry
 class TrainingResult:
     """The bundle that may leave, the state that stays, and local measurements.
 
-    server_tracks_state: the method's server sums such states: this one counts only if the bundle is included
-    unprotected: the splits of the data whose records nothing protects in this bundle   fingerprint: of the data.
+    server_tracks_state: the server tracks the silos' states, so this one counts only if the bundle is included
+    unprotected: splits whose records the bundle reveals without differential privacy   fingerprint: of the data.
     """
 
     bundle: Bundle
@@ -46,9 +46,10 @@ class PendingEntry:
     _wait: Callable[[], None]
 
     def finish(self) -> None:
-        """Wait until the update is on the disk and entered; raises StateError (E-STATE-63) if writing fails.
+        """Wait until the update is on the disk and in the outbox.
 
-        Retrying does not help here, unlike where it is written. Raises CancelledError if the task is given up.
+        Raises StateError (E-STATE-63) if writing fails: retrying does not help at this point. Raises CancelledError if
+        the task is cancelled.
         """
         try:
             self._wait()
@@ -110,20 +111,20 @@ class Outbox:
         return PendingEntry(entry, entered.result)
 
     def find(self, key: TaskKey, base_digest: str) -> OutboxEntry | None:
-        """Return the update that was made for this task, in the outbox or (`staged`) no longer."""
+        """Return the update for a task about this base; None without one. `staged` tells if it is in the outbox."""
         entry = self.store.entry(key)
         return entry if entry and entry.base_digest == base_digest else None
 
     def holds(self, entry: OutboxEntry) -> bool:
-        """Tell whether the unsent bundle, and the state that waits with it, are as they were written."""
+        """Tell whether the files of an unsent update, bundle and state, are undamaged; True once it was answered."""
         if not entry.staged:
-            return False  # a sweep may delete the file at any time
+            return False  # a sweep may delete its files at any time
         if entry.receipt is not None or entry.refused is not None:
             return True
         return all(self.objects.holds(digest) for digest in (entry.object_digest, entry.state_digest) if digest)
 
     def bundle(self, entry: OutboxEntry) -> Path:
-        """Return the file to send; raises StateError (E-STATE-63) if it is no longer as it was written."""
+        """Return the file to send; raises StateError (E-STATE-63) if it is damaged or missing."""
         return self.objects.verified(entry.object_digest)
 
     def state(self, run_id: str, before: int | None = None, at_least: int = -1) -> State | None:
@@ -142,13 +143,13 @@ class Outbox:
         return codec.read_state(self.objects.path(committed[0]))
 
     def sweep(self) -> int:
-        """Delete unreferenced files; call it only while nothing is being written."""
+        """Delete unreferenced files; return the bytes freed. Call it only while nothing is being written."""
         return self.objects.sweep(self.store.referenced())
 
 
 @lru_cache(maxsize=1)
 def read_manifest(path: Path, digest: str) -> RunManifest:
-    """Read a manifest; raises ProtocolError (E-WIRE-06, E-WIRE-04) where it is none, or not in canonical form."""
+    """Read a manifest; raises ProtocolError: E-WIRE-06 on other content, E-WIRE-04 if it is not in canonical form."""
     try:
         manifest = RunManifest.from_json(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""The data that each run began with at this hospital, and the records that it excludes since."""
+"""For each run, the data that it began with at this hospital, and the records that it has excluded since."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FileRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """The data that a run began with. files: of records in files, by name   broken: records that it excludes."""
+    """The data that a run began with. files: records in files, by name   broken: names of excluded records."""
 
     version: str
     files: Mapping[str, FileRecord] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class RunDataStore:
         return RunData(row.fingerprint, files, frozenset(json.loads(row.broken)))
 
     def begin(self, run_id: str, data: RunData) -> None:
-        """Store the data that a run begins with; an existing entry stays."""
+        """Store the data that a run begins with; an existing entry is not changed."""
         files = zlib.compress(json.dumps(data.files).encode()) if data.files else None
         row = upsert(run_data).values(run_id=run_id, fingerprint=data.version, files=files)
         with self._database.write() as db:

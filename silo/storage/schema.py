@@ -38,7 +38,7 @@ states = Table(  # committed silo states
     Column("run_id", String, primary_key=True),
     Column("round", Integer, primary_key=True),
     Column("digest", String, nullable=False),
-    Column("coordinator", String, nullable=False, default=""),  # the incarnation that closed the round
+    Column("coordinator", String, nullable=False, default=""),  # the coordinator's incarnation that closed the round
 )
 
 run_data = Table(  # the version of the data that a run began with
@@ -58,7 +58,7 @@ bases = Table(  # broadcast models, kept because a task may need them again
     Column("digest", String, nullable=False),
 )
 
-tasks = Table(  # the outbox entry while the round is open, then for ever its outcome
+tasks = Table(  # the outbox entry while the round is open; its outcome is kept for ever
     "tasks",
     metadata,
     Column("run_id", String, primary_key=True),
@@ -73,14 +73,14 @@ tasks = Table(  # the outbox entry while the round is open, then for ever its ou
     Column("mirrored", Boolean, nullable=False, default=True),
     Column("evaluation", String, nullable=False, default=""),
     Column("staged", Double),
-    Column("receipt", LargeBinary),  # the rest of the receipt
+    Column("receipt", LargeBinary),  # the parts of the receipt that this row lacks
     Column("signer", Integer),  # the receipt's signer, in `signers`; null: the receipt is complete
     Column("refused", String),
     Column("closed", Double),
     Column("included", Boolean),
     Column("attested", String, nullable=False, default=""),
     Column("sealed", LargeBinary),  # the ledger's spending; null except for its newest end and open tasks
-    Column("coordinator", String, nullable=False, default=""),  # the incarnation that offered it
+    Column("coordinator", String, nullable=False, default=""),  # the coordinator's incarnation that offered it
     Index("tasks_sealed", "closed", sqlite_where=text("sealed IS NOT NULL")),
 )
 
@@ -91,7 +91,7 @@ signers = Table(  # certificates that signed receipts
     Column("pem", LargeBinary, nullable=False, unique=True),
 )
 
-unprotected = Table(  # updates without privacy: listed before a byte leaves, for ever
+unprotected = Table(  # updates without privacy: listed for ever, before a byte leaves
     "unprotected",
     metadata,
     Column("run_id", String, primary_key=True),
@@ -178,7 +178,7 @@ surveys = Table(  # data versions with answers without noise, kept for ever (`si
     Column("answered", Double, nullable=False, default=0.0),
 )
 
-survey_people = Table(  # everybody who was ever counted in an answer without noise
+survey_people = Table(  # all people who were ever counted in an answer without noise
     "survey_people",
     metadata,
     Column("number", Integer, primary_key=True),
@@ -263,7 +263,7 @@ CREATE TABLE answers (
     content VARCHAR NOT NULL, inside VARCHAR NOT NULL, coordinator VARCHAR NOT NULL, counted BOOLEAN NOT NULL,
     at DOUBLE NOT NULL, PRIMARY KEY (run_id, kind, round, base_digest));
 """
-# In each life of the ledger, its newest end states the spending so far.
+# For each restoration of the ledger, its newest end states the spending so far.
 DROP_SEALED = """
 UPDATE tasks SET sealed = NULL
 WHERE sealed IS NOT NULL AND closed IS NOT NULL AND receipt IS NOT NULL AND rowid NOT IN (SELECT rowid FROM (
@@ -284,7 +284,7 @@ SIGNER = "INSERT INTO signers (pem) VALUES (?) ON CONFLICT (pem) DO UPDATE SET p
 
 
 def _parts_of_receipts(db: sqlite3.Connection) -> None:
-    """Keep only the part of a receipt that its row lacks, certificates once, and the sealed figures that are used."""
+    """Store of each receipt only what its row lacks, each certificate once, and only the sealed figures in use."""
     if not db.execute("SELECT name FROM sqlite_master WHERE name = 'tasks'").fetchone():
         return  # refused later, like any other file
     sql(_PARTS_OF_RECEIPTS)(db)
