@@ -27,7 +27,7 @@ class AwaitingDecisionError(Exception):
 class Approval:
     """One run under one manifest. about: the request in words; decided: None while it waits.
 
-    asked: Unix seconds   request: the same as JSON (`RunRequest`), with its cost; empty if an earlier version stored it.
+    asked: Unix seconds   request: the request as JSON (`RunRequest`), with its cost; empty in rows of earlier versions.
     """
 
     run_id: str

@@ -1,11 +1,11 @@
 """A silo's data of masked runs: its keys until the run ends, and the update and set of each open round.
 
-A run goes from `keyed` (private keys exist, the public ones may be sent) to `ready` (chains with every member, the key
-agreement's key is deleted) to `gone`; a round is masked once and confirmed once. Every method is one transaction, on
-the disk when it returns; what belongs to a task's row is called inside that row's transaction.
+A run is first `keyed` (private keys exist, the public ones may be sent), then `ready` (chains with all members exist,
+the private key of the agreement is deleted), then `gone`. A round is masked once and confirmed once. Every method is
+one transaction, on the disk when it returns. The functions on a task's row run inside that row's transaction.
 
-Guarantees: keys that are replaced or deleted are overwritten in the database's file too (SQLite's secure_delete), and
-the write-ahead log is emptied: at once or, if a reader blocked it, the next time.
+Guarantees: replaced or deleted keys are also overwritten in the database's file (SQLite's secure_delete), and the
+write-ahead log is emptied: at once or, if a reader blocks it, the next time.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class MaskedRun:
         return cls(run.run_id, digest, run.members, run.rounds, *drawn, run.ring, run.terms)
 
     def cohort_of(self, key: TaskKey) -> list[int]:
-        """Return the members of a task's round, as the manifest's seed has them."""
-        from fl_core.rounds import sampling  # it draws with torch, which commands do not load
+        """Return the positions of the members in a task's round, drawn with the manifest's seed."""
+        from fl_core.rounds import sampling  # imports torch, which commands must not load
 
         return sampling.sample_cohort(self.seed, key.round, len(self.members), key.kind.drawn(self.cohort))
 
@@ -79,7 +79,7 @@ class MaskedRun:
 
 @dataclass(frozen=True, slots=True)
 class RunWithKeys:
-    """A masked run with its keys. keys_object: digest of the object that contained all members' keys."""
+    """A masked run with its keys. keys_object: digest of the object with all members' public keys."""
 
     terms: MaskedRun
     keys: RunKeys
@@ -125,7 +125,7 @@ class SecaggKeyStore:
         return bytes(row.entry)
 
     def own_keys(self, run_id: str) -> OwnKeys:
-        """Return the private keys of a run whose members' keys are not here yet; raises SecaggError (E-RUN-50)."""
+        """Return the private keys of a run in state `keyed`; raises SecaggError (E-RUN-50) in any other state."""
         with self._database.read() as db:
             row = _run(db, run_id)
         if row is None or row.state != KEYED:
@@ -133,7 +133,10 @@ class SecaggKeyStore:
         return OwnKeys(bytes(row.agree), bytes(row.sign))
 
     def agree(self, run_id: str, keys_object: str, keys: RunKeys) -> None:
-        """Replace the private keys with the keys shared with each member; raises SecaggError (E-RUN-50)."""
+        """Replace the agreement's private key with the keys shared with each member: the run is `ready`.
+
+        Raises SecaggError (E-RUN-50) unless the run is `keyed`.
+        """
         values = {
             "state": READY,
             "agree": None,
@@ -153,7 +156,7 @@ class SecaggKeyStore:
         self._database.checkpoint(whole=True)
 
     def masked_run(self, run_id: str) -> RunWithKeys:
-        """Return a run with its keys; raises SecaggError (E-RUN-50) if there are none yet or no longer."""
+        """Return a run with its keys; raises SecaggError (E-RUN-50) unless it is `ready`."""
         with self._database.read() as db:
             row = _run(db, run_id)
         if row is not None and row.state == KEYED:
@@ -166,9 +169,9 @@ class SecaggKeyStore:
         return RunWithKeys(MaskedRun.from_json(row.terms), _keys(row), row.keys_object)
 
     def coverages(self, run_id: str | None = None) -> dict[str, ClassCoverage]:
-        """Return at how many hospitals each class is trained, by run: of one run, or of all with a proved census.
+        """Return how many hospitals train each class, by run: for one run or all, if their census is proved.
 
-        0.1.0 stored only the counts: its runs have no names of classes.
+        Version 0.1.0 stored only the counts, so its runs lack the names of classes.
         """
         wanted = select(secagg_runs.c.run_id, secagg_runs.c.holders).where(secagg_runs.c.holders.is_not(None))
         if run_id is not None:
@@ -190,9 +193,9 @@ class SecaggKeyStore:
             return _round(db, key)
 
     def confirm(self, key: TaskKey, before: MaskedTaskRow | None, row: MaskedTaskRow) -> None:
-        """Store the one set of a round.
+        """Store the confirmed set of a round, if the stored row is still `before`.
 
-        Raises SecaggError (E-RUN-50) if the row is no longer `before`, or the round was closed, and as
+        Raises SecaggError (E-RUN-50) if the row has changed, the round was closed or the keys are gone, and as
         `keep_to_one_set`.
         """
         with self._database.write() as db:
@@ -203,7 +206,7 @@ class SecaggKeyStore:
             _put_round(db, key, row)
 
     def begin_round(self, key: TaskKey) -> None:
-        """Record that a task of a round was offered, which means that earlier rounds are over."""
+        """Record that a task of a round was offered: this closes all earlier rounds and deletes their keys."""
         with self._database.read() as db:
             row = _run(db, key.run_id)
             if row is None or row.state != READY or row.position >= _position(key):
@@ -213,7 +216,7 @@ class SecaggKeyStore:
         self._database.checkpoint(whole=True)
 
     def forget(self) -> list[str]:
-        """Delete the keys of all runs, in a restored home: it does not know what was confirmed since the copy."""
+        """Delete the keys of all runs; return the runs. For a restored home, which may lack newer confirmations."""
         with self._database.write() as db:
             lost = list(db.scalars(select(secagg_runs.c.run_id).where(secagg_runs.c.state != GONE)))
             for run_id in lost:
@@ -226,10 +229,10 @@ class SecaggKeyStore:
 
 
 def enter_update(db: Connection, entry: OutboxEntry) -> None:
-    """Record the one update of a task, together with its entry in the outbox; does nothing in a run without masks.
+    """Record a task's update in a masked run, in the transaction of its outbox entry; do nothing in other runs.
 
-    Raises SecaggError: E-RUN-49 if there is one, E-RUN-50 if the set is confirmed, the round closed or the run's keys
-    are gone.
+    Raises SecaggError: E-RUN-49 if the task has an update already, E-RUN-50 if the set is confirmed, the round closed
+    or the run's keys are gone.
     """
     run = _run(db, entry.key.run_id)
     if run is None:
@@ -248,12 +251,12 @@ def enter_update(db: Connection, entry: OutboxEntry) -> None:
 
 
 def leave_round(db: Connection, key: TaskKey) -> bool:
-    """Step the chains past a closed round, and delete the round's data; return whether there were any."""
+    """Move the chains past a closed round, and delete its data; return whether the chains moved."""
     return _step(db, key.run_id, _position(key) + 1)
 
 
 def end_run(db: Connection, run_id: str) -> bool:
-    """Delete the keys of a run and the data of its rounds; return whether it was a masked run, which stays recorded."""
+    """Delete a run's keys and the data of its rounds; return whether it is masked. Its row stays, as `gone`."""
     _overwrite_deleted(db)
     secrets = dict.fromkeys(("agree", "sign", "keys_digest", "peers", "chains"))
     mine = secagg_runs.c.run_id == run_id
@@ -271,7 +274,7 @@ def _step(db: Connection, run_id: str, position: int) -> bool:
     if row is None or row.state != READY:
         return False
     terms, keys = MaskedRun.from_json(row.terms), _keys(row)
-    if not keys.position < position <= terms.rounds + 2:  # a round outside of the run closes nothing
+    if not keys.position < position <= terms.rounds + 2:  # the round is not in the run, or was passed before
         return False
     _overwrite_deleted(db)
     stepped = {"chains": b"".join(keys.at(position).chains), "position": position}

@@ -70,7 +70,7 @@ from silo.storage.tasks import (
 )
 
 ASKED = "asked"
-"""The state of a run that asked whether this silo is ready, and has offered no task yet."""
+"""The state of a run that asked whether this silo is ready and has not offered a task yet."""
 ENDED_RUNS = 3
 BASES_PER_RUN = 2
 MAX_UNTRAINED = 20
@@ -86,7 +86,10 @@ _IS_OPEN = and_(tasks.c.closed.is_(None), tasks.c.staged.is_not(None))
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """The last session: with whom, their software, start and end (Unix seconds; None: never, or still open)."""
+    """The last session: the coordinator's address and software, start and end (Unix seconds).
+
+    since: None if there was no session   until: None while it is open   why: it ended.
+    """
 
     address: str
     software: str
@@ -110,9 +113,10 @@ class TaskRecord:
 
 @dataclass(frozen=True, slots=True)
 class JoinedRun:
-    """A run as this silo saw it. leaves: numbers of an update by part, as JSON; empty if not recorded.
+    """A run in this silo's database. leaves: `UpdateContents` as JSON; empty if not recorded.
 
-    privacy: the run's guarantee, in words; empty if not recorded.
+    state_round: of the newest committed state; None without one   privacy: the run's guarantee, in words; empty if not
+    recorded.
     """
 
     run_id: str
@@ -136,7 +140,7 @@ class SiloStore:
         rehearsal: bool = False,
         wal: bool | None = None,
     ) -> None:
-        """Open a home's database, as `Database`. accept_loss: continue with an older or new one."""
+        """Open a home's database, as `Database`. accept_loss: continue with an incomplete one."""
         self.database = Database(
             path,
             metadata,
@@ -166,9 +170,9 @@ class SiloStore:
         leaves: str = "",
         privacy: str = "",
     ) -> int:
-        """Record a run as running, with its two newest bases; return how many other runs were dropped.
+        """Record a run, keeping its two newest bases; return how many other runs were dropped.
 
-        A run without a base has only asked so far.
+        Its state is `running`, or `asked` if it has no base yet.
         """
         newest = select(bases).where(bases.c.run_id == run_id).order_by(bases.c.number.desc())
         with self.database.write() as db:
@@ -189,7 +193,7 @@ class SiloStore:
             return db.scalar(select(runs.c.manifest_digest).where(runs.c.run_id == run_id)) or None
 
     def state_of(self, run_id: str) -> str:
-        """Return how a run is: asked, running, or as it ended; empty where it is not known."""
+        """Return a run's state: asked, running, or how it ended; empty if the run is unknown."""
         with self.database.read() as db:
             return db.scalar(select(runs.c.state).where(runs.c.run_id == run_id)) or ""
 
@@ -206,9 +210,10 @@ class SiloStore:
             return None if row is None else (row.digest, row.round)
 
     def end_run(self, run_id: str, state: str, reason: str) -> bool:
-        """Record a run's end, and return whether the run is known here.
+        """Record a run's end; return whether the run is known here.
 
-        An aborted or failed run ends its open tasks, not included. Guarantees: no key of a masked run stays.
+        Unless the run is finished, its open tasks are closed as not included. Guarantees: all keys of a masked run are
+        deleted.
         """
         with self.database.write() as db:
             now = self._clock()
@@ -216,7 +221,7 @@ class SiloStore:
             # No row: a run of other silos, or one that ended before this silo had a task in it.
             is_known = db.execute(update(runs).where(runs.c.run_id == run_id).values(ended)).rowcount > 0
             db.execute(delete(trainings).where(trainings.c.run_id == run_id))
-            if state != "finished":  # a finished run has announced the close of each round
+            if state != "finished":  # the coordinator closes each round of a finished run itself
                 still_open = update(tasks).where(_IS_OPEN, tasks.c.run_id == run_id)
                 db.execute(still_open.values(closed=now, included=False))
             db.execute(forget_undecided(run_id))
@@ -228,7 +233,7 @@ class SiloStore:
     # ---- tasks -------------------------------------------------------------------------------------------------
 
     def stage(self, entry: OutboxEntry, evaluation: LocalEvaluation) -> None:
-        """Enter a finished update; for a masked run raises as `secagg_keys.enter_update`, and nothing is entered."""
+        """Enter a finished update into the outbox, all or nothing; raises as `secagg_keys.enter_update`."""
         values = {
             "manifest_digest": entry.manifest_digest,
             "base_digest": entry.base_digest,
@@ -266,7 +271,7 @@ class SiloStore:
             ]
 
     def begin_training(self, key: TaskKey, attempt: int) -> None:
-        """Record that a task is in progress; `attempt`: how often the lead had resumed the run."""
+        """Record that a task is in progress. attempt: how often the lead resumed the run; a new one resets kills."""
         values = {"attempt": attempt, "under_way": True}
         begun = upsert(trainings).values(**_primary(key), **values)
         forgiven = {"kills": case((trainings.c.attempt < attempt, 0), else_=trainings.c.kills)}
@@ -274,7 +279,7 @@ class SiloStore:
             db.execute(begun.on_conflict_do_update(index_elements=["run_id", "round", "kind"], set_=values | forgiven))
 
     def end_trainings(self) -> None:
-        """Record that no task is in progress: done, failed, or the service was stopped."""
+        """Record that no task is in progress, after the task is done or failed, or the service was stopped."""
         with self.database.read() as db:
             if db.execute(select(trainings).where(trainings.c.under_way)).first() is None:
                 return
@@ -283,7 +288,7 @@ class SiloStore:
             db.execute(update(trainings).where(trainings.c.under_way).values(under_way=False))
 
     def count_kills(self) -> list[tuple[TaskKey, int]]:
-        """Count the tasks in progress when the previous service ended; return them with their kills."""
+        """Add a kill to each task that was in progress when the previous service ended; return these with all kills."""
         interrupted = trainings.c.under_way
         with self.database.write() as db:
             killed = db.execute(select(trainings).where(interrupted)).all()
@@ -292,7 +297,7 @@ class SiloStore:
         return [(_key(row), row.kills + 1) for row in killed]
 
     def kills(self, run_id: str, attempt: int = 0) -> int:
-        """Return how often the service was killed during one task of a run, since the run was last resumed."""
+        """Return the most kills during any one task of a run since resumption `attempt`."""
         mine = trainings.c.run_id == run_id, trainings.c.attempt >= attempt
         with self.database.read() as db:
             return db.scalar(select(func.max(trainings.c.kills)).where(*mine)) or 0
@@ -300,8 +305,8 @@ class SiloStore:
     def deliver(self, key: TaskKey, receipt: bytes) -> None:
         """Store the receipt of an update; if its round was reopened, the update returns to the outbox.
 
-        The parts that are also in the task's row are stored once, and so is its signer's certificate; `receipts`
-        rebuilds it.
+        Only the parts that the task's row lacks are stored, and each signer's certificate once; `receipts` rebuilds the
+        receipts.
         """
         with self.database.write() as db:
             if (row := _task(db, key)) is None:
@@ -313,18 +318,20 @@ class SiloStore:
             db.execute(update(tasks).where(*_this(key)).values(values))
 
     def refuse(self, key: TaskKey, why: str) -> None:
-        """Record that the coordinator refused this update: it is not sent again, and waits for the close."""
+        """Record that the coordinator refused an update. It is not sent again; its entry stays until the close."""
         with self.database.write() as db:
             _put(db, tasks, _primary(key), {"refused": why})
 
     def close(self, key: TaskKey, included: bool) -> bool:
-        """Commit or discard what was staged; return False if the round was closed before.
+        """Close a round and commit or discard its staged state; return False if it was closed before.
 
-        A state that the server sums is discarded unless its bundle was included; any other is kept. A refused update
-        cannot be the included one, and an update outside of the outbox counts as none: neither commits a state.
-        Guarantees: a repeated close changes nothing; a state never replaces that of a later round, unless a coordinator
-        that was restored since closes the earlier one. The newest `KEPT_STATES` stay. Nothing is written about an
-        unknown run. No key of a closed round of a masked run stays.
+        A state that the server tracks (`mirrored`) is committed only if its bundle was included; any other state is
+        committed even if not. If the update was refused but another was included, or if the update is not in the
+        outbox, no state is committed.
+
+        Guarantees: a repeated close changes nothing. A state never replaces that of a later round, unless a restored
+        coordinator closes the earlier round. The newest `KEPT_STATES` states stay. Nothing is written about an unknown
+        run. The keys of a closed round of a masked run are deleted.
         """
         with self.database.write() as db:
             masked = secagg_keys.leave_round(db, key)
@@ -346,7 +353,7 @@ class SiloStore:
         return True
 
     def entry(self, key: TaskKey) -> OutboxEntry | None:
-        """Return the update of a task whose round is open here, in the outbox or not."""
+        """Return a task's update while its round is open here, in the outbox or not; None if closed or without one."""
         with self.database.read() as db:
             row = _task(db, key)
             return _entry(row) if row and row.closed is None and row.contribution_id else None
@@ -361,11 +368,11 @@ class SiloStore:
         return row is not None and row.closed is not None
 
     def reopen(self, key: TaskKey, coordinator: str) -> bool:
-        """Reopen a round that another incarnation of the coordinator closed; return whether there was one.
+        """Reopen a round that another incarnation of the coordinator closed; return whether it was reopened.
 
-        Its update leaves the outbox, unless `deliver` brings a receipt for it. States that were committed since stay,
-        since the coordinator may be restored again from a newer backup. A round of a masked run stays closed: its keys
-        are gone.
+        Its update is no longer in the outbox; `deliver` puts it back if there is a receipt for it. States that were
+        committed since then stay, since the coordinator may be restored again from a newer backup. A round of a masked
+        run stays closed, since its keys are deleted.
         """
         with self.database.write() as db:
             row = _task(db, key)
@@ -377,7 +384,7 @@ class SiloStore:
             return True
 
     def adopt(self, entry: OutboxEntry, coordinator: str) -> OutboxEntry:
-        """Keep an update for another incarnation of the coordinator; the earlier one's receipt and refusal are void."""
+        """Assign an update to another incarnation of the coordinator; delete the earlier one's receipt and refusal."""
         with self.database.write() as db:
             _put(db, tasks, _primary(entry.key), {"refused": None, "receipt": None, "coordinator": coordinator})
         return replace(entry, refused=None, receipt=None, coordinator=coordinator)
@@ -388,7 +395,7 @@ class SiloStore:
             return [_entry(row) for row in db.execute(select(tasks).where(*lost))]
 
     def attested(self) -> list[Attestation]:
-        """Return all attestations of this silo's updates, the furthest end of the ledger first."""
+        """Return all attestations of this silo's updates, the newest end of the ledger first."""
         with self.database.read() as db:
             rows = db.execute(select(tasks.c.attested, tasks.c.sealed).where(tasks.c.attested != ""))
             return sorted((read_attestation(*row) for row in rows), key=ledger_position, reverse=True)
@@ -401,8 +408,8 @@ class SiloStore:
     def referenced(self) -> set[str]:
         """Return the digests of all objects that are still needed.
 
-        Manifest and bases of running runs, bundles and staged states of open rounds, committed states; of ended runs
-        the state and manifest of the newest three.
+        These are: manifests, bases and committed states of running runs; bundles and staged states of open rounds;
+        manifests and committed states of the three runs that ended last.
         """
         with self.database.read() as db:
             recorded = db.execute(select(runs)).all()
@@ -469,7 +476,7 @@ class SiloStore:
 
 
 def _drop_lapsed(db: Connection, but: str) -> int:
-    """Drop the oldest runs without training beyond `MAX_UNTRAINED`; return how many."""
+    """Drop the oldest runs in which this silo did no task, beyond `MAX_UNTRAINED`; return how many."""
     trained = select(tasks.c.run_id).where(tasks.c.contribution_id != "")
     untrained = select(runs.c.run_id).where(runs.c.run_id.not_in(trained), runs.c.run_id != but)
     lapsed = list(db.scalars(untrained.order_by(_PLACE.desc()).offset(MAX_UNTRAINED - 1)))
@@ -494,7 +501,7 @@ def _commits(row: Row[Any], included: bool) -> bool:
 
 
 def _commit_state(db: Connection, key: TaskKey, digest: str, coordinator: str) -> None:
-    """Commit a state. States of this and later rounds that another incarnation closed become void."""
+    """Commit a state; delete states of this and later rounds that another incarnation of the coordinator closed."""
     mine = states.c.run_id == key.run_id
     db.execute(delete(states).where(mine, states.c.round >= key.round, states.c.coordinator != coordinator))
     _put(db, states, {"run_id": key.run_id, "round": key.round}, {"digest": digest, "coordinator": coordinator})
@@ -550,7 +557,7 @@ def _record(row: Row[tuple[object, ...]]) -> TaskRecord:
 
 
 def _evaluation(raw: Mapping[str, Any]) -> LocalEvaluation:
-    """Read an evaluation. The first ones of 0.1.0 lack the noise: numbers that are no counts had some."""
+    """Read an evaluation. Early ones of 0.1.0 lack the noise: if their numbers are no counts, its scale is unknown."""
     counts = all(float(value).is_integer() for value in (*raw["correct"], *raw["examples"]))
     noise = raw.get("noise", None if counts else {"std": math.inf})
     clinical = raw.get("clinical")

@@ -1,4 +1,4 @@
-"""What a silo stores about a finished task, and the attestation that it sends with it."""
+"""A silo's records of finished tasks, and the attestation that it sends with an update."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from protos.wire.tasks import TaskKey
 
 @dataclass(frozen=True, slots=True)
 class LocalEvaluation:
-    """A silo's measurement of the model that it received, per class; stays here.
+    """A silo's measurement of the received model, per class; it stays here.
 
-    noise: None if it counts exactly   clinical: in runs that measure it, sent or not.
+    noise: None for exact counts   clinical: in runs that measure it, whether it is sent or not.
     """
 
     classes: tuple[str, ...]
@@ -27,8 +27,9 @@ class LocalEvaluation:
 
 
 class Attestation(NamedTuple):
-    """What this hospital states with an update: SHA-256 of its policy, and the end of its ledger; empty without.
+    """Statement of this hospital with an update: SHA-256 of its policy, and the end of its ledger.
 
+    policy: empty without a policy   seq, head: number and hash of the ledger's last event; 0 and empty without one
     sealed: the ledger's spending, hex, encrypted for this hospital   restored: how often the ledger was restored.
     """
 
@@ -40,7 +41,7 @@ class Attestation(NamedTuple):
 
     @property
     def signed(self) -> Attestation:
-        """The attestation that a receipt repeats and signs: without the sealed part."""
+        """The attestation without the sealed part, as a signed receipt repeats it."""
         return self._replace(sealed="")
 
     def message(self) -> pb.Attestation:
@@ -64,7 +65,7 @@ class Attestation(NamedTuple):
 
 
 def ledger_position(attested: Attestation) -> tuple[int, int]:
-    """Return a key that orders ends of a ledger in time: after a restoration, numbers of events start lower again."""
+    """Return a key that sorts attestations by time. Event numbers start lower again after a restoration."""
     return attested.restored, attested.seq
 
 
@@ -72,15 +73,16 @@ NO_ATTESTATION = Attestation()
 
 
 def read_attestation(text: str, sealed: bytes | None = None) -> Attestation:
-    """Read an attestation from a row."""
+    """Read an attestation from the columns `attested` and `sealed` of a task's row."""
     attestation = Attestation(*json.loads(text)) if text else NO_ATTESTATION
     return attestation if sealed is None else attestation._replace(sealed=sealed.hex())
 
 
 class UnprotectedUpdate(NamedTuple):
-    """An update without any bound on what it reveals. fingerprint: of its data, if known.
+    """An update without differential privacy for some split. fingerprint: of its data; empty if unknown.
 
-    splits: whose records it reveals; None: made by an earlier version, which recorded neither this nor its privacy.
+    splits: those without a privacy bound; None if unknown: an earlier version made the update and recorded neither the
+    splits nor its privacy.
     """
 
     run_id: str
@@ -90,12 +92,12 @@ class UnprotectedUpdate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OutboxEntry:
-    """A finished task whose round is not known to be closed.
+    """The update of a finished task.
 
-    state_digest: None for an evaluation   receipt: signed; empty before it arrives   refused: why the coordinator
-    will never accept the bundle   mirrored: the state counts only if the bundle is included   coordinator: the
-    incarnation that offered the task   staged: it is in the outbox; False if its round was reopened for another
-    incarnation, which has shown no receipt for it yet.
+    state_digest: None for an evaluation   receipt: signed; None before it arrives   refused: the coordinator's reason
+    for a final refusal, otherwise None   mirrored: the state counts only if the bundle is included   coordinator: the
+    incarnation that offered the task   staged: whether it is in the outbox; False if its round was reopened for another
+    incarnation and there is no receipt from that one yet.
     """
 
     key: TaskKey
@@ -125,5 +127,5 @@ class OutboxEntry:
         }
 
     def signed_facts(self) -> pb.Receipt:
-        """Return the receipt fields that this entry determines."""
+        """Return a receipt with the fields that follow from this entry."""
         return pb.Receipt(**self.facts(), attestation=self.attested.signed.message() if any(self.attested) else None)

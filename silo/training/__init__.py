@@ -1,1 +1,1 @@
-"""A task at the hospital after `silo.admission` admitted it: `trainer` prepares a run once and does its rounds."""
+"""Training and evaluation at the hospital, after `silo.admission` admitted a run: see `trainer`."""

@@ -1,9 +1,9 @@
-"""The hospital's data in its service: loading them, identifying their version, and noticing changes during a run.
+"""Load the hospital's data, identify their version, and detect changes during a run.
 
 A run keeps the data that it began with. A record is broken if its source lists it and its file cannot be read or
 decoded. A record that breaks during a run does not change the version: the run continues without it for good, even if
-the file is repaired. Any other difference is a change of the data (E-DATA-10): records that were added, removed,
-relabelled, moved to the other split, or have another image.
+the file is repaired. Any other difference changes the data (E-DATA-10): records that were added, removed, relabelled or
+moved to the other split, or that have another image.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from silo.storage.run_data import FileRecord, RunData
 
 
 class DataSource:
-    """The hospital's data, prepared for each run: its label space, image size and window.
+    """The hospital's data, loaded with each run's label space, image size and window.
 
-    loader: of its images   holds: the classes that the operator declares.
+    nominal_size: as typed by the operator; None to count   loader: of image files   holds: the classes that the
+    operator declares.
     """
 
     def __init__(
@@ -56,13 +57,13 @@ class DataSource:
         self._as_registered: Callable[[SiloDataset], SiloDataset] = lambda dataset: dataset
 
     def follow_ledger(self, as_registered: Callable[[SiloDataset], SiloDataset]) -> None:
-        """Identify data as the ledger does, which may use the rule of an earlier version."""
+        """Identify data with `as_registered`, since the ledger may use an earlier version's rule for fingerprints."""
         self._as_registered = as_registered
         if self._last is not None:
             self._last, self._version = (self._last[0], as_registered(self._last[1])), ""
 
     def load(self, request: DataRequest = datasets.ANY) -> SiloDataset:
-        """Load data, or return the last ones again; raises ConfigError or DataError as `fl_core.datasets.load`."""
+        """Load data, or return the last result for the same request; raises as `fl_core.datasets.load`."""
         if self._last is None or self._last[0] != request:
             loaded = datasets.load(str(self.reference), request, data_root=self._data_root, loader=self._loader)
             self._last, self._version = (request, self._as_registered(loaded)), ""
@@ -72,7 +73,10 @@ class DataSource:
 
     @property
     def declared_classes(self) -> tuple[str, ...]:
-        """Return the declared classes of these data; none for folders and lists, whose records decide."""
+        """Return the classes that the operator declares, otherwise those of a published data set or table.
+
+        Empty for folders and manifests without a declaration: only their records show the classes.
+        """
         if self._holds or self.reference.source in ("folder", "manifest"):
             return self._holds
         if not self._published:
@@ -105,10 +109,10 @@ class DataSource:
         return RunData(version, files)
 
     def as_begun(self, began: RunData | None) -> tuple[SiloDataset, str]:
-        """Return the last loaded data and their version, with only the broken records that the run may have.
+        """Return the last loaded data and their version, as a run that began with `began` sees them.
 
-        The run's broken records are listed unchanged, so that the version, and the ledger's identification of the data,
-        stay. Any other difference gives another version.
+        Records that broke since then keep their entries, so that the version and the ledger's identification of the
+        data stay. With any other difference, returns the present version, which differs from the run's.
         """
         version = self.version()
         assert self._last is not None
@@ -143,7 +147,7 @@ class DataSource:
         return True
 
     def cache_text(self) -> str:
-        """Describe the cache of decoded images, and their number; empty if no data are images in files."""
+        """Describe the cache of decoded images: its place and size limit; empty if the data are no image files."""
         if self._loader is None or not hasattr(self.load().train, "paths"):
             return ""
         if self._loader.cache_bytes == 0:
@@ -155,7 +159,7 @@ class DataSource:
 
     @property
     def examples(self) -> tuple[float, float]:
-        """Return how many training and test examples there are, rounded up; 0 if a size was declared instead."""
+        """Return the numbers of training and test examples, rounded up to two digits; 0 if the size was typed."""
         if self.typed:
             return 0.0, 0.0
         loaded = self.load()
@@ -163,16 +167,17 @@ class DataSource:
 
     @property
     def nominal_size(self) -> float:
-        """Return the declared number of training units: as typed, otherwise the true one rounded up."""
+        """Return the number of training units: as typed, otherwise the true one rounded up to two digits."""
         if self._nominal_size is None:
             self._nominal_size = float(round_to_two_digits(len(PrivacyUnits.of(self.load().train))))
         return self._nominal_size
 
 
 def data_offer(source: DataSource) -> pb.DataOffer:
-    """Describe the data by public declarations only; a folder or a table declares no class, since records decide.
+    """Describe the data to the coordinator: their source, label dictionary, classes and rounded sizes.
 
-    The classes that the operator declares to hold are added by the service.
+    Folders, manifests and tables name no classes here, since their records show them; the service adds the classes that
+    the operator declares.
     """
     kind, schema = source.reference.source, source.load().schema
     shape = schema.shape if kind == "digits" else ()
@@ -210,9 +215,9 @@ def _opens(path: Path, request: DataRequest) -> bool:
 
 @dataclass(slots=True)
 class BrokenRecords:
-    """The records that one run excludes at this hospital because they could not be read during it, by name.
+    """The names of the records that one run excludes at this hospital, since it could not read them.
 
-    keep: called with new ones before an update without them leaves.
+    keep: stores new names; called before an update without these records leaves.
     """
 
     names: set[str]
@@ -225,7 +230,7 @@ class BrokenRecords:
 
 
 _SETTLED_NS = 2_000_000_000
-"""A file read this soon after its last change may change again without a new time of change."""
+"""A file that is read sooner than this after its last change (ns) may change again and keep its ctime."""
 
 
 UNREAD = "-"
@@ -233,7 +238,7 @@ UNREAD = "-"
 
 
 class _Status(NamedTuple):
-    """The system's status of a file. Programs cannot set the time of change (ctime)."""
+    """The file system's status of a file. Any change shows, since programs cannot set ctime."""
 
     size: int
     modified_ns: int
@@ -254,11 +259,11 @@ class _Known(NamedTuple):
 
 
 class FileContents:
-    """Digests of many files. Each is read once, and again when its status has changed; one thread at a time.
+    """Digests of many files. A file is read again only if its status has changed. Not for several threads at once.
 
     Guarantees: edited, replaced or exchanged files are noticed, even if size and date are restored (`cp -p`, `rsync
-    -t`); a file that was only touched counts as unchanged. Not noticed: changes by somebody who sets the machine's
-    clock back or writes below the file system.
+    -t`); a file that was only touched counts as unchanged. Changes are missed only if the machine's clock is set back,
+    or the disk is written below the file system.
     """
 
     def __init__(self) -> None:

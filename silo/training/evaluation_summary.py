@@ -1,4 +1,4 @@
-"""The hospital's view of its own evaluation: counts; with noise, an interval or nothing."""
+"""Summaries of the hospital's own evaluation: exact counts, or an interval if there is noise."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def classes(measured: LocalEvaluation) -> str:
 
 
 def facts(measured: LocalEvaluation) -> dict[str, float | bool | None]:
-    """Return the sums over all classes and their summary, for machines; noise_std: of the noise on either sum."""
+    """Return sums over all classes and their summary as JSON values. noise_std: standard deviation on each sum."""
     sums = {"correct": sum(measured.correct), "examples": sum(measured.examples)}
     return {**sums, "noise_std": _std(measured, len(measured.classes)), **estimate(measured).facts()}
 
 
 def class_facts(measured: LocalEvaluation) -> dict[str, object]:
-    """Return the sums of each class and their summary, for machines; noise_std: of the noise on a class's sums."""
+    """Return the sums of each class and their summary as JSON values. noise_std: standard deviation on each sum."""
     sums = {"classes": list(measured.classes), "correct": list(measured.correct), "examples": list(measured.examples)}
     clinical = measured.clinical and intervals.facts(measured.clinical)
     return {**sums, "noise_std": _std(measured, 1), **measures.as_json(_result(measured)), "clinical": clinical}

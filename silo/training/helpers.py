@@ -1,9 +1,9 @@
-"""Further processes of a worker, which compute parts of its training steps: `fl_core.training.team`. Linux.
+"""Helper processes of a worker, which compute parts of its training steps: `fl_core.training.team`. Linux only.
 
-The worker forks them in its cage while it has one thread; they have its walls, no records and no line to the service.
-Tensors lie in memory that both sides have mapped, the rest goes over a pair of connected sockets that reach nothing
-else: so the cage is the same for many processes as for one. They end together: helpers with the process that forked
-them, and that process, as a worker that was killed, with any of them.
+The worker forks them in its cage while it has one thread. They have the same walls, no records and no line to the
+service. Tensors lie in shared memory; other messages go over a pair of connected sockets. So the cage needs no further
+opening. All end together: a helper ends with the process that forked it, and if a helper ends, that process ends like a
+killed worker.
 """
 
 from __future__ import annotations
@@ -40,11 +40,15 @@ from silo.worker.cage import end_with_parent
 
 MOST = 64
 _ALIGNED = 64
-"""Tensors in shared memory begin at multiples of so many bytes."""
+"""Alignment of tensors in shared memory, in bytes."""
 
 
 class HelpersRound(NamedTuple):
-    """What a helper does of a silo's round. private: with record-level privacy   grouped: its units are groups."""
+    """A helper's copy of a silo's round.
+
+    private: with record-level privacy   grouped: the units of privacy are groups of records   threads: of the CPU; 0:
+    the default.
+    """
 
     runtime: SiloRuntime
     message: State
@@ -58,10 +62,10 @@ class HelpersRound(NamedTuple):
 
 
 def undivided(run: CompiledRun, at_once: int) -> str:
-    """Say why one process computes all training steps of a run, whatever helpers there are; empty if they share them.
+    """Explain why helpers cannot share a run's training steps; empty if they can.
 
-    A part of a step is another process's only if it follows from its examples and the parameters alone: otherwise the
-    update would depend on the number of processes. So a method is in the form that it has in private runs.
+    A helper may compute a part of a step only if the part follows from its examples and the parameters alone: otherwise
+    the update would depend on the number of processes. So the method must be in the form that it has in private runs.
     at_once: examples that are computed at once.
     """
     method, train = run.method, run.manifest.train
@@ -82,7 +86,7 @@ def undivided(run: CompiledRun, at_once: int) -> str:
 
 
 class Helpers(Team):
-    """A worker's helpers, as its first process sees them."""
+    """A worker's helpers, seen from its first process."""
 
     def __init__(self, lines: Sequence[_Line], params: _SharedMemory) -> None:
         self.size = 1 + len(lines)
@@ -90,9 +94,10 @@ class Helpers(Team):
 
     @classmethod
     def fork(cls, processes: int, device: str, line_to_service: Iterable[IO[bytes]] = ()) -> Helpers | None:
-        """Fork helpers until there are so many processes; raises ConfigError (E-CFG-02) where that is not possible.
+        """Fork helpers, so that there are `processes` in total; return None for 1.
 
-        Call it while this process has one thread. device: as for `choose_device`; helpers take the GPUs that follow it.
+        Call it while this process has one thread. device: as for `choose_device`; helpers use the GPUs that follow it.
+        Raises ConfigError (E-CFG-02) if `processes` is not from 1 to `MOST`, or above 1 on another system than Linux.
         """
         if not 1 <= processes <= MOST or (processes > 1 and sys.platform != "linux"):
             raise ConfigError(
@@ -116,7 +121,7 @@ class Helpers(Team):
         return cls(lines, params)
 
     def require_gpus(self, first: torch.device) -> None:
-        """Raise ConfigError (E-CFG-02) unless there is a GPU for each process, if there is one for the first."""
+        """Raise ConfigError (E-CFG-02) if the first process uses a GPU and not every helper can have its own."""
         if first.type == "cuda" and (first.index or 0) + self.size > torch.cuda.device_count():
             raise ConfigError(
                 "E-CFG-02",
@@ -125,7 +130,7 @@ class Helpers(Team):
             )
 
     def begin(self, data: LocalData, round: HelpersRound) -> LocalData:
-        """Have helpers begin a round; return the data with which this process does it. Another round is given up."""
+        """Start a round in all helpers, which abandon any other round; return the data for this process's round."""
         while self._owing:
             self._receive()
         written = io.BytesIO()
@@ -148,7 +153,7 @@ class Helpers(Team):
 
     def finish(self, params: Sequence[nn.Parameter]) -> None:
         self._send(params=self._put(params))
-        self._owing = [*self._lines]  # nothing is put again before all have read it
+        self._owing = [*self._lines]  # wait until all have read the parameters before writing again
         while self._owing:
             self._receive()
 
@@ -165,7 +170,7 @@ class Helpers(Team):
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies in shared memory."""
+    """The place of a tensor in shared memory. at: offset in bytes."""
 
     at: int
     dtype: torch.dtype
@@ -177,7 +182,7 @@ class _Place(NamedTuple):
 
 
 class _SharedMemory:
-    """Memory that one process writes tensors to and processes forked from the same read; it has a name nowhere."""
+    """Anonymous memory for tensors: one process writes, and processes forked with it read."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("consilium")
@@ -197,7 +202,7 @@ class _SharedMemory:
         return places
 
     def get(self, places: Sequence[_Place | None]) -> list[Tensor | None]:
-        """Return what was put, valid until something else is."""
+        """Return the tensors at these places, as views that are valid until the next `put`."""
         if max((place.end for place in places if place), default=0) > len(self._mapped):
             size = os.fstat(self._file).st_size
             self._mapped = torch.frombuffer(mmap.mmap(self._file, size), dtype=torch.uint8)
@@ -206,7 +211,10 @@ class _SharedMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One end of the line between a worker's first process and a helper. parts: written there   gradients: here."""
+    """One end of the line between a worker's first process and a helper.
+
+    parts: written by the first process   gradients: written by the helper.
+    """
 
     connection: Connection
     parts: _SharedMemory
@@ -219,7 +227,7 @@ class _Line:
             os._exit(1)
 
     def receive(self) -> dict[str, Any]:
-        """Return the next message; where the other process has ended this one does, too."""
+        """Return the next message; if the other process has ended, end this one."""
         try:
             message: dict[str, Any] = pickle.loads(self.connection.recv_bytes())  # noqa: S301 - of the same worker
         except (OSError, EOFError):
@@ -236,19 +244,19 @@ def _end_with(helper: int) -> None:
 
 
 class _GivenUpError(Exception):
-    """The worker does another round."""
+    """Abandon this round: the worker has started another one."""
 
 
 @dataclass(slots=True)
 class _Leader:
-    """A worker's first process, as a helper sees it."""
+    """A worker's first process, seen from a helper."""
 
     line: _Line
     params: _SharedMemory
     _next: dict[str, Any] | None = field(default=None, init=False)
 
     def round(self) -> tuple[HelpersRound, float, int]:
-        """Return the next round with its rate and batch size; what is left of another one is skipped."""
+        """Return the next round with its learning rate and batch size; skip leftover messages of the previous one."""
         while True:
             message, self._next = self._next or self.line.receive(), None
             if "round" in message:
@@ -285,12 +293,12 @@ class _Leader:
 
 
 def _help(leader: _Leader, number: int, device_name: str, others: Iterable[IO[bytes] | Connection]) -> NoReturn:
-    """Be a helper until this process is killed or its line ends. others: ends of lines that are not its own."""
+    """Run a helper until this process is killed or its line ends. others: ends of other lines, to be closed."""
     try:
         end_with_parent(signal.SIGKILL)
         for end in others:
             end.close()
-        logging.disable()  # the first process says the same
+        logging.disable()  # the first process logs the same
         by_default = torch.get_num_threads()
         while True:
             round, lr, batch_size = leader.round()

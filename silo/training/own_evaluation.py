@@ -1,4 +1,4 @@
-"""The hospital's own measurement of the received model on its test examples: it stays at the hospital."""
+"""The hospital's own measurement of the received model on its test examples; it stays at the hospital."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from silo.storage.tasks import LocalEvaluation
 
 
 def own_evaluation(classes: tuple[str, ...], measured: Bundle) -> LocalEvaluation:
-    """Return counts per class from a task's measurements; all 0 in a task without any, such as a census."""
+    """Return counts per class from a task's measurements; all 0 if the task measures nothing, as in a census."""
     if METRICS not in measured:
         zeros = (0.0,) * len(classes)
         return LocalEvaluation(classes, zeros, zeros)
@@ -24,9 +24,9 @@ def own_evaluation(classes: tuple[str, ...], measured: Bundle) -> LocalEvaluatio
 
 
 def measure_exactly(runtime: SiloRuntime, msg: State, exact: LocalData, n_classes: int) -> Bundle:
-    """Measure the received model once more, without the noise that a private run adds.
+    """Measure the received model once more, without the noise of a private run.
 
-    Guarantees: no update contains it, and it costs no budget: the ledger is about what leaves.
+    No update contains this result, so it costs no budget.
     """
     state = adaptive_guards.method_state(msg, adaptive_guards.groups(runtime.guards))
     return measure_global(runtime.method, runtime.reset_model(), state, exact, n_classes, runtime.layout)

@@ -1,4 +1,4 @@
-"""A task's computation at the hospital: check the manifest, build what it names, and run the silo's round."""
+"""A run's computation at the hospital: check the manifest, build its parts, and run the silo's rounds."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class PreparedRun:
     """A silo's part in a run, with everything that is built once.
 
     access: the hospital's permission for the run   broadcast: names, shapes and dtypes of the server's messages
-    device: of the model   processes: that compute its steps where they can be shared.
+    device: of the model   processes: number of processes that share its training steps, if these can be shared.
     """
 
     run: CompiledRun
@@ -98,7 +98,7 @@ class PreparedRun:
         return adaptive_guards.method_state(msg, adaptive_guards.groups(self.runtime.guards))
 
     def require_room(self, folder: Path) -> None:
-        """Raise RefusedError (E-RUN-38) unless the run fits the folder's disk, where objects lie, and the memory."""
+        """Raise RefusedError (E-RUN-38) if the free disk or memory is too small. folder: of the run's objects."""
         need = OBJECTS * state_bytes(self.runtime.model)
         if shutil.disk_usage(folder).free < need:
             raise RefusedError(
@@ -121,8 +121,8 @@ class PreparedRun:
     def require_memory(self) -> None:
         """Raise RefusedError (E-RUN-38) if a round does not fit into the free memory.
 
-        In a private run the message says nothing more; in a plain one it names the power of two of examples that would
-        fit.
+        In a plain run the message names the largest power of two of examples that would fit; in a private run it does
+        not.
         """
         free = memory.free_memory(self.device)
         if free is None:
@@ -155,18 +155,18 @@ class PreparedRun:
 
     @cached_property
     def undivided(self) -> str:
-        """Say why helpers do not share the run's training steps; empty if they do."""
+        """Explain why helpers cannot share the run's training steps; empty if they can."""
         step = self.run.profile.made_up_step(self.index, _context_of(self, 0, 0), self.device)
         return undivided(self.run, step.training)
 
     @cached_property
     def body_digest(self) -> str:
-        """Return the digest of the body's weights; a large body takes as long as a round on cached features."""
+        """Return the digest of the body's weights. Cached: for a large body it takes as long as a round on features."""
         return tensor_maps.digest(tensor_maps.stored_state(self.run.network.body))
 
     @cached_property
     def body_memory(self) -> int:
-        """Return the bytes of a batch of examples in a frozen body; 0 without one."""
+        """Return the memory in bytes that a frozen body needs for a batch of examples; 0 without a frozen body."""
         if not self.run.frozen:
             return 0
         shape = self.run.manifest.schema.shape
@@ -187,7 +187,7 @@ class PreparedRun:
 class Trainer:
     """Runs tasks on one hospital's data.
 
-    prototypes: False is the hospital's opt-out, for every run   helpers: processes that share its training steps.
+    prototypes: False if the hospital submits none, in any run   helpers: processes that share its training steps.
     """
 
     def __init__(
@@ -214,12 +214,12 @@ class Trainer:
         self._few: tuple[str, ...] = ()
 
     def declared_classes(self) -> tuple[str, ...]:
-        """Return the classes that the hospital declares; errors in its data go to its own log only."""
+        """Return the classes that the hospital declares; details of errors in its data go only to its own log."""
         with _hide_details(True, ConfigError, RefusedError):
             return self.source.declared_classes
 
     def data_now(self) -> RunData:
-        """Describe the data of the last prepared run, which begins with them."""
+        """Describe the last loaded data, for the run that was prepared last and begins with them."""
         return self.source.run_data()
 
     def request(self, run_id: str, manifest: RunManifest) -> AdmissionRequest:
@@ -240,9 +240,9 @@ class Trainer:
         Raises RefusedError: E-WIRE-01 on another version of the software, and as `HospitalControls.admit`; ConfigError
         (E-RUN-05) if this silo is no member; DataError if the data cannot be loaded or do not match the run
         (E-DATA-05); ProtocolError (E-WIRE-06) on another layout, or weights that do not fit the model.
-        Guarantees: this is the answer to a private run's preflight, which costs no budget. So it follows from the
-        manifest and from what the hospital declares, decided and registered. About the records it reveals only that
-        they cannot be used (E-RUN-31) or are not the registered ones (E-BUDGET-04), whatever the manifest asks.
+        Guarantees: the outcome answers a private run's preflight, which costs no budget. So it follows from the
+        manifest and from the hospital's declarations, decisions and registrations. For any manifest, it reveals about
+        the records only that they cannot be used (E-RUN-31) or are not the registered ones (E-BUDGET-04).
         """
         policy, manifest = self._controls.policy_digest(), run.manifest
         with _hide_details(run.private, ConfigError, RefusedError):
@@ -327,16 +327,17 @@ class Trainer:
         own: nn.Module | None = None,
         broken: BrokenRecords | None = None,
     ) -> TrainingResult:
-        """Do one admitted task. progress: (steps done, total steps).
+        """Do one admitted task. progress: called with (steps done, total steps).
 
-        own: the model to be measured beside the one received   broken: the records that the run excludes; newly
-        unreadable records are added before anything leaves.
+        own: a comparison model to measure along with the received one   broken: the records that the run excludes;
+        newly unreadable records are added before anything leaves.
 
-        Raises ProtocolError (E-RUN-47) on sums other than those to be taken out; as `TaskAccess.open`; StateError
-        (E-RUN-31) for any error in a private run after examples are read.
-        Guarantees: equals the silo of a simulation (`consilium/research/engines`), bit for bit on the CPU. If files
-        break during a round without privacy, the round is repeated without them: a repeated task gives the same update,
-        or the one without newly broken records. In a private round, which is charged once, they contribute nothing.
+        Raises ProtocolError (E-RUN-47) if the update differs from the sums to be taken out; as `TaskAccess.open`;
+        StateError (E-RUN-31) for any error in a private run after examples are read.
+        Guarantees: the result equals that of a silo in a simulation (`consilium/research/engines`), bit for bit on the
+        CPU. If files break during a round without privacy, the round is repeated without them. So a repeated task gives
+        the same update, or the one without newly broken records. In a private round, which is charged once, these
+        records contribute nothing.
         """
         manifest, broken, key = prepared.run.manifest, broken or BrokenRecords(set()), access.key
         context = _context_of(prepared, key.round, access.cohort)
@@ -360,11 +361,11 @@ class Trainer:
         )
 
     def helpers_of(self, prepared: PreparedRun, kind: TaskKind) -> Helpers | None:
-        """Return the helpers if they share the training steps of a task."""
+        """Return the helpers if they share the training steps of a task, otherwise None."""
         return self.helpers if self.helpers is not None and kind.trains and not prepared.undivided else None
 
     def trained_classes(self, prepared: PreparedRun, access: TaskAccess) -> list[int]:
-        """Return the positions of the classes that this silo trains, without those that the run's rules hide."""
+        """Return the positions of the classes that this silo trains and that its release floors do not hide."""
         manifest, dataset = prepared.run.manifest, prepared.dataset
         context = _context_of(prepared, manifest.rounds, len(manifest.members))
         data = access.open(RoundData(dataset.train, dataset.test, manifest.train, context, self.device))
@@ -381,7 +382,7 @@ class Trainer:
         *,
         left: int,
     ) -> SiloRound | None:
-        """Do a round; None if a file broke during one without privacy, and attempts are left."""
+        """Do a round. Return None if it must be repeated: it has no privacy, a file broke, and attempts are left."""
         private = prepared.run.private
         with _hide_details(private):
             train, test = self._examples(prepared, progress, broken)
@@ -445,7 +446,7 @@ class Trainer:
     def _find_unreadable(
         self, prepared: PreparedRun, kept: Sequence[KeptFeatures | None], progress: Progress, broken: BrokenRecords
     ) -> frozenset[str]:
-        """Return the names of unreadable records among the run's examples; with features, among those without any."""
+        """Return the names of newly unreadable records. With cached features, examine only examples without them."""
         unreadable_names = set[str]()
         for (split, examples), features in zip(_splits(prepared), kept, strict=True):
             names = _names(prepared, split)
@@ -490,14 +491,17 @@ class Trainer:
         )
 
     def keeps_state(self, prepared: PreparedRun, key: TaskKey, size: int) -> bool:
-        """Tell whether the method of a run keeps state at a silo between rounds."""
+        """Tell whether a run's method keeps state at this silo between rounds. size: of the round's cohort."""
         runtime = prepared.runtime
         state = runtime.method.init_silo(runtime.reset_model(), _context_of(prepared, key.round, size))
         return any(len(group) for group in state.values())
 
     @staticmethod
     def _check_broadcast(prepared: PreparedRun, msg: State) -> None:
-        """Refuse a malformed message before any example is read: later, an error could depend on the records."""
+        """Raise ProtocolError (E-WIRE-06) on a malformed message, before reading examples.
+
+        A later error could depend on the records.
+        """
         received = tensor_maps.signature(prepared.model_of(msg))
         if received != prepared.broadcast:
             different = sorted(
@@ -511,7 +515,7 @@ class Trainer:
 
     @staticmethod
     def _check_start(prepared: PreparedRun, key: TaskKey, msg: State) -> None:
-        """Refuse a first round with another model than the manifest's start names."""
+        """Raise ProtocolError (E-RUN-33) if the first round does not start from the model in the manifest."""
         start = prepared.run.manifest.start
         if start is None or key.round:
             return
@@ -527,7 +531,7 @@ class Trainer:
 def _helpers_round(
     prepared: PreparedRun, access: TaskAccess, state: State | None, context: RoundContext, train: Examples
 ) -> HelpersRound:
-    """Describe a round without the guards and masks of what leaves, which are the first process's alone."""
+    """Describe a round to helpers, without guards and masks of the update: only the first process applies these."""
     run, runtime = prepared.run, prepared.runtime
     message = {group: dict(values) for group, values in prepared.model_of(access.message).items()}
     layout = {part: spec for part, spec in runtime.layout.items() if part not in run.guard_parts}
@@ -555,7 +559,7 @@ def _splits(prepared: PreparedRun) -> list[tuple[Split, Examples]]:
 
 
 def _names(prepared: PreparedRun, split: Split) -> list[str]:
-    """Return the names of a split's records that lie in files, in the order of its examples."""
+    """Return the names of a split's records in files, in the order of its examples; empty for other data."""
     return [record.name for record in prepared.dataset.records if record.split == split.value]
 
 
@@ -564,7 +568,7 @@ def _notice(broken: BrokenRecords, names: Sequence[str], positions: Sequence[int
 
 
 def _of_features(examples: Examples, kept: KeptFeatures, gone: Sequence[int], views: int) -> Examples:
-    """Return examples as their features, without excluded ones and those without features."""
+    """Return examples as their features, without excluded examples (gone) and those without features."""
     require_few(len(gone), len(examples))
     available = torch.ones(len(examples), dtype=torch.bool)
     available[list(kept.left_out)] = False
@@ -575,7 +579,7 @@ def _of_features(examples: Examples, kept: KeptFeatures, gone: Sequence[int], vi
 
 
 def _unprotected(prepared: PreparedRun, bundle: Bundle, kind: TaskKind) -> tuple[str, ...]:
-    """Name the splits whose records a bundle, or the masked sum with it, reveals without a bound by noise."""
+    """Name the splits whose records the bundle, or a masked sum with it, reveals without differential privacy."""
     parts = prepared.run.updates.parts(kind, bundle)
     measured = METRIC_PARTS & parts - prepared.runtime.withholds
     splits = ({TRAIN} if not kind.ends_run or PERSONAL in parts else set()) | ({TEST} if measured else set())
@@ -601,13 +605,16 @@ def _other_schema(manifest: RunManifest, dataset: SiloDataset) -> DataError:
 
 
 def _compatible(theirs: str, ours: str) -> bool:
-    """Tell whether two versions compute the same: equal except for the patch level. A manifest without one fits any."""
+    """Tell whether two versions differ at most in the patch level; an empty `theirs` fits any version."""
     return not theirs or theirs.rpartition(".")[0] == ours.rpartition(".")[0]
 
 
 @contextmanager
 def _hide_details(private: bool, *disclosed: type[FederationError]) -> Iterator[None]:
-    """Replace an error of a private run by one that says only that the task failed; public errors pass unchanged."""
+    """Replace an error of a private run by StateError (E-RUN-31) with its text; `disclosed` errors pass unchanged.
+
+    Only the code and its fixed explanation are sent (`silo.service.task_queue`); the text stays here.
+    """
     try:
         yield
     except Exception as error:
@@ -619,7 +626,7 @@ def _hide_details(private: bool, *disclosed: type[FederationError]) -> Iterator[
 
 @contextmanager
 def _cpu_threads(number: int) -> Iterator[None]:
-    """Run with the manifest's number of CPU threads, which decides the last bit of sums; 0 keeps the default."""
+    """Run with the manifest's number of CPU threads, which affects the last bit of sums; 0 keeps the default."""
     before = torch.get_num_threads()
     try:
         if number:
