@@ -90,7 +90,7 @@ def lines_of(file: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield a CSV file's non-empty rows, with stripped cells and their last line."""
     try:
         if (size := file.stat().st_size) > MAX_BYTES:
-            raise DataError("E-DATA-07", f"expected at most {MAX_BYTES} bytes in {file}, found {size}: divide it")
+            raise DataError("E-DATA-07", f"expected at most {MAX_BYTES} bytes in {file}, found {size}: split it")
         with text.opened(file) as stream:
             reader = csv.reader(stream, strict=True)
             for cells in reader:

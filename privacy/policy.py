@@ -134,8 +134,9 @@ class Policy:
         if runs.hide_size and (terms is None or terms.weights != "uniform"):
             raise RefusedError(
                 "E-POLICY-06",
-                "expected a private run in which hospitals count once, since this one declares no size, found weights "
-                f"{terms.weights if terms else 'and evaluation sums in the clear'!r}: set privacy.weights=uniform",
+                "expected a private run in which all hospitals have the same weight, since this one declares no "
+                f"size, found weights {terms.weights if terms else 'and evaluation sums in the clear'!r}: set "
+                "privacy.weights=uniform",
             )
         if strangers := sorted(set(self.prototypes.hidden) - set(manifest.schema.classes)):
             raise RefusedError(
@@ -178,7 +179,7 @@ def check_labels(declared: Iterable[str], run: Iterable[str]) -> None:
     if not declared:
         raise RefusedError(
             "E-POLICY-16",
-            "expected the classes that the records here may have, found none declared: name them all in policy.toml, "
+            "expected the list of classes that records here may have, found none: name them all in policy.toml, "
             f"[privacy] labels = [...]; this run has {space}",
         )
     if missing := sorted(set(declared) - set(space)):

@@ -96,13 +96,15 @@ class Floors:
                 f"{terms.delta:g}",
             )
         if terms.rng != "secure" and self.rng == "secure":
-            raise RefusedError("E-POLICY-05", "expected noise that nobody can repeat, found privacy.rng=test")
+            raise RefusedError("E-POLICY-05", "expected noise that cannot be reproduced, found privacy.rng=test")
         if terms.test_data == "public" and not self.public_test:
             raise RefusedError("E-POLICY-05", "expected noise on evaluations, found privacy.test_data=public")
         if terms.central and not self.central:
             raise RefusedError("E-POLICY-05", "expected noise before anything leaves, found privacy.placement=central")
         if isinstance(terms, RecordDpConfig) and terms.coupled not in self.coupled:
-            raise RefusedError("E-POLICY-05", f"expected a treatment of {self.coupled}, found {terms.coupled!r}")
+            raise RefusedError(
+                "E-POLICY-05", f"expected privacy.coupled to be one of {self.coupled}, found {terms.coupled!r}"
+            )
 
     def check_update(self, noise: float) -> None:
         """Raise RefusedError (E-POLICY-05) if an update's noise is too small."""

@@ -105,7 +105,7 @@ class UploadSlots:
         """Raise UnavailableError (E-NET-12) if the lease of a slot is over and another upload waits."""
         now = self._clock()
         if now - slot.since > LEASE_S and now - self._wanted < LEASE_S:
-            raise UnavailableError("E-NET-12", "other uploads wait: continue in a moment")
+            raise UnavailableError("E-NET-12", "other uploads are waiting: continue in a moment")
 
 
 class LeadsFirst:
@@ -159,7 +159,7 @@ class DownloadTurns:
         """
         if self._under_way.get(who, 0) >= self._each:
             raise UnavailableError(
-                "E-NET-12", f"expected at most {self._each} downloads at once of one caller: try again"
+                "E-NET-12", f"expected at most {self._each} downloads at once from one caller: try again"
             )
         self._under_way[who] = self._under_way.get(who, 0) + 1
         try:
@@ -186,4 +186,4 @@ class DownloadTurns:
 
     def _yield_to_others(self, since: float) -> None:
         if self.waiting and self._clock() - since > LEASE_S:
-            raise UnavailableError("E-NET-12", "other downloads wait: continue in a moment")
+            raise UnavailableError("E-NET-12", "other downloads are waiting: continue in a moment")

@@ -85,23 +85,24 @@ def authorize(
     if not peer.not_before <= time <= peer.not_after:
         return RefusedError(
             "E-TLS-08",
-            f"expected a certificate in force, found one of {who} valid from {peer.not_before:%Y-%m-%d %H:%M} to "
-            f"{peer.not_after:%Y-%m-%d %H:%M} UTC; renew it, or enrol again with a new invitation",
+            f"expected a certificate that is valid now, found one of {who} valid from "
+            f"{peer.not_before:%Y-%m-%d %H:%M} to {peer.not_after:%Y-%m-%d %H:%M} UTC; renew it, or enrol again with "
+            "a new invitation",
         )
     status = membership(peer)
     if status.revoked is not None:
         return RefusedError(
             "E-ID-12",
-            f"expected a certificate in force, found the revoked one {peer.serial} of {who} ({status.revoked}); ask "
-            "the lead",
+            f"expected a valid certificate, found the revoked one {peer.serial} of {who} ({status.revoked}); ask the "
+            "lead",
         )
     if status.renewed_at is not None:
         return RefusedError(
             "E-ID-28",
-            f"expected the newest certificate of {who}, found {peer.serial}: it was renewed, and its successor is in "
-            f"use since {datetime.fromtimestamp(status.renewed_at, UTC):%Y-%m-%d %H:%M} UTC. If this was not you, "
-            f"somebody else has the key: tell the lead at once; `coordinator invite {who.name} --again` and "
-            "`silo join --again` lock the other one out (of a lead: coordinator leads revoke, leads add)",
+            f"expected the newest certificate of {who}, found {peer.serial}: it was renewed, and its successor has "
+            f"been in use since {datetime.fromtimestamp(status.renewed_at, UTC):%Y-%m-%d %H:%M} UTC. If this was not "
+            f"you, somebody else has the key: tell the lead at once; `coordinator invite {who.name} --again` and "
+            "`silo join --again` lock the other one out (for a lead: coordinator leads revoke, leads add)",
         )
     if not status.member:
         what = "an open invitation" if who.kind is CertificateRole.INVITE else "a member of the consortium"

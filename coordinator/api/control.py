@@ -129,7 +129,7 @@ class ControlService(rpc.ControlServicer):
             async with asyncio.timeout(self._limits.hello_s if seconds is None else seconds):
                 await context.write(message)
         except TimeoutError:
-            raise UnavailableError("E-NET-12", "this session is no longer read: connect again") from None
+            raise UnavailableError("E-NET-12", "the coordinator no longer reads this session: connect again") from None
 
     def _welcome(self, session: SiloSession, hello: pb.Hello) -> pb.CoordinatorMessage:
         """Check the first message, attach the session and queue the welcome with the messages that the silo missed."""
@@ -176,7 +176,7 @@ class ControlService(rpc.ControlServicer):
     async def _process(self, session: SiloSession, message: pb.SiloMessage) -> None:
         kind = message.WhichOneof("body")
         if (kind == "hello") is not (session.hello is None):
-            raise ProtocolError("E-WIRE-06", f"expected a Hello first and once in a session, found {kind}")
+            raise ProtocolError("E-WIRE-06", f"expected one Hello, at the start of a session, found {kind}")
         if kind == "hello":
             session.receive_hello(message.hello)
         elif kind == "pulse":
@@ -218,11 +218,11 @@ def data_offer(data: pb.DataOffer) -> DataOffer:
         )
     if not re.fullmatch("([0-9a-f]{64})?", data.labels_digest):
         raise ProtocolError(
-            "E-WIRE-06", f"expected a digest of labels in 64 hex digits or none, found {data.labels_digest[:80]!r}"
+            "E-WIRE-06", f"expected a label digest of 64 hex digits or none, found {data.labels_digest[:80]!r}"
         )
     if not re.fullmatch("((table|query):[0-9a-f]{16})?", data.label_source):
         raise ProtocolError(
-            "E-WIRE-06", f"expected table: or query: and a digest of 16 hex digits, found {data.label_source[:80]!r}"
+            "E-WIRE-06", f"expected table: or query: followed by 16 hex digits, found {data.label_source[:80]!r}"
         )
     for size in (data.nominal_size, data.train_examples, data.test_examples):
         if not 0 <= size < _MAX_SIZE:

@@ -123,7 +123,8 @@ class LeadService(rpc.LeadServicer):
         if not any(silo.state == "online" for silo in remaining):
             listed = "; ".join(f"{name} {why}" for name, why in never.items())
             raise ConfigError(
-                "E-RUN-05", f"expected a hospital online that can go on from {parent.id}, found none beside: {listed}"
+                "E-RUN-05",
+                (f"expected a hospital online that can continue from {parent.id}, found none; these cannot: {listed}"),
             )
         return remaining
 

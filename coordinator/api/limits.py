@@ -144,7 +144,7 @@ class Gate:
         most = limits.streams.get(kind, 0)
         if self._under_way.get(peer.serial, 0) >= most:
             raise UnavailableError(
-                "E-NET-12", f"expected at most {most} calls at once of one certificate, found more: try again"
+                "E-NET-12", f"expected at most {most} calls at once with one certificate, found more: try again"
             )
         self._take("calls", peer.serial, limits.calls.get(kind, Rate(1, 1)), "calls")
         if method == "Join":
@@ -180,5 +180,6 @@ def require_known_fields(message: object) -> None:
     parsed.DiscardUnknownFields()
     if (unknown := size - parsed.ByteSize()) > _UNKNOWN_BYTES:
         raise ProtocolError(
-            "E-WIRE-06", f"expected the fields of this version, found {unknown} bytes of others: upgrade the older side"
+            "E-WIRE-06",
+            (f"expected only fields of this version, found {unknown} bytes of unknown fields: upgrade the older side"),
         )

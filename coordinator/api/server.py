@@ -291,8 +291,8 @@ class CoordinatorServer:
             why = (isinstance(error, OSError) and error.strerror) or str(error)
             raise StateError(
                 "E-NET-20",
-                f"expected to listen on {self.bind}, found that it is impossible ({why}): another program uses the "
-                "port, or this machine does not have the address; choose another with --bind",
+                f"expected to listen on {self.bind}, found that this fails ({why}): another program uses the port, "
+                "or this machine does not have the address; choose another with --bind",
             ) from error
         return int(port)
 
@@ -325,8 +325,9 @@ def _raise_descriptor_limit() -> int:
     if soft != resource.RLIM_INFINITY and soft < _LEAST_DESCRIPTORS:
         raise StateError(
             "E-STATE-63",
-            f"expected to be allowed {_LEAST_DESCRIPTORS} files and connections open at once, found {soft}: raise the "
-            f"limit (LimitNOFILE in its unit, or ulimit -n {_LEAST_DESCRIPTORS}), then start the service again",
+            f"expected to be allowed at least {_LEAST_DESCRIPTORS} open files and connections, found a limit of "
+            f"{soft}: raise it (LimitNOFILE in its unit, or ulimit -n {_LEAST_DESCRIPTORS}), then start the service "
+            "again",
         )
     if soft != resource.RLIM_INFINITY and soft < _FEW_DESCRIPTORS:
         log.warning("this process may open only %d files and connections: raise its LimitNOFILE", soft)

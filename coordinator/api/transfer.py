@@ -243,13 +243,13 @@ class TransferService(rpc.TransferServicer):
         run_id = self._store.contributions.readable(request.digest, silo)
         if run_id is None:
             raise ProtocolError(
-                "E-WIRE-12", f"no object {request.digest[:16]!r} for {peer.identity}: ask for the task anew"
+                "E-WIRE-12", f"no object {request.digest[:16]!r} for {peer.identity}: request the task again"
             )
         file = self._objects.verified(request.digest)
         size = file.stat().st_size
         if request.offset > size:
             raise ProtocolError(
-                "E-WIRE-06", f"expected an offset of at most {size}, found {request.offset}: begin anew"
+                "E-WIRE-06", f"expected an offset of at most {size}, found {request.offset}: start again"
             )
         if silo is None:
             self._store.contributions.note_fetched(request.digest, peer.identity.name)

@@ -102,14 +102,14 @@ def invite(
             raise ConfigError(
                 "E-ID-30",
                 f"expected a name that is not taken, found the member {name!r}: a silo renews its certificate by "
-                f"itself; if that one has expired: coordinator invite {name} --again; if its machine is lost or its "
-                f"key in other hands: coordinator revoke {name}",
+                f"itself; if that one has expired: coordinator invite {name} --again; if its machine is lost or "
+                f"somebody else has its key: coordinator revoke {name}",
             )
         made = Membership(home, store).invite(name, timedelta(hours=hours), validation_only)
     if out is not None:
         private_files.replace_file(out, f"{made.token}\n".encode(), 0o600)
     expires, fingerprint = made.expires.timestamp(), authority.fingerprint()
-    alone = ", to evaluate models alone" if validation_only else ""
+    alone = ", only to evaluate models" if validation_only else ""
     where = {"token": made.token} if out is None else {"file": str(out)}
     how = "silo join --token-file FILE" if out is None else f"silo join --token-file {out.name}"
     return CommandResult(

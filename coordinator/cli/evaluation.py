@@ -162,8 +162,8 @@ def of_run(parent: pb.RunDetail, words: Sequence[str]) -> RunSpec:
     if not CompiledRun.of(manifest).method.has_global_model:
         raise ConfigError(
             "E-CFG-08",
-            f"expected a run with a model of the federation's own, found {parent.info.run_id} by "
-            f"{manifest.method.name}, whose hospitals keep their own: choose another run",
+            f"expected a run with one model for all hospitals, found {parent.info.run_id} by {manifest.method.name}, "
+            "in which each hospital keeps its own: choose another run",
         )
     before = RunSpec.from_json(parent.spec_json)
     # As it ran: a private run has the private form of its method.
@@ -199,7 +199,7 @@ def of_file(file: Path, words: Sequence[str]) -> RunSpec:
     if CLASSIFIER in model.tensors:
         raise ConfigError(
             "E-CFG-08",
-            f"expected a model that is its tensors alone in {file}, found one of method "
+            f"expected a model in {file} that its tensors describe completely, found one of method "
             f"{model.facts.get('method')}, which classifies by fixed vectors: evaluate its run instead (coordinator "
             "evaluate RUN)",
         )

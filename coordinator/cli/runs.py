@@ -146,7 +146,7 @@ def _follow(client: LeadClient, run: str, as_json: bool, tracking: RunReader | N
         tracking.end(info.state)
     if info.state == "paused" and info.reason.startswith(LEFT_OUT) and sys.stdin.isatty() and not as_json:
         ERR.print(info.reason, soft_wrap=True)
-        if typer.confirm("Go on without these classes?"):
+        if typer.confirm("Continue without these classes?"):
             return _follow(client, client.resume(info.run_id, 0).run_id, as_json)
     return _reply(info, status=int(info.state != "finished"))
 

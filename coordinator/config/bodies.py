@@ -64,7 +64,7 @@ def take(spec: RunSpec) -> Taken:
     Raises ConfigError: E-CFG-02 on a file that is refused or not declared, E-CFG-08 without onnxruntime.
     """
     if spec.weights_file:
-        raise ConfigError("E-CFG-08", "expected no model.weights beside model.body, found both: leave one out")
+        raise ConfigError("E-CFG-08", "expected model.weights or model.body, found both: leave one out")
     named = spec.model["body"]
     files = [Path(str(n)).expanduser() for n in named] if isinstance(named, list | tuple) else _split(str(named))
     if not 0 < len(files) <= MAX_BODIES:
@@ -144,7 +144,8 @@ def _declared(file: Path, metadata: Mapping[str, str]) -> Mapping[str, object]:
         raise ConfigError(
             "E-CFG-02",
             f"expected the mean and std of {file.name}'s images declared in {file.with_suffix('.yaml')}, found none: "
-            "write `mean: [0.485, 0.456, 0.406]` and `std: [0.229, 0.224, 0.225]` there, or what it was trained with",
+            "write `mean: [0.485, 0.456, 0.406]` and `std: [0.229, 0.224, 0.225]` there, or the values that it was "
+            "trained with",
         )
     return raw
 

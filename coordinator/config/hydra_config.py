@@ -202,11 +202,12 @@ def compose_from(parent: RunSpec, overrides: Sequence[str], values: Mapping[str,
     keys = [*(word.partition("=")[0] for word in words), *_leaves(values or {})]
     if weights := [key for key in keys if key.startswith("model.weights")]:
         raise ConfigError(
-            "E-CFG-08", f"expected no {weights[0]} beside --from, found one: the run begins with the other one's model"
+            "E-CFG-08",
+            f"expected no {weights[0]} with --from, found one: the run starts from the model of the earlier run",
         )
     if several := sorted({"experiment", "scale"} & set(keys)):
         raise ConfigError(
-            "E-CFG-01", f"expected single keys beside --from, found {several[0]}=, which replaces many: name each key"
+            "E-CFG-01", f"expected single keys with --from, found {several[0]}=, which replaces many: name each key"
         )
     raw = asdict(parent) | {"silos": None}
     groups = [f"{g}={raw[g]['name']}" for g in _CONTINUED if g not in keys and raw[g]["name"] in choices(g)]
@@ -215,7 +216,7 @@ def compose_from(parent: RunSpec, overrides: Sequence[str], values: Mapping[str,
         group = key.partition(".")[0]
         if group in _CONTINUED and key != group and raw[group]["name"] != changed[group]["name"]:
             raise ConfigError(
-                "E-CFG-01", f"expected {group}={raw[group]['name']} beside {key}=, found none: name it too"
+                "E-CFG-01", f"expected {group}={raw[group]['name']} together with {key}=, found none: add it"
             )
         *path, last = key.split(".")
         to, of = raw, changed
@@ -346,8 +347,8 @@ def _check_config_dir(folder: Path) -> None:
         if taken := sorted(names & set(choices(group))):
             raise ConfigError(
                 "E-CFG-02",
-                f"--config-dir: expected names of your own in {folder / group}, found {taken[0]}.yaml, which is one of "
-                "ours: rename it",
+                f"--config-dir: expected names of your own in {folder / group}, found {taken[0]}.yaml, which has the "
+                "name of a built-in file: rename it",
             )
 
 

@@ -180,7 +180,11 @@ def _secagg(spec: RunSpec, silos: int) -> Secagg | None:
     if terms.name == OFF:
         if terms != SecaggSpec():
             raise ConfigError(
-                "E-CFG-02", "expected secagg=on beside its terms, found secagg=off: set it, or leave them out"
+                "E-CFG-02",
+                (
+                    "expected secagg=on with options of secure aggregation, found secagg=off: set secagg=on, or "
+                    "leave the options out"
+                ),
             )
         return None
     if silos < MIN_MASKED:
@@ -188,15 +192,15 @@ def _secagg(spec: RunSpec, silos: int) -> Secagg | None:
             return None
         raise ConfigError(
             "E-CFG-02",
-            f"expected {MIN_MASKED} hospitals or more with secagg=on, since two members could each read the other's "
-            f"part of the sum, found {silos}: ask more, or set secagg=off",
+            f"expected {MIN_MASKED} hospitals or more with secagg=on, since each of two could compute what the other "
+            f"sent, found {silos}: add hospitals, or set secagg=off",
         )
     private = profiles.is_private(_choice(spec.privacy))
     if private and terms.min_contributors > 1:
         raise ConfigError(
             "E-CFG-08",
-            f"expected secagg.min_contributors=1 in a private run, whose counts no census reads, found "
-            f"{terms.min_contributors}: leave it out; the noise protects a class of a single hospital",
+            "expected secagg.min_contributors=1 in a private run, in which no census counts the hospitals of a "
+            f"class, found {terms.min_contributors}: leave it out; the noise protects a class of a single hospital",
         )
     census = spec.kind.trains and not private
     return Secagg(max(1, terms.min_contributors), terms.class_sums, terms.collusion, terms.min_sum, census)
@@ -213,8 +217,8 @@ def _with_grid(run: CompiledRun, terms: SecaggSpec, examples: Sequence[DeclaredS
     if terms.ring == "ring32" and exact:
         raise ConfigError(
             "E-CFG-08",
-            f"expected secagg.ring=ring64 with method {run.method.name}, whose sums are exact in words of 64 bits "
-            "alone, found ring32: leave it out",
+            f"expected secagg.ring=ring64 with method {run.method.name}, whose sums are exact only in words of 64 "
+            "bits, found ring32: leave it out",
         )
     declared = [m.units for m in manifest.members] + [int(e.train) for e in examples]
     largest = DeclaredSize(_largest(declared), _largest([int(e.test) for e in examples]))
@@ -265,8 +269,8 @@ def _metrics(spec: RunSpec, schema: Schema, method: Method, privacy: NamedOption
     if spec.metrics == CLINICAL and basic_only:
         raise ConfigError(
             "E-RUN-05",
-            f"expected silos whose version knows metrics={CLINICAL}, found {', '.join(basic_only)}: upgrade them, or "
-            "set metrics=auto",
+            f"expected silos whose version supports metrics={CLINICAL}, found {', '.join(basic_only)}: upgrade them, "
+            "or set metrics=auto",
         )
     if spec.metrics != AUTO:
         return spec.metrics
@@ -341,7 +345,7 @@ def build_manifest(spec_json: str, silos: Sequence[pb.SiloInfo]) -> RunManifest:
     if bare and _secagg(spec, len(names)) is not None:
         raise ConfigError(
             "E-RUN-05",
-            f"expected silos whose version knows masks with secagg={spec.secagg.name}, found {', '.join(bare)}: "
+            f"expected silos whose version supports masks with secagg={spec.secagg.name}, found {', '.join(bare)}: "
             "upgrade them, leave them out, or set secagg=off",
         )
     sizes = [data[name].nominal_size for name in names]

@@ -99,7 +99,7 @@ def begin(manifest: RunManifest, taken: TakenWeights | None) -> CompiledRun:
     manifest.kind.check_start(manifest)
     if beside := manifest.evaluation.beside:
         raise ConfigError(
-            "E-CFG-08", f"expected no own={beside} in a simulation, found one: hospitals keep such models at home"
+            "E-CFG-08", f"expected no own={beside} in a simulation, found one: only hospitals keep such models"
         )
     if taken is None or manifest.start is None:
         return compiled

@@ -136,8 +136,8 @@ def _clinical(info: pb.RoundInfo | pb.HospitalResult, several_labels: bool) -> C
     if not sound:
         raise ProtocolError(
             "E-WIRE-06",
-            f"expected clinical metrics of {c} classes, found numbers that no evaluation gives: both sides must run "
-            "one version",
+            f"expected clinical metrics of {c} classes, found numbers that no evaluation can give: both sides must "
+            "run the same version",
         )
     confusion = tuple(tuple(clinical.confusion[k : k + c]) for k in range(0, len(clinical.confusion), c))
     labels = tuple(TwoByTwo(*clinical.labels[k : k + 4]) for k in range(0, len(clinical.labels), 4))
@@ -161,8 +161,8 @@ def own_of(info: pb.RoundInfo | pb.HospitalResult) -> OwnModels | None:
     if not (sound and areas):
         raise ProtocolError(
             "E-WIRE-06",
-            f"expected two models' counts of {len(info.correct)} classes, found numbers that no evaluation gives: both "
-            "sides must run one version",
+            f"expected two models' counts of {len(info.correct)} classes, found numbers that no evaluation can give: "
+            "both sides must run the same version",
         )
     return OwnModels(local, measured, examples, counts.images, counts.difference, counts.square)
 
@@ -190,7 +190,7 @@ def results_of(info: pb.RoundInfo) -> dict[str, HospitalResult]:
             raise ProtocolError(
                 "E-WIRE-06",
                 f"expected counts of {len(info.correct)} classes of {result.silo[:60]!r}, found numbers that no "
-                "evaluation gives: both sides must run one version",
+                "evaluation can give: both sides must run the same version",
             )
         results[result.silo] = HospitalResult(
             tuple(result.correct), tuple(result.examples), _clinical(result, info.several_labels), own_of(result)

@@ -205,7 +205,9 @@ class LeadClient:
                 for chunk in self._transfer.Get(pb.GetRequest(digest=digest)):
                     have = append_chunk(chunk, file, have)
                     if have > limit:
-                        raise ProtocolError("E-WIRE-04", f"expected at most {limit} bytes, found more: nothing is kept")
+                        raise ProtocolError(
+                            "E-WIRE-04", f"expected at most {limit} bytes, found more: nothing was saved"
+                        )
             if file_digest(path) != digest:
                 raise ProtocolError(
                     "E-WIRE-04", f"expected the object {digest[:16]}, found other bytes: fetch it again"

@@ -76,7 +76,7 @@ def standing(results: Mapping[str, HospitalResult], *, several_labels: bool = Fa
     common = tuple(c for c in range(width) if all(of > 0 for f in enough.values() for _, of in _counts(f, c)))
     if not common:
         return ComparableHospitals(
-            {}, (), cannot_rank="no class has test images at every one, so they cover different diseases"
+            {}, (), cannot_rank="no class has test images at all of them, so they cover different diseases"
         )
     scores = {name: _balanced(result, common) for name, result in enough.items()}
     lowest, highest = (choose(scores, key=lambda name: scores[name]) for choose in (min, max))
@@ -84,7 +84,7 @@ def standing(results: Mapping[str, HospitalResult], *, several_labels: bool = Fa
     level = 1 - (1 - LEVEL) / pairs
     ends = [_interval(enough[name], common, level) for name in (highest, lowest)]
     interval = intervals.difference(scores[highest], ends[0], scores[lowest], ends[1])
-    chance = "" if interval.low > 0 else "the difference is within the sampling of test images"
+    chance = "" if interval.low > 0 else "the sampling of test images can explain the difference"
     return ComparableHospitals(scores, common, lowest, scores[highest] - scores[lowest], interval, chance)
 
 

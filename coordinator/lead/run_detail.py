@@ -33,4 +33,6 @@ def check_detail(detail: pb.RunDetail) -> RunManifest:
 
 
 def _unsound(expected: str, found: str) -> ProtocolError:
-    return ProtocolError("E-WIRE-06", f"expected {expected}, found {found}: this is no answer of the coordinator")
+    return ProtocolError(
+        "E-WIRE-06", f"expected {expected}, found {found}: this is not a valid answer of the coordinator"
+    )

@@ -44,7 +44,7 @@ def private_form(manifest: str) -> str:
     raw = json.loads(manifest)
     was, options = raw.get("private_form") or {}, raw["method"]["options"]
     changes = ", ".join(f"method.{name}={options[name]} (was {was[name]})" for name in sorted(was) if name in options)
-    return f"{raw['method']['name']} takes its private form: {changes}" if changes else ""
+    return f"{raw['method']['name']} uses the options of its private form: {changes}" if changes else ""
 
 
 def unmasked(manifest: str) -> str:
@@ -356,7 +356,7 @@ def started_from(manifest: str, parent: str = "") -> str:
     if parent:
         now, then = ([member["name"] for member in json.loads(text)["members"]] for text in (manifest, parent))
         new, gone = [name for name in now if name not in then], [name for name in then if name not in now]
-        text += f"; new: {', '.join(new) or 'nobody'}; not in it: {', '.join(gone) or 'nobody'}"
+        text += f"; new: {', '.join(new) or 'none'}; not in it: {', '.join(gone) or 'none'}"
     return text
 
 
@@ -367,5 +367,5 @@ def _weights_text(weights: Mapping[str, Any], begins: bool) -> str:
     fresh = [str(name) for name in weights["fresh"]]
     if fresh:
         more = f" and {len(fresh) - _FRESH} more" if len(fresh) > _FRESH else ""
-        text += f"; anew from the seed: {', '.join(fresh[:_FRESH])}{more}"
+        text += f"; initialised from the seed: {', '.join(fresh[:_FRESH])}{more}"
     return text

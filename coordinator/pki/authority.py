@@ -209,10 +209,10 @@ class Authority:
         if not certificates.issued_by(old, ca):
             raise _no_renewal("a certificate of another authority")
         if self.clock() > peer.not_after:
-            raise _no_renewal(f"one that expired on {peer.not_after:%Y-%m-%d %H:%M} UTC (invite the hospital anew)")
+            raise _no_renewal(f"one that expired on {peer.not_after:%Y-%m-%d %H:%M} UTC (invite the hospital again)")
         message = certificates.renewal_message(peer.identity, new)
         if not certificates.verify(certificates.public_key(old), certificates.RENEWAL, message, proof):
-            raise _no_renewal("no signature of the old key over the new one")
+            raise _no_renewal("no signature of the new key by the old one")
         return self._issue(peer.identity, new, self.lifetimes.silo_days)
 
     def roster(self, members: Sequence[RosterMember], revoked: Sequence[Revocation], version: int) -> SignedRoster:
@@ -293,7 +293,9 @@ class Authority:
 
 
 def _no_renewal(found: str) -> RefusedError:
-    return RefusedError("E-ID-13", f"expected a renewal signed by the key in force of a silo of ours, found {found}")
+    return RefusedError(
+        "E-ID-13", f"expected a renewal signed with the current key of a silo of this consortium, found {found}"
+    )
 
 
 # ---- X.509 certificates: the names, uses and times that the authority puts in them -----------------------------------
@@ -335,8 +337,8 @@ def build_leaf_certificate(
     if now >= ca.not_valid_after_utc:
         raise StateError(
             "E-STATE-43",
-            f"expected an authority in force, found one that expired on {ca.not_valid_after_utc:%Y-%m-%d}: "
-            "a new consortium must be created and every hospital invited anew",
+            f"expected a valid authority, found one that expired on {ca.not_valid_after_utc:%Y-%m-%d}: create a new "
+            "consortium and invite every hospital again",
         )
     serves = identity.kind is CertificateRole.COORDINATOR
     # The blank keeps libraries that still read common names from taking it for a host name.

@@ -108,14 +108,16 @@ class Membership:
         if not certificates.verify(certificates.public_key(old), certificates.RENEWAL, message, proof):
             if any(_signed_by(certificate, message, proof) for certificate in self.store.members.certificates_of(name)):
                 log.warning(
-                    "%s enrols with an older key: its newest one is not trusted, so the silos ask for consent", name
+                    "%s enrols with an older key: its newest one is not trusted, so the other silos will ask "
+                    "for consent",
+                    name,
                 )
                 return ()
             raise RefusedError(
                 "E-ID-13",
-                f"expected the proof of {name!r} to be by its newest key {silo.certificate.fingerprint[:16]}..., found "
-                "another one's: join in an empty home, as somebody whose key is lost; the other silos then ask for "
-                "consent",
+                f"expected a proof with the newest key of {name!r}, {silo.certificate.fingerprint[:16]}..., "
+                "found one with another key: join in an empty home, as if the key were lost; the other silos then "
+                "ask for consent",
             )
         return (*silo.proofs, renewal_link(old, proof))[-_KEPT_PROOFS:]
 
@@ -167,8 +169,8 @@ class Membership:
             if not proof:
                 raise ConfigError(
                     "E-ID-30",
-                    f"expected a name that is not taken, or the proof of its key in force, found a new key for the "
-                    f"member {name!r}: make the request in that silo's home; if it is lost: coordinator revoke {name}",
+                    "expected a new name, or a proof with the member's current key, found a new key for the member "
+                    f"{name!r}: make the request in that silo's home; if it is lost: coordinator revoke {name}",
                 )
         proofs = self._succession(name, public, proof)
         made = self._record(authority.sign_silo(csr_pem, name), enrolled=False)
@@ -245,8 +247,7 @@ def import_roster(home: Path, store: CoordinatorStore, answer: Admission) -> Ros
         raise RefusedError(
             "E-ID-10",
             f"expected an admission of the authority {format_fingerprint(ours.fingerprint())}, found one of "
-            f"{format_fingerprint(theirs)}: it is for another consortium, or somebody put another authority in "
-            "its place",
+            f"{format_fingerprint(theirs)}: it is for another consortium, or somebody replaced the authority",
         )
     roster = answer.roster.verify(ours.ca_pem, ours.consortium)
     store.members.adopt(roster, answer.roster, [_certificate(member) for member in roster.members])

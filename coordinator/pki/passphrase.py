@@ -53,7 +53,9 @@ class PassphraseSource:
             sys.stderr.write("")  # erases the line of `still_working`: the prompt goes to the terminal directly
             typed = getpass(f"{question}: ")
             if repeat and getpass("once more: ") != typed:
-                raise ConfigError("E-CFG-02", "expected the same passphrase twice, found two: nothing was changed")
+                raise ConfigError(
+                    "E-CFG-02", "expected the same passphrase twice, found two different ones: nothing was changed"
+                )
             self._typed = typed.encode()
         return self._typed
 

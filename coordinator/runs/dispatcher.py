@@ -198,8 +198,9 @@ class Dispatcher:
         if conflict is not None:
             error = RefusedError(
                 "E-ID-26",
-                f"expected {session.name!r} once, found it here already {conflict}: two machines use one name. Stop "
-                f"one of them; a machine that replaces another joins anew (coordinator invite {session.name} --again)",
+                f"expected {session.name!r} to be connected once, found a session {conflict}: two machines use this "
+                "name. Stop one of them; a machine that replaces another joins again (coordinator invite "
+                f"{session.name} --again)",
             )
             log.warning("refused a session: %s", error)
             self.note_refusal(session.peer, error)

@@ -103,8 +103,8 @@ class RunLineage:
             listed = "; ".join(f"{name} {why}" for name, why in [*refused.items()][:_NAMED])
             raise ConfigError(
                 "E-RUN-05",
-                f"expected hospitals that may go on from {parent.id}, found {len(refused)} that may not: {listed}: "
-                "leave them out of silos=[...]",
+                f"expected hospitals that may continue from {parent.id}, found {len(refused)} that may not: "
+                f"{listed}: leave them out of silos=[...]",
             )
         if adding and adds(parent):
             _require_same_sums(parent, manifest)
@@ -115,14 +115,14 @@ class RunLineage:
             raise StateError(
                 "E-RUN-11",
                 f"expected a model that no hospital has withdrawn from, found {', '.join(gone)} withdrawn from "
-                f"{parent.id}: go on from the run that took its sums out, or train anew without it; `coordinator "
+                f"{parent.id}: continue from the run that took its sums out, or train again without it; `coordinator "
                 f"withdraw {gone[0]}` names both",
             )
         if adds(parent) and not is_complete(parent):
             raise StateError(
                 "E-RUN-11",
-                f"expected all exchanges of {parent.id} to be closed, found {parent.closed}: its sums hold a part of "
-                "its hospitals' examples; resume it first, or start anew",
+                f"expected all exchanges of {parent.id} to be closed, found {parent.closed}: its sums contain only a "
+                "part of the hospitals' examples; resume it first, or start a new run",
             )
 
     def _require_taken_out(self, parent: StoredRun | None, manifest: RunManifest, digests: Sequence[str]) -> None:
@@ -142,14 +142,14 @@ def require_over(parent: StoredRun) -> None:
     if not parent.state.ended:
         raise StateError(
             "E-RUN-11",
-            f"expected {parent.id} to be paused, failed or over, found it {parent.state.value}: abort it first, which "
-            "keeps what was trained",
+            f"expected {parent.id} to be paused, failed or finished, found it {parent.state.value}: abort it first, "
+            "which keeps what was trained",
         )
     if parent.closed and parent.state_object is None:
         raise StateError(
             "E-RUN-11",
-            f"expected the model of {parent.id} to be here, found it deleted: a hospital's sums were taken out of it; "
-            f"go on from the run that took them out (coordinator logs {parent.id})",
+            f"expected the model of {parent.id} to be here, found it deleted: a hospital's sums were taken out of "
+            f"it; continue from the run that took them out (coordinator logs {parent.id})",
         )
     if not parent.closed:
         raise StateError(
@@ -204,15 +204,15 @@ def _require_same_sums(parent: StoredRun, now: RunManifest) -> None:
     if any(m.privacy.name != "none" or m.method.options.get("release", "exact") != "exact" for m in (before, now)):
         raise ConfigError(
             "E-CFG-08",
-            f"expected exact sums in {parent.id} and here, found noise in one of them: such sums are scaled and "
-            "solved as those of one run; start a run with all hospitals",
+            f"expected exact sums in {parent.id} and here, found noise in one of them: noisy sums can only be solved "
+            "within one run; start a run with all hospitals",
         )
     weights = [m.method.options.get("class_weights", "none") for m in (before, now)]
     if weights != ["none", "none"]:
         raise ConfigError(
             "E-CFG-08",
             f"expected class_weights=none in {parent.id} and here, found {weights[0]} and {weights[1]}: balanced "
-            "weights follow from the counts of all hospitals, and sums have them inside; start a run with all of them",
+            "weights depend on the counts of all hospitals and are part of the sums; start a run with all of them",
         )
     for what, then, actual in (
         ("method.covariance", *(m.method.options.get("covariance", "moments") for m in (before, now))),
@@ -225,6 +225,6 @@ def _require_same_sums(parent: StoredRun, now: RunManifest) -> None:
         if then != actual:
             raise ConfigError(
                 "E-CFG-23",
-                f"expected the {what} of {parent.id}, found {actual}: the sums are of other features; leave it "
+                f"expected the {what} of {parent.id}, found {actual}: the sums belong to other features; leave it "
                 "unchanged",
             )

@@ -109,8 +109,8 @@ class MaskedRounds:
         if sent is None:
             raise RefusedError(
                 "E-WIRE-01",
-                "expected the hospital's keys for a run with masks, found none: its software is from before them; "
-                "upgrade it, or submit the run with secagg=off",
+                "expected the hospital's keys for a run with masks, found none: its software does not support "
+                "masks; upgrade it, or submit the run with secagg=off",
             )
         if (size := sent.ByteSize()) > ENTRY_BYTES:
             raise SecaggError("E-ID-33", f"expected keys of at most {ENTRY_BYTES} bytes, found {size}")
@@ -244,7 +244,7 @@ class MaskedRounds:
         message = self._fix(total, kind, members)
         state = SealedRound(total, _seal_of(message, kind), self._keys.sign)
         if {BLOCKS[block] for block, _, _ in round.opened(state.inside)} != set(blocks):
-            raise ValueError(f"expected to open what the members answer for, found {sorted(blocks)}")
+            raise ValueError(f"expected answers for the blocks that are opened, found {sorted(blocks)}")
         deadline_s = self.manifest.deadline_s
         self._opened = SetOpening(self.services, self.tasks, round, kind, state, message, deadline_s)
         self._open.set_fixed(self._opened.waiting)
@@ -274,8 +274,8 @@ class MaskedRounds:
         if lost := sorted(inside - set(members)):
             raise UnavailableError(
                 "E-RUN-45",
-                f"round {number + 1}: expected the updates of its set, found none here of {', '.join(lost)}: they "
-                "were lost after the set was fixed, and it stays as it is; start these hospitals, then resume the run",
+                f"round {number + 1}: expected all updates of its aggregation set, found those of {', '.join(lost)} "
+                "lost after the set was fixed: the set cannot change; start these hospitals, then resume the run",
             )
         return message
 
@@ -535,10 +535,10 @@ def _end_reason(run: StoredRun) -> str:
     if run.closed == 0:
         remedy = "No round was closed: submit it again"
     elif run.closed < run.rounds:
-        remedy = f"Go on from its last model, as a new run with new keys: coordinator run --from {run.id} "
+        remedy = f"Continue from its last model, in a new run with new keys: coordinator run --from {run.id} "
         remedy += f"rounds={run.rounds - run.closed}"
     else:
-        remedy = f"Every round was trained: coordinator evaluate {run.id} measures its model with new keys"
+        remedy = f"All rounds are trained: coordinator evaluate {run.id} measures its model with new keys"
     charged = ""
     if DerivedFacts.of(run).private:
         charged = (

@@ -199,8 +199,8 @@ class OpenRound:
     def _loss_warning(self, lost: PendingSilo) -> str:
         return (
             f"closed without {lost.name} ({self._connection_text(lost.name)}). No other hospital has "
-            f"{', '.join(lost.classes)}: the model is forgetting it. Wait (coordinator extend RUN --hours H), or go on "
-            "without it?"
+            f"{', '.join(lost.classes)}: the model is forgetting it. Wait (coordinator extend RUN --hours H), or "
+            "continue without it?"
         )
 
     def _given_up(self, silo: Attendance, decision: Decision) -> FederationError:

@@ -69,7 +69,7 @@ def ask_preflight(
     error = _combined_error(failures, len(names), run.id)
     if not 0 < quorum <= len(run.members) - len(excluded) - len(failures):
         raise error
-    text = f"began with the given quorum of {quorum}, although {len(failures)} refused: {error}"
+    text = f"started with the given quorum of {quorum}, although {len(failures)} refused: {error}"
     tasks.event("warning", text=text)
     return ready
 
@@ -118,10 +118,10 @@ def _combined_error(failures: Mapping[str, FederationError], silos: int, run_id:
     silent = sorted(name for name, error in failures.items() if error.code == _NO_ANSWER)
     unanswered = f"no answer yet from {', '.join(silent)}" if silent else ""
     refused = [f"{name}: {_shortened(error)}" for name, error in failures.items() if name not in silent]
-    remedy = f"no round began and nothing was charged; have it fixed, then: coordinator resume {run_id}"
+    remedy = f"no round began and nothing was charged; fix the cause, then: coordinator resume {run_id}"
     if not refused:
         return UnavailableError(
-            "E-RUN-37", f"expected all {silos} silos to say that they are ready, found {unanswered}: {remedy}"
+            "E-RUN-37", f"expected all {silos} silos to report that they are ready, found {unanswered}: {remedy}"
         )
     lines = [f"expected all {silos} silos to be ready, found {len(refused)} not", *sorted(refused)]
     lines += [unanswered] if unanswered else []

@@ -397,7 +397,7 @@ class RunTasks:
             self._store.runs.event(self.run_id, "software", silo=name, text=text)
         others = [f"{name} ({text or 'no version given'})" for name, text in sorted(fresh.items()) if text != ours]
         if others:
-            text = f"expected {ours} on all sides, found {', '.join(others)}: the run goes on, see docs/protocol.md"
+            text = f"expected {ours} on all sides, found {', '.join(others)}: the run continues, see docs/protocol.md"
             self._store.runs.event(self.run_id, "warning", text=text)
         if fresh:
             self.notify()

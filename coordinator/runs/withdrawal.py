@@ -174,7 +174,7 @@ class Withdrawals:
             return "trained by gradients or on class means only: one hospital's share cannot be separated"
         manifest = RunManifest.from_json(run.manifest)
         if manifest.secagg is not None:
-            return "its sums were added under masks, so the hospital's part is unknown: train anew without it"
+            return "its sums were added under masks, so the hospital's part is unknown: train again without it"
         if manifest.privacy.name != "none" or manifest.method.options.get("release", "exact") != "exact":
             return "its sums contain noise, which the hospital cannot send again"
         if manifest.method.options.get("class_weights", "none") != "none":

@@ -237,8 +237,8 @@ class ProcessWorker:
 def _unavailable(what: str) -> UnavailableError:
     return UnavailableError(
         "E-RUN-56",
-        f"expected a process that computes for a run, found that {what}: if the machine ran out of memory, free some "
-        "or give the service more; then resume the run if it has paused, else give the command again",
+        f"expected a worker process that computes the run, found that {what}: if the machine ran out of memory, free "
+        "some or give the service more; then resume the run if it has paused, otherwise run the command again",
     )
 
 
@@ -361,9 +361,9 @@ class RunWorkers:
                         raise
                     raise ProtocolError(
                         "E-RUN-56",
-                        f"expected an update of {update.silo} that can be checked, found that the process which checks "
-                        "it ended, as one did before: the coordinator's log has what both said; exclude the hospital, "
-                        "or give the service more memory; then resume the run if it has paused",
+                        f"expected to check the update of {update.silo}, found that two processes ended while "
+                        "checking it: the coordinator's log has their last messages; exclude the hospital, or give "
+                        "the service more memory; then resume the run if it has paused",
                     ) from error
             self._suspects.discard(who)
 
@@ -424,7 +424,7 @@ class RunWorkers:
                 self._all.append(started)
                 return started
         self._end(started)
-        raise UnavailableError("E-RUN-56", "expected a service that goes on, found that it stops: try again later")
+        raise UnavailableError("E-RUN-56", "expected a running service, found that it is stopping: try again later")
 
     def _take(self, started: _Started, run_id: str) -> None:
         runs = self._store.runs

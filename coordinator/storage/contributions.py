@@ -53,7 +53,7 @@ class ContributionStore:
                 if (existing.object_digest, existing.size) != (wanted.object_digest, wanted.size):
                     raise ProtocolError(
                         "E-WIRE-07",
-                        f"expected the object {existing.object_digest[:16]} that was taken under this contribution, "
+                        f"expected the object {existing.object_digest[:16]} that this contribution already has, "
                         f"found {wanted.object_digest[:16]}: a task has one update",
                     )
                 return existing, False

@@ -51,9 +51,8 @@ def _compared(manifest: RunManifest, run: StoredRun, objects: ObjectStore) -> tu
     if other.schema != manifest.schema or not (method.has_global_model or other.method.name == LocalOnly.name):
         raise ConfigError(
             "E-CFG-23",
-            "expected beside the model one of the same classes and examples, which a run keeps or each hospital of "
-            f"a run of method={LocalOnly.name}, found {run.id} of method {other.method.name}: measure each in an "
-            "evaluation of its own",
+            "expected a second model of the same classes and examples, from a run or from each hospital of a run of "
+            f"method={LocalOnly.name}, found {run.id} of method {other.method.name}: evaluate each model separately",
         )
     if other.method.name == LocalOnly.name:
         return None

@@ -56,8 +56,8 @@ def last_broadcast(other: StoredRun, objects: ObjectStore) -> State:
     if run.frozen or (filled and not set(tensor_maps.copy_state(run.network)) <= set(sent["w"])):
         raise ConfigError(
             "E-CFG-23",
-            f"expected beside the model one whose server sends all of it, found {before.method.name} in {other.id}, of "
-            "which silos make a part from weights of a file: measure each in an evaluation of its own",
+            f"expected a second model that the coordinator has completely, found {before.method.name} in {other.id}, "
+            "of which silos take a part from a weights file: evaluate each model separately",
         )
     return sent
 
@@ -85,8 +85,8 @@ def _from_parent(parent: StoredRun, compiled: CompiledRun, objects: ObjectStore)
     if manifest.train.freeze == FEATURES != before.train.freeze:
         raise ConfigError(
             "E-CFG-08",
-            f"expected train.freeze={before.train.freeze}, as in {parent.id}, found {manifest.train.freeze}: leave it "
-            "as it was, or export that run and begin with its file (coordinator export; model.weights=FILE)",
+            f"expected train.freeze={before.train.freeze}, as in {parent.id}, found {manifest.train.freeze}: leave "
+            "it unchanged, or export that run and start from its file (coordinator export; model.weights=FILE)",
         )
     model = dict(kept["w"])
     if _shapes(model) != _shapes(fresh["w"]):  # a method that keeps apart what this method trains
@@ -98,19 +98,19 @@ def _from_parent(parent: StoredRun, compiled: CompiledRun, objects: ObjectStore)
             f"{manifest.method.name}, whose model has others: choose method={before.method.name}",
         )
     if not tensor_maps.all_finite(model):
-        raise ProtocolError("E-WIRE-05", f"expected a model of numbers in {parent.id}, found NaN or infinity")
+        raise ProtocolError("E-WIRE-05", f"expected a model of finite numbers in {parent.id}, found NaN or infinity")
     partial = not set(tensor_maps.copy_state(compiled.network)) <= set(model)
     if partial and manifest.model != before.model:
         raise ConfigError(
             "E-CFG-23",
-            f"expected the model of {parent.id} with its options ({before.model.options}), of which silos make what "
-            f"{manifest.method.name} does not send, found {manifest.model.options}: leave them as they were",
+            f"expected the model options of {parent.id} ({before.model.options}), since silos use them to make what "
+            f"{manifest.method.name} does not send, found {manifest.model.options}: leave them unchanged",
         )
     if partial and manifest.seed != before.seed:
         raise ConfigError(
             "E-CFG-08",
-            f"expected seed={before.seed}, from which silos make what {manifest.method.name} does not send, found "
-            f"{manifest.seed}: leave it as it was in {parent.id}",
+            f"expected seed={before.seed}, since silos use it to make what {manifest.method.name} does not send, "
+            f"found {manifest.seed}: leave it unchanged",
         )
     same = manifest.method.name == before.method.name and not compiled.method.server_tracks_state
     taken = [g for g in fresh if g != "w" and same and g in kept and _shapes(kept[g]) == _shapes(fresh[g])]
@@ -134,15 +134,15 @@ def _require_same_model(parent: StoredRun, before: RunManifest, now: RunManifest
         if then != actual:
             raise ConfigError(
                 "E-CFG-23",
-                f"expected the {what} of {parent.id} ({then}), found {actual}: a run goes on with the same classes, in "
-                "the same order, and the same model",
+                f"expected the {what} of {parent.id} ({then}), found {actual}: a run continues with the same "
+                "classes, in the same order, and the same model",
             )
     first, second = (None if m.start is None else m.start.weights for m in (before, now))
     if first != second:
         raise ConfigError(
             "E-CFG-08",
             f"expected the weights that {parent.id} began with ({first or 'fresh ones'}), found "
-            f"{second or 'fresh ones'}: a run goes on with the model of the other one, leave model.weights out",
+            f"{second or 'fresh ones'}: a run continues with the earlier run's model, leave model.weights out",
         )
 
 

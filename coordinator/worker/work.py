@@ -293,7 +293,7 @@ def checked(bundle: BundleFile, allowed: frozenset[torch.dtype]) -> BundleFile:
     for name in bundle:
         if not bundle.dtypes(name) <= allowed:
             kinds, sent = (sorted(map(str, dtypes)) for dtypes in (allowed, bundle.dtypes(name)))
-            raise ProtocolError("E-WIRE-06", f"part {name!r}: expected some of {kinds}, found {sent}")
+            raise ProtocolError("E-WIRE-06", f"part {name!r}: expected number types among {kinds}, found {sent}")
     return bundle
 
 

@@ -41,7 +41,7 @@ def check_supported(method: Method, layout: Layout, aggregator: str) -> None:
         why = f"{', '.join(rows)} are weighed by class"
     if why:
         raise ConfigError(
-            "E-CFG-08", f"method {method.name} does not go with aggregator={aggregator}: {why}; take norm_clipped"
+            "E-CFG-08", f"method {method.name} cannot be used with aggregator={aggregator}: {why}; use norm_clipped"
         )
 
 

@@ -89,7 +89,7 @@ class MaskedSum(RoundSum):
             raise RefusedError(
                 "E-RUN-48",
                 f"expected a sum that updates of {len(self._added)} hospitals add up to, found another "
-                f"({error.message}): nothing is merged, and the sum does not show who is to blame",
+                f"({error.message}): nothing is merged, and the sum does not show which hospital is responsible",
             ) from error
         return AggregationDecision()
 

@@ -182,5 +182,5 @@ def _impossible(found: str) -> RefusedError:
     return RefusedError(
         "E-RUN-48",
         f"expected a sum of updates that each hospital bounded, found {found}: nothing is merged, and the sum does "
-        "not show who is to blame",
+        "not show which hospital is responsible",
     )

@@ -296,7 +296,9 @@ class UpdateCheck:
         fault = clinical_fault(total, weight, correct, examples)
         if fault:
             who = f"{silo}: " if silo else ""
-            raise ProtocolError("E-RUN-43", f"{who}clinical metrics: {fault}: refused; both sides must run one version")
+            raise ProtocolError(
+                "E-RUN-43", f"{who}clinical metrics: {fault}: refused; both sides must run the same version"
+            )
 
     def _check_numbers(self, name: str, key: str, value: Tensor, weight: Tensor, silo: str) -> None:
         """Check metrics, class counts and numbers of steps against the weight and the declared size."""
@@ -424,7 +426,7 @@ def clinical_fault(total: Mapping[str, Tensor], weight: Tensor, correct: Tensor,
         return "values of weight 0, expected 0" if any(bool(v.any()) for v in total.values()) else ""
     for name, v in counts.items():
         if bool((v < 0).any()) or not torch.equal(v, v.round()):
-            return f"{name!r} has a value that is no count, expected whole numbers of 0 or more"
+            return f"{name!r} has a value that is not a count, expected whole numbers of 0 or more"
     every, confusion = examples.sum(), counts["confusion"]
     right, of = answers(confusion)
     positive, negative = (confusion.sum(2)[:, (1, 0)].T) if confusion.dim() == 3 else (examples, every - examples)

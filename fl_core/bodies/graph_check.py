@@ -99,7 +99,7 @@ class _Reader:
     def fields(self, data: object) -> Iterator[tuple[int, memoryview | int]]:
         """Give the fields of a message: whole numbers, and bytes for all else."""
         if not isinstance(data, memoryview):
-            raise GraphError("a number where a message belongs")
+            raise GraphError("a number in place of a message")
         at, end = 0, len(data)
         while at < end:
             self.parts += 1
@@ -118,7 +118,7 @@ class _Reader:
             else:
                 raise GraphError("bytes that are no ONNX model")
             if size > end - at:
-                raise GraphError("bytes that are no ONNX model, or a file that was cut")
+                raise GraphError("bytes that are not an ONNX model, or a truncated file")
             yield number, data[at : at + size]
             at += size
 
@@ -201,12 +201,12 @@ class _Reader:
         made, tainted = {image, *self.initial}, {image}
         for node in self.nodes:
             if missing := [name for name in node.inputs if name and name not in made]:
-                raise GraphError(f"the value {missing[0][:_SHOWN]!r}, which is read before it is made")
+                raise GraphError(f"the value {missing[0][:_SHOWN]!r}, which is used before it is computed")
             from_image = [place for place, name in enumerate(node.inputs) if name in tainted]
             self._require_numbers(node, from_image)
             for name in filter(None, node.outputs):
                 if name in made:
-                    raise GraphError(f"the value {name[:_SHOWN]!r}, which is made twice")
+                    raise GraphError(f"the value {name[:_SHOWN]!r}, which is computed twice")
                 made.add(name)
                 if from_image and node.kind not in ("Shape", "Size"):
                     tainted.add(name)
@@ -228,21 +228,21 @@ class _Reader:
         if node.kind == "Dropout":
             wrong = len([name for name in node.inputs if name]) > 2
         if wrong:
-            raise GraphError(f"the operator {node.kind} with a shape, an index or a choice that follows from the image")
+            raise GraphError(f"the operator {node.kind} with a shape, an index or a choice that depends on the image")
 
     def _dims(self, value_info: memoryview) -> tuple[int, ...]:
         dims, kinds = list[int](), list[object]()
         for _, kind in self._of(value_info, 2):
             for number, tensor in self.fields(kind):
                 if number != 1:
-                    raise GraphError("an input that is no tensor")
+                    raise GraphError("an input that is not a tensor")
                 kinds += [value for _, value in self._of(tensor, 1)]
                 for _, shape in self._of(tensor, 2):
                     for _, dim in self._of(shape, 1):
                         sizes = [value for _, value in self._of(dim, 1)]
                         dims.append(sizes[-1] if sizes and isinstance(sizes[-1], int) else _FREE)
         if kinds != [_FLOAT] or len(dims) != 4 or any(n >= 1 << 31 for n in dims):
-            raise GraphError("an input that is no image: float32 of four dimensions")
+            raise GraphError("an input that is not an image: float32 of four dimensions")
         return tuple(dims)
 
     def _of(self, data: object, number: int) -> Iterator[tuple[int, memoryview | int]]:
@@ -272,18 +272,18 @@ def _last(reader: _Reader, data: object, number: int) -> object:
 
 def _text(value: object) -> str:
     if not isinstance(value, memoryview) or len(value) > _MAX_TEXT:
-        raise GraphError("a name that is no text, or a long one")
+        raise GraphError("a name that is not text, or a long one")
     try:
         return bytes(value).decode()
     except UnicodeDecodeError as error:
-        raise GraphError("a name that is no text") from error
+        raise GraphError("a name that is not text") from error
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
     value = 0
     for shift in range(0, 70, 7):
         if at >= len(data):
-            raise GraphError("bytes that are no ONNX model, or a file that was cut")
+            raise GraphError("bytes that are not an ONNX model, or a truncated file")
         byte = data[at]
         value |= (byte & 127) << shift
         at += 1

@@ -109,7 +109,7 @@ def _answer(graph: bytes, x: Rows, memory: int, before: int) -> dict[str, object
             return {"wrong": _too_large(memory)}
         return {"wrong": f"a graph that onnxruntime refuses: {ascii(text)[1:300]}"}
     if len(first) != 1 or not isinstance(first[0], np.ndarray) or first[0].tobytes() != second[0].tobytes():
-        return {"wrong": "a graph that answers the same image in two ways"}
+        return {"wrong": "a graph that gives two answers for the same image"}
     return {"shape": list(first[0].shape), "memory": _status("VmHWM") - before}
 
 

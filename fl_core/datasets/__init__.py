@@ -185,16 +185,16 @@ def schema_of(
     if data == "table":
         if not columns:
             raise ConfigError(
-                "E-CFG-23", "table: expected the schema that all hospitals' tables hold to: data.schema=FILE.toml"
+                "E-CFG-23", "table: expected the schema that all hospitals' tables follow: data.schema=FILE.toml"
             )
         check_columns(columns)
     elif multi_label and data not in ("folder", "manifest"):
         raise ConfigError(
             "E-CFG-23",
-            f"{data}: expected one class for each record, found data.multi_label: take data=manifest or data=table",
+            f"{data}: expected one class for each record, found data.multi_label: use data=manifest or data=table",
         )
     elif columns:
-        raise ConfigError("E-CFG-23", f"{data}: expected no columns, which are of tables: take data=table")
+        raise ConfigError("E-CFG-23", f"{data}: expected no columns, which only tables have: use data=table")
     if space is None:
         raise ConfigError(
             "E-CFG-23", f"{data}: expected `classes`, the label space of the run, found none: list every class by name"
@@ -335,6 +335,6 @@ def _root(data_root: Path | None) -> Path:
         return Path(named)
     raise DataError(
         "E-DATA-02",
-        f"expected the folder of the data sets, found neither a data root among the arguments (--data-root) nor the "
-        f"environment variable {DATA_ROOT}: give one of them",
+        "expected the folder of the data sets, found neither a data root among the arguments (--data-root) nor the "
+        f"environment variable {DATA_ROOT}: set one of them",
     )

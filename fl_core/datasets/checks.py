@@ -175,7 +175,7 @@ class SourceIndex:
         if dark:
             notes = (
                 *notes,
-                f"images next to black, on at most a sixteenth of the range of their values: {_listed(dark)}",
+                f"images that are almost black, with at most a sixteenth of their range of values: {_listed(dark)}",
             )
         if oblong:
             notes = (*notes, f"images whose pixels are not square, and are read as if they were: {_listed(oblong)}")

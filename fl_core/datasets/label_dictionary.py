@@ -104,7 +104,7 @@ def to_fill_in(counts: Mapping[str, int], classes: Sequence[str]) -> str:
     return "\n".join(
         [
             f"# Left: names here. Right: a class of the run ({', '.join(classes)}),",
-            '# several of them (["a", "b"]: one of these, nobody knows which), or [] to leave such records out.',
+            '# several of them (["a", "b"]: one of these, unknown which), or [] to leave such records out.',
             f"[{TABLE}]",
             *(f'{json.dumps(name, ensure_ascii=False)} = ""  # {counts[name]} records{hints[name]}' for name in names),
             "",
@@ -192,7 +192,8 @@ class Translator:
             raise DataError(
                 "E-DATA-05",
                 f"expected the classes of the coarse label {label[:80]!r} among the first {MAX_COARSE} of the run, "
-                f"found {classes[max(places)]!r} behind them: ask the lead for another order, or take it out of {FILE}",
+                f"found {classes[max(places)]!r} after them: ask the lead for another order, or take it out of "
+                f"{FILE}",
             )
         return one_of(places)
 

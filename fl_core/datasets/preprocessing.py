@@ -57,8 +57,8 @@ class Preprocessing:
         """Describe `examples` in words. graph: mean and standard deviation are inside the exported graph."""
         if columns := self.schema.columns:
             return (
-                f"each row's {len(columns)} columns become {width(columns)} numbers by the ranges and categories that "
-                "the file declares, and by nothing that was learnt from records"
+                f"each row's {len(columns)} columns become {width(columns)} numbers by the ranges and categories "
+                "that the file declares, never by values computed from records"
             )
         shape = " x ".join(map(str, self.schema.shape))
         if not self.takes_images:
@@ -85,8 +85,8 @@ class Preprocessing:
         if self.data not in ("folder", "manifest"):
             return ""
         if (window := self.schema.window) is None:
-            return "grey values of DICOM go through the window that each file declares; "
-        return f"grey values of DICOM go through the window of centre {window[0]:g} and width {window[1]:g}; "
+            return "DICOM grey values are mapped by the window that each file declares; "
+        return f"DICOM grey values are mapped by the window of centre {window[0]:g} and width {window[1]:g}; "
 
     @property
     def _transform(self) -> ImageTransform:

@@ -113,7 +113,7 @@ def _walk(root: Path) -> Iterator[Path]:
         if links or odd:
             raise ConfigError(
                 "E-CFG-02",
-                f"expected files and folders alone in the package {root.name}, found {[*links, *odd][0]!r}, a link to "
+                f"expected only files and folders in the package {root.name}, found {[*links, *odd][0]!r}, a link to "
                 "a folder or a special file: replace it",
             )
         yield from (Path(folder) / name for name in names)
@@ -235,7 +235,7 @@ def _import(extension: Extension) -> None:
         value = getattr(importlib.import_module(place), name, None)
     except (Exception, SystemExit) as error:  # whatever its author wrote
         raise ConfigError(
-            "E-CFG-02", f"expected {extension.name} to import, found {type(error).__name__}: {error}"
+            "E-CFG-02", f"expected to import {extension.name}, found {type(error).__name__}: {error}"
         ) from error
     if value is None:
         valid = [n for n, v in vars(sys.modules[place]).items() if isinstance(v, type) and v.__module__ == place]

@@ -36,6 +36,6 @@ class EvaluationRun(RunKind):
             what = f"one without weights of {', '.join(fresh[:3])}, or for other classes" if fresh else "none"
             raise ConfigError(
                 "E-CFG-02",
-                f"expected a whole model beside rounds=0, which measures one and trains nothing, found {what}: name a "
-                "run (coordinator evaluate RUN), or a file that has all of it (model.weights=FILE)",
+                f"expected a complete model with rounds=0, which only measures a model, found {what}: name a run "
+                "(coordinator evaluate RUN), or a file with the complete model (model.weights=FILE)",
             )

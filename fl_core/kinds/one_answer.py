@@ -64,7 +64,7 @@ class OneAnswer(Traits):
 
     @property
     def unsupported(self) -> Mapping[Capability, str]:
-        alone = {Capability.SECURE_AGGREGATION: "masks leave sums alone: set method.by_hospital=false"}
+        alone = {Capability.SECURE_AGGREGATION: "masks allow only sums: set method.by_hospital=false"}
         return {**super().unsupported, **(alone if self.apart else {})}
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
@@ -102,5 +102,5 @@ class OneAnswer(Traits):
 
 def _no_model(kind: str) -> ConfigError:
     return ConfigError(
-        "E-CFG-08", f"expected a run that trains a model, found a {kind}, which leaves answers: read these instead"
+        "E-CFG-08", f"expected a run that trains a model, found a {kind}, which has answers instead: read these"
     )

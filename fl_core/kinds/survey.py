@@ -21,7 +21,7 @@ class SurveyRun(RunKind):
     name = "survey"
     program = "fl_core.survey.program:SurveyProgram"
     parts: ClassVar[Mapping[str, str]] = {
-        "survey": "how records here divide among the cells of questions, and what of it is suppressed"
+        "survey": "how many records here fall into each bin of the questions, and which counts are suppressed"
     }
     answered = "Hospitals have answered"
 

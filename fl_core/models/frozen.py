@@ -264,7 +264,7 @@ class Frozen(HeadOptions):
                 raise ConfigError(
                     "E-CFG-23",
                     f"{NAME}: expected images of {body.channels} channel(s), which its body takes, found {channels}: "
-                    "take another body or other images",
+                    "use another body or other images",
                 )
         made = Bodies(bodies)
         return self.complete(made, made.width, schema)

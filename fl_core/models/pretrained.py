@@ -121,7 +121,7 @@ def _from_safetensors(raw: bytes) -> tuple[Tensors, Mapping[str, object]]:
         header = json.loads(raw[8 : 8 + length])
         facts = json.loads(header.get("__metadata__", {}).get("consilium", "{}"))
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, RecursionError, AttributeError) as error:
-        raise _UnsoundError(f"no sound safetensors file ({error}): write it again") from error
+        raise _UnsoundError(f"a damaged safetensors file ({error}): write it again") from error
     return tensors, facts if isinstance(facts, Mapping) else {}
 
 

@@ -27,8 +27,8 @@ def check_multi_label(method: Method) -> None:
     if "prototypes" in getattr(method, "sends", ()):
         raise ConfigError(
             "E-CFG-08",
-            f"method {method.name} does not go with {Capability.MULTI_LABEL.value}: prototypes are of one class for "
-            "each record; set method.prototypes=off",
+            f"method {method.name} cannot be used with {Capability.MULTI_LABEL.value}: prototypes are of one class "
+            "for each record; set method.prototypes=off",
         )
 
 
@@ -38,12 +38,12 @@ def check_supported(method: Method, required: Collection[Capability]) -> None:
         remedy = method.unsupported.get(capability)
         if capability in ANY_TARGET and capability not in getattr(method, "targets", ()):  # it may be another package's
             remedy = (
-                remedy or "its loss asks each record for one class; choose fedavg, fedprox or scaffold, for instance"
+                remedy or "its loss needs one class for each record; choose fedavg, fedprox or scaffold, for instance"
             )
         if remedy and capability is Capability.SECURE_AGGREGATION:  # which is the default of runs
             remedy += "; or set secagg=off"
         if remedy:
-            raise ConfigError("E-CFG-08", f"method {method.name} does not go with {capability.value}: {remedy}")
+            raise ConfigError("E-CFG-08", f"method {method.name} cannot be used with {capability.value}: {remedy}")
 
 
 def check_batches(method: Method, model: nn.Module, train: TrainConfig) -> None:

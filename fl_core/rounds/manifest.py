@@ -220,18 +220,18 @@ class EvaluationTerms:
         if self.beside and not (exact and _RUN_ID.fullmatch(self.beside)):
             raise ConfigError(
                 "E-CFG-08",
-                "expected the id of a run, and neither privacy nor a frozen body, beside own=RUN, found "
-                f"own={self.beside[:_NAMED]}, privacy={run.privacy.name} and train.freeze={run.train.freeze}: "
-                "leave own out",
+                "expected own=RUN with the id of a run, without privacy and without a frozen body, found "
+                f"own={self.beside[:_NAMED]}, privacy={run.privacy.name} and train.freeze={run.train.freeze}: leave "
+                "own out",
             )
         if self.other is not None:
             if not self.beside:
-                raise ConfigError("E-CFG-02", "expected own=RUN beside other, found none: name that model's run")
+                raise ConfigError("E-CFG-02", "expected own=RUN with other, found none: name that model's run")
             self.other.require_possible()
         if self.by_hospital and run.privacy.name != "none":
             raise ConfigError(
                 "E-CFG-08",
-                f"expected privacy=none beside by_hospital=true, found privacy={run.privacy.name}: leave by_hospital "
+                f"expected privacy=none with by_hospital=true, found privacy={run.privacy.name}: leave by_hospital "
                 "out, or start the run without privacy",
             )
 

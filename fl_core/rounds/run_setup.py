@@ -112,7 +112,8 @@ class RunSetup:
         tensor_maps.load_state(run.network, weights)
         if not pretrained.answers_numbers(run.network, self.manifest.schema.shape):
             raise ProtocolError(
-                "E-WIRE-06", "expected a model that answers images with numbers, found NaN or infinity: ask the lead"
+                "E-WIRE-06",
+                "expected a model that answers images with finite numbers, found NaN or infinity: ask the lead",
             )
         return run
 
@@ -184,11 +185,13 @@ class RunSetup:
         if tensor_maps.signature(msg) != tensor_maps.signature(self.method.broadcast(self.initial_state())):
             raise ProtocolError(
                 "E-WIRE-06",
-                f"expected what the server of {self.method.name} sends of {self.manifest.model.name}, found other "
-                "names, shapes or types: ask the lead",
+                f"expected the tensors that the server of {self.method.name} sends for {self.manifest.model.name}, "
+                "found other names, shapes or types: ask the lead",
             )
         if not all(tensor_maps.all_finite(values) for values in msg.values()):
-            raise ProtocolError("E-WIRE-05", "expected a model of numbers beside, found NaN or infinity: ask the lead")
+            raise ProtocolError(
+                "E-WIRE-05", "expected a second model of finite numbers, found NaN or infinity: ask the lead"
+            )
         return self.method.global_model(self.new_model(), msg)
 
     def classifier(self, server: State) -> nn.Module:

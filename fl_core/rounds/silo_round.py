@@ -188,7 +188,7 @@ def require_expected(method: Method, update: Bundle, round: int) -> None:
         raise ProtocolError(
             "E-RUN-47",
             f"expected the sums that were added to the run, {expected[:16]}, found others, {fingerprint[:16]}: serve "
-            "the same records as then, or train anew without this hospital",
+            "the same records as then, or train again without this hospital",
         )
 
 

@@ -260,22 +260,23 @@ class MaskedUpdates:
         if self.manifest.evaluation.by_hospital:
             raise ConfigError(
                 "E-CFG-08",
-                "expected secagg=off beside by_hospital=true, found masks, which open sums alone: leave by_hospital "
+                "expected secagg=off with by_hospital=true, found masks, which allow only sums: leave by_hospital "
                 "out, or start the run without masks",
             )
         if self.method.unsummed_parts:
             raise ConfigError(
                 "E-CFG-08",
-                f"method {self.method.name} does not go with secure aggregation: its server sees "
-                f"{', '.join(sorted(self.method.unsummed_parts))} one by one; set secagg=off, or choose another method",
+                f"method {self.method.name} cannot be used with secure aggregation: its server sees "
+                f"{', '.join(sorted(self.method.unsummed_parts))} one by one; set secagg=off, or choose another "
+                "method",
             )
 
     def require_rule(self, rule: Options) -> None:
         if not isinstance(rule, aggregators.Mean | aggregators.NormClipped):
             raise ConfigError(
                 "E-CFG-08",
-                f"expected aggregator=norm_clipped or mean under masks, which leave a sum, found {rule.name}: set "
-                "one of them, or secagg=off",
+                f"expected aggregator=norm_clipped or mean under masks, which allow only a sum, found {rule.name}: "
+                "set one of them, or secagg=off",
             )
 
     def require_quorum(self, quorum: int) -> None:

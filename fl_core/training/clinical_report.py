@@ -36,7 +36,7 @@ def sentence(metrics: ClinicalMetrics, tested: float = 0.0) -> str:
         text += f"balanced accuracy {balanced_accuracy(metrics)}, "
     text += f"macro AUC {macro_auc(metrics)}; {calibration(metrics)}"
     left_out = "test examples" if not metrics.labels else "answers about labels"
-    return f"{text}; without {missing} {left_out} whose hospitals send accuracies alone" if missing > 0 else text
+    return f"{text}; without {missing} {left_out} whose hospitals send only accuracies" if missing > 0 else text
 
 
 def balanced_accuracy(metrics: ClinicalMetrics) -> str:

@@ -46,8 +46,8 @@ NO_MICRO_BATCH = "expected train.micro_batch=0, since parts of a batch do not ad
 
 
 NOTHING_TO_TRAIN = (
-    "expected something that the method trains, found a model of which it leaves everything as it is: put a trained "
-    "layer between frozen features and head (model.adapter=linear), or take method=analytic, which trains nothing"
+    "expected a model with something to train, found one that the method leaves unchanged: add a trained layer "
+    "between frozen features and head (model.adapter=linear), or use method=analytic, which trains nothing"
 )
 
 

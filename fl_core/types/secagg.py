@@ -88,8 +88,8 @@ class Secagg:
         if not MIN_MASKED <= members <= MAX_MASKED or drawn < MIN_MASKED:
             raise ConfigError(
                 "E-CFG-02",
-                f"expected {MIN_MASKED} to {MAX_MASKED} hospitals in each masked round, since two members could each "
-                f"read the other's part of the sum, found {members} and a cohort of {drawn}: ask more, or set "
+                f"expected {MIN_MASKED} to {MAX_MASKED} hospitals in each masked round, since each of two could "
+                f"compute what the other sent, found {members} and a cohort of {drawn}: add hospitals, or set "
                 "secagg=off",
             )
         if rounds > MAX_ROUNDS:
@@ -111,7 +111,7 @@ class Secagg:
             raise ConfigError(
                 "E-CFG-02",
                 f"expected secagg.collusion of at most {most} with {drawn} hospitals in a round, found "
-                f"{self.collusion}: more of them can have two sums of one round",
+                f"{self.collusion}: with more, colluding hospitals could open two sums of one round",
             )
         if drawn < members and self.class_sums == COMPLETE:
             raise ConfigError(

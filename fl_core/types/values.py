@@ -319,7 +319,7 @@ class Examples(ABC):
     def _no_device_augmentation(self) -> ConfigError:
         return ConfigError(
             "E-CFG-08",
-            f"expected examples that can be augmented on a device, found {type(self).__name__}, which augments where "
+            f"expected examples that can be augmented on a device, found {type(self).__name__}, which augments while "
             "it reads: leave train.augment_on_device out",
         )
 

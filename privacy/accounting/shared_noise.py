@@ -101,7 +101,7 @@ class SharedFigures:
     def __str__(self) -> str:
         n, c = self.terms.silos, self.terms.colluding
         return (
-            f"shared out under masks among {n} hospitals: epsilon {self.promised:.2f} while at most {c} of the others "
-            f"{'colludes' if c == 1 else 'collude'} with the coordinator, {self.all_honest:.2f} with all of them there "
-            f"and honest, {self.alone:.2f} if the masks fail"
+            f"shared out under masks among {n} hospitals: epsilon {self.promised:.2f} while at most {c} of the "
+            f"others {'colludes' if c == 1 else 'collude'} with the coordinator, {self.all_honest:.2f} if all take "
+            f"part and are honest, {self.alone:.2f} if the masks fail"
         )

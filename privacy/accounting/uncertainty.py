@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fl_core.aggregation.update_check import NoisyRows
 
 NOISY = "noise larger than signal"
-IMPOSSIBLE = "no counts can be these"
+IMPOSSIBLE = "no counts give these values"
 UNBOUNDED = "its noise has no bound"
 LEVEL = 0.95
 LAST = 5

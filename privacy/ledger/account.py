@@ -204,7 +204,7 @@ class Account:
                 refusal = Refusal.of(event.detail)
                 self.refusals[refusal.coordinator, refusal.code] = refusal.times
             else:
-                raise InvalidEventError(f"{event.state} is about no entry")
+                raise InvalidEventError(f"{event.state} refers to no entry")
         except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
             raise InvalidEventError(f"its detail cannot be read ({type(error).__name__}: {error})") from error
 
@@ -242,7 +242,7 @@ class Account:
     def _load(self, facts: Mapping[str, Any]) -> None:
         """Take over the state of a ledger of version 1 (`privacy.ledger.before_the_key`)."""
         if self.entries or self.versions:
-            raise InvalidEventError("a ledger comes under a key before anything else")
+            raise InvalidEventError("the first event must put the ledger under a key")
         self.collections = {name: (unit, at) for name, (unit, at) in facts["collections"].items()}
         self.single = {name for name, (unit, _) in self.collections.items() if unit == "record"}
         self.versions = {fingerprint: DataVersion(*row) for fingerprint, row in facts["versions"].items()}
@@ -357,7 +357,7 @@ def refused(
     if not all(bound.admits(of_run, requested) for bound in run):
         return RefusedError(
             "E-BUDGET-12",
-            f"what run {task.run}, and any of the same manifest, may spend of {collection!r} in all does not cover "
-            f"round {task.round + 1}: it asks for more than it announced, or than the policy allows one run",
+            f"round {task.round + 1} exceeds what run {task.run} and all runs of the same manifest may spend of "
+            f"{collection!r}: it asks for more than it announced, or than the policy allows for one run",
         )
     return None

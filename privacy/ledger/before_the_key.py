@@ -37,7 +37,7 @@ def snapshot(db: sqlite3.Connection, name: str) -> str:
     try:
         return _say(_read(db, events)) if events else ""
     except (InvalidEventError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError) as error:
-        raise _edited(name, f"its rows are not those of its events ({type(error).__name__}: {error})") from error
+        raise _edited(name, f"its rows do not match its events ({type(error).__name__}: {error})") from error
 
 
 def _read(db: sqlite3.Connection, events: Sequence[LedgerEvent]) -> Account:

@@ -84,6 +84,6 @@ def _unusable(file: Path, problem: str) -> StateError:
     return StateError(
         "E-BUDGET-14",
         f"expected the ledger's key in {file}, for its owner alone, found {problem}: restore it from its own backup; "
-        "if it is lost, so is the ledger: move that away, register the data again and run silo ledger restore, which "
-        "charges what may have been spent",
+        "if it is lost, the ledger is lost too: move the ledger away, register the data again and run silo ledger "
+        "restore, which charges what may have been spent",
     )

@@ -103,9 +103,9 @@ class RunLedger:
                     raise RefusedError(
                         "E-BUDGET-01",
                         f"expected all rounds to fit the budget of {collection!r} (epsilon {limit.epsilon:g}), found "
-                        f"that it takes {limit.used(mechanisms):.0%} of it where {1 - limit.used(spent_before):.0%} is "
-                        "left: ask for fewer rounds or a smaller epsilon, or set another budget"
-                        f"{limit.remedy(spent_before, mechanisms)}",
+                        f"that it takes {limit.used(mechanisms):.0%} of it and {1 - limit.used(spent_before):.0%} is "
+                        "left: ask for fewer rounds or a smaller epsilon, or set another "
+                        f"budget{limit.remedy(spent_before, mechanisms)}",
                     )
         for split, mechanisms in whole.items():
             task, bounds = self._task(0, True, split), self._bounds.get(split, ())

@@ -39,7 +39,7 @@ Config = RecordDpConfig | SiloDpConfig
 PLACEMENTS = {
     "local": "at the hospital, before anything leaves",
     "central": "at the coordinator, who is trusted",
-    "distributed": "shared out: each hospital adds a part under masks, enough in sums alone",
+    "distributed": "distributed: each hospital adds a part under masks, and only the sum has enough",
 }
 """Placements of noise, for reports."""
 

@@ -318,9 +318,12 @@ class _Joiner:
         if (spare := len(self._order) - t) == 0:
             who, blamed = f"{name} or one of {t} answers; one more answer tells which", None
         elif tried < _TRIES:
-            who, blamed = f"{name}, whom no choice of {t} answers fits, unless more than {spare} of these lie", dealer
+            who, blamed = (
+                f"{name}, whose share fits no choice of {t} answers, unless more than {spare} of them are false",
+                dealer,
+            )
         else:
             who, blamed = f"{name}, or several of the answers", None
         return SecaggError(
-            "E-RUN-48", f"expected shares of a seed that its hospital is bound to, found others, by {who}", blamed
+            "E-RUN-48", f"expected shares of the seed that its hospital committed to, found others, by {who}", blamed
         )

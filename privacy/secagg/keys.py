@@ -69,7 +69,7 @@ def verify_keys(run: SecaggRun, entries: Sequence[MemberKeys], trusted: KeyVerif
     for u, entry in enumerate(entries):
         keys = {entry.agree, entry.sign}
         if {len(entry.agree), len(entry.sign)} != {SECRET} or len(keys) < 2 or keys & seen:
-            raise SecaggError("E-ID-33", f"expected two keys of {entry.name} that nobody else has", u)
+            raise SecaggError("E-ID-33", f"expected two keys of {entry.name} that no other member has", u)
         if not trusted(entry, entry.message(run)):
             raise SecaggError(
                 "E-ID-33",

@@ -88,8 +88,9 @@ def require_unmasked(row: MaskedTaskRow | None, round: Round) -> None:
     if row.object_digest:
         raise SecaggError(
             "E-RUN-49",
-            f"expected the masked update of {round.kind} in round {round.number} as it was written, found it "
-            "damaged or asked for anew: a second one would show a difference of two; this hospital sits it out",
+            f"expected the masked update of {round.kind} in round {round.number} as it was written, found it damaged "
+            "or requested again: a second one would reveal the difference of two updates; this hospital skips the "
+            "round",
         )
     if row.seal_hash:
         raise SecaggError("E-RUN-50", f"round {round.number} is sealed: this update is too late")
@@ -151,7 +152,7 @@ def confirm(
     Guarantees: at most one set per task is signed; a repeated request gets the same bytes.
     """
     if (seal.run_id, seal.keys_digest) != (run.run_id, keys.keys_digest):
-        raise SecaggError("E-RUN-50", "expected a set of this run and its keys, found one of other ones")
+        raise SecaggError("E-RUN-50", "expected a set of this run and its keys, found one of another run or other keys")
     round = run.round(keys.keys_digest, seal.kind, seal.round, seal.base_digest, cohort)
     round.place(keys.index)
     keys.check_open(round)
@@ -177,8 +178,8 @@ def confirm(
     if row is not None and row.seal_hash and row.seal_hash != hashed:
         raise SecaggError(
             "E-RUN-50",
-            f"another set of {round.kind} in round {round.number} was confirmed here: a second one would open a "
-            "difference of two sums; the run ends, and a new one goes on from its last model",
+            f"another set of {round.kind} in round {round.number} was confirmed here: a second one would reveal the "
+            "difference of two sums; this run ends, and a new one can continue from its last model",
         )
     stored = row or MaskedTaskRow(round.kind, round.number, round.base_digest)
     if not stored.seal_hash:
@@ -263,7 +264,7 @@ def verify_census(
         upload.check(round, 0, classes)
         seed = proof.seeds.get(u, b"")
         if packages.commitment(round, u, u, CLASSES, seed) != upload.commitment(round, CLASSES, u):
-            raise SecaggError("E-RUN-48", f"expected the seed that {run.members[u]} is bound to, found another", u)
+            raise SecaggError("E-RUN-48", f"expected the seed that {run.members[u]} committed to, found another", u)
         np.add(total, upload.classes, out=total)
         add_mask(total, seed, round.context, CLASSES, subtract=True)
     check_words(total, round.n, round.title)

@@ -99,6 +99,6 @@ class SignedHead:
         restored, restored_hash = raw.get("restored", 0), raw.get("restored_hash", "")
         texts = (of, hash, signature, certificate, restored_hash)
         if type(number) is not int or type(restored) is not int or not all(isinstance(v, str) for v in texts):
-            raise TypeError("no head of an audit log")
+            raise TypeError("not the head of an audit log")
         signed = bytes.fromhex(str(signature)), str(certificate).encode()
         return cls(str(of), number, str(hash), *signed, restored, str(restored_hash))

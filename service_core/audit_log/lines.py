@@ -80,7 +80,7 @@ class LogLine:
             salt = _typed(fields, "salt", str, "")
             at = datetime.fromisoformat(_typed(fields, "at", str, None)).timestamp()
         except (RecursionError, TypeError, KeyError, AttributeError, OverflowError) as error:
-            raise ValueError(f"no line of an audit log: {error!r}") from None
+            raise ValueError(f"not a line of an audit log: {error!r}") from None
         if not 0 < number < 2**63:
             raise ValueError("a line without a number")
         return cls(number, at, before, LogEntry(**texts, **counts, head=head), salt)

@@ -132,8 +132,8 @@ class Database:
                 raise
             raise StateError(
                 "E-STATE-20",
-                f"expected that nobody else has {self.path} open while its journal becomes {mode}, found another "
-                "program: end it (silo page, for instance), and start again",
+                f"expected no other program to use {self.path} while its journal mode becomes {mode}, found one: "
+                "stop it (silo page, for instance), and start again",
             ) from error
 
     def _rehearsal_of(self, path: Path, contents: Callable[[], int]) -> Path:

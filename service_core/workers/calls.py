@@ -93,7 +93,7 @@ class Calls:
                     self._open.pop(number).set_exception(error)
         except Exception:  # no call may wait forever
             if not self._ended:
-                log.exception("the other side said what nobody understands, or this one cannot answer")
+                log.exception("the other side sent an invalid message, or this one cannot answer")
         self.close()
         self._line.incoming.close()
 
@@ -142,7 +142,7 @@ class Calls:
         try:
             self._line.write(data)
         except (OSError, ValueError):
-            log.debug("nobody waits for the answer to %s any more", name)
+            log.debug("the answer to %s is no longer needed", name)
 
     def _reply_later(self, number: int, name: str, read: Callable[[], object], event: Future[Any]) -> None:
         """Reply in another thread: the thread of the event must not wait for the other side to read."""

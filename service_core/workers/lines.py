@@ -75,9 +75,9 @@ class Line:
         try:
             message = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise ValueError("a line that is no JSON") from error
+            raise ValueError("a line that is not JSON") from error
         if not isinstance(message, dict):
-            raise ValueError("a line that is no JSON object")
+            raise ValueError("a line that is not a JSON object")
         return message
 
 
@@ -109,7 +109,7 @@ class ErrorLines:
     def read(self, raw: Mapping[str, str]) -> Exception:
         """Return the error that the other side wrote; raises TypeError or LookupError on anything else."""
         if not all(isinstance(text, str) for text in raw.values()):
-            raise TypeError("an error whose fields are not texts")
+            raise TypeError("an error whose fields are not text")
         raw = {name: text.encode(errors="replace").decode() for name, text in raw.items()}  # no protobuf has surrogates
         kind, message = raw["kind"], raw["message"]
         if kind == UnforeseenError.__name__:

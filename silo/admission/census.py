@@ -69,7 +69,9 @@ def read_proof(file: Path) -> silo_side.CensusProof:
                 path.write_bytes(raw)
                 read[index] = bytes.fromhex(digests.digest(raw)), _upload(BundleFile(path))
     except (DecodeError, ValueError, LookupError, ProtocolError) as error:
-        raise SecaggError("E-RUN-48", f"expected what a census was opened from, found other bytes: {error}") from error
+        raise SecaggError(
+            "E-RUN-48", f"expected the messages that open a census, found other bytes: {error}"
+        ) from error
     seeds = {seed.member: seed.seed for seed in message.seeds if seed.block == BLOCK_OF_CLASSES}
     return silo_side.CensusProof(seal, {c.index: c.signature for c in message.confirmations}, read, seeds)
 

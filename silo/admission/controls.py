@@ -303,8 +303,8 @@ class HospitalControls(HospitalRules):
         if floor is not None and (sent is None or sent.tolist() != list(coverage.hospitals)):
             raise SecaggError(
                 "E-RUN-48",
-                "expected of the coordinator how many hospitals each class has, as the census proves it, found "
-                "something else: nothing is sent",
+                "expected the number of hospitals of each class as the census proves it, found other numbers from "
+                "the coordinator: nothing is sent",
             )
         return coverage if new else None
 
@@ -418,7 +418,7 @@ def _require_planned(run: CompiledRun, task: TaskQuestion) -> None:
         raise ProtocolError(
             "E-RUN-33",
             f"expected a {key.kind.value} task for silos {cohort} in round {key.round + 1} of {manifest.rounds}, "
-            f"found one for silo {index} in a cohort of {task.cohort}: the offer does not follow from the manifest",
+            f"found one for silo {index} in a cohort of {task.cohort}: the offer contradicts the manifest",
         )
 
 

@@ -54,8 +54,8 @@ class AnswerMemory:
             if any(key.kind.ends_run or row.coordinator == coordinator for row in others):
                 raise RefusedError(
                     "E-RUN-33",
-                    f"expected {key} about the model {others[0].base_digest[:16]}, as it was asked for first, found "
-                    f"{base_digest[:16]}: a task is about one model for ever; ask the lead for a new run",
+                    f"expected {key} about the model {others[0].base_digest[:16]}, as in the first request, found "
+                    f"{base_digest[:16]}: a task never changes its model; ask the lead for a new run",
                 )
             if len(of_task) > len(others):
                 return
@@ -120,8 +120,9 @@ def keep_to_one_set(db: Connection, key: TaskKey, base_digest: str, inside: Sequ
         if (row.base_digest == base_digest or row.content in contents) and row.inside not in ("", text):
             raise SecaggError(
                 "E-RUN-50",
-                f"a sum about the model of {key} was opened here for another set of members, in round {row.round + 1}: "
-                "a second one would show the difference; the run ends, and a new one goes on from its last model",
+                f"in round {row.round + 1}, a sum about the model of {key} was opened here for another set of "
+                "members: a second sum would reveal the difference; this run ends, and a new one can continue from "
+                "its last model",
             )
     this = [answers.c[name] == value for name, value in {**_place(key), "base_digest": base_digest}.items()]
     if not db.execute(update(answers).where(*this).values(inside=text)).rowcount:

@@ -26,8 +26,8 @@ def in_force(home: Home) -> Policy:
     elif home.had_policy.exists():
         raise RefusedError(
             "E-POLICY-13",
-            f"expected the policy file {home.policy}, which was here before, found none: put it back; where the "
-            f"defaults are meant from now on, say so with an empty one: touch {shlex.quote(str(home.policy))}",
+            f"expected the policy file {home.policy}, which was here before, found none: put it back; to use the "
+            f"defaults from now on, create an empty one: touch {shlex.quote(str(home.policy))}",
         )
     return policy
 

@@ -122,8 +122,8 @@ NAMED = (
     "smallest counts"
 )
 COUNTED = (
-    "the number of hospitals per class is counted under masks; of a class that this hospital alone has, "
-    "the sums are its own, without its name"
+    "the number of hospitals per class is counted under masks; for a class that only this hospital has, the sums "
+    "are its own contribution, without its name"
 )
 """Descriptions of the class count before round 1: in a plain run, and in a masked one."""
 
@@ -151,8 +151,8 @@ def warn_of_few(run: CompiledRun, examples: int) -> None:
     """Warn if second moments leave that sum over fewer examples than a feature vector has numbers."""
     if run.method.exact and examples < (numbers := features_of(run.model).feature_dim):
         log.warning(
-            "%s: second moments of %d numbers leave without noise, of fewer training examples than that: sums of few "
-            "examples show which vectors these can be; %s. privacy=dp_record protects them; [privacy] require = "
+            "%s: second moments of %d numbers leave without noise, from fewer training examples than that: such sums "
+            "limit which vectors the examples can have; %s. privacy=dp_record protects them; [privacy] require = "
             '"dp_record" in policy.toml refuses other runs',
             run.manifest.name,
             numbers,

@@ -302,10 +302,10 @@ def collection_json(ledger: Ledger, name: str) -> dict[str, Any]:
 
 
 _LEGEND = (
-    "unit: what a budget protects. counted: the epsilon of private runs, as the filter of the budget counts it; truly "
-    "spent: by the privacy loss of all releases together. used: the share of the budget as the filter adds it up, to "
-    "which epsilon is not in proportion: at 100 % it is the budget's. one replaced: epsilon where one record is "
-    "exchanged for another, instead of added or removed."
+    "unit: what a budget protects. counted: the epsilon of private runs, as the filter of the budget counts it; "
+    "truly spent: by the privacy loss of all releases together. used: the share of the budget as the filter adds it "
+    "up. Epsilon does not grow in proportion to it; at 100 % it is the budget's epsilon. one replaced: epsilon if "
+    "one record is replaced by another, instead of added or removed."
 )
 
 

@@ -97,7 +97,7 @@ class Session:
         self._call = self._stub.Session(self._messages())
         threading.Thread(target=self._read, name="session-read", daemon=True).start()
         if not self._answered.wait(timeout_s):
-            self._fail(UnavailableError("E-NET-12", f"expected a welcome within {timeout_s:g} s, found silence"))
+            self._fail(UnavailableError("E-NET-12", f"expected a welcome within {timeout_s:g} s, found none"))
         if self.welcome is None:
             raise self.error or UnavailableError("E-NET-12", "expected a welcome, found the end of the session")
         try:
@@ -112,7 +112,7 @@ class Session:
         """Put a message on the stream. After the stream has ended it is dropped; the next hello repeats its content."""
         self._outgoing.put(message)
         if self._outgoing.qsize() > _MAX_UNREAD:
-            self._fail(UnavailableError("E-NET-12", "the coordinator reads nothing of this session"))
+            self._fail(UnavailableError("E-NET-12", "the coordinator does not read this session"))
 
     def send_pulse(self) -> None:
         """Send the next pulse as soon as the minimum interval allows."""

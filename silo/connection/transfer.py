@@ -216,7 +216,7 @@ class Transfer:
                     raise connection.explained(to_federation_error(error, idle)) from error
                 raise UnavailableError("E-NET-12", f"no byte moved for {self._retry_policy.idle_s:g} s") from error
         if received < entry.size:
-            raise ProtocolError("E-WIRE-04", f"expected {entry.size} bytes to be there, found {received}")
+            raise ProtocolError("E-WIRE-04", f"expected {entry.size} bytes to have arrived, found {received}")
 
     # ---- down --------------------------------------------------------------------------------------------------
 
@@ -308,6 +308,6 @@ def _require_room(file: Path, size: int) -> None:
     if size > (room := disk.available(file.parent)):
         raise RefusedError(
             "E-RUN-38",
-            f"expected room for {max(size, 0)} bytes beside the reserve of the disk of {file.parent}, found {room}: "
+            f"expected room for {max(size, 0)} bytes on the disk of {file.parent}, above its reserve, found {room}: "
             "free some",
         )

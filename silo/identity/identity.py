@@ -245,4 +245,4 @@ class SiloIdentity:
 
 
 def _wrong_certificate(what: str) -> RefusedError:
-    return RefusedError("E-ID-31", f"expected the certificate that was asked for, but {what}; nothing was changed")
+    return RefusedError("E-ID-31", f"expected the requested certificate, but {what}; nothing was changed")

@@ -127,7 +127,8 @@ class PinnedPeers:
                 raise ConfigError(
                     "E-ID-16",
                     f"expected a member {name} with the key {format_fingerprint(fingerprint)} in the roster, found "
-                    f"{listed}; ask that hospital for its `silo fingerprint` by another way than this software",
+                    f"{listed}; ask that hospital for its `silo fingerprint` outside this software, for example by "
+                    "telephone",
                 )
             marked = replace(pinned, by_hand={**pinned.by_hand, name: fingerprint})
             marked._pin(pinned.signed, {**pinned.pins, name: fingerprint})

@@ -274,7 +274,7 @@ class Examination:
         elif self.invitation is not None:
             credentials, addresses = self.invitation.credentials, self.invitation.addresses
         else:
-            remedy = "silo doctor --token-file FILE tries the way there before you join"
+            remedy = "silo doctor --token-file FILE tests the connection before you join"
             yield checks.warning("network", "not checked: the coordinator's address is not known yet", remedy)
             return
         yield from checks.proxy(addresses)
@@ -318,7 +318,7 @@ class Examination:
         device = choose_device(self.device)
         if device.type != "cuda":
             if torch.version.cuda is not None and not torch.cuda.is_available():
-                yield checks.ok("device", f"{device}; this torch could use a GPU and finds none")
+                yield checks.ok("device", f"{device}; this torch supports GPUs and finds none")
             else:
                 yield checks.ok("device", str(device))
             return

@@ -294,13 +294,13 @@ class PacsClient:
             to = "the same host"
             with suppress(ValueError):
                 to = printable((urlsplit(response.headers.get("Location", "")).hostname or to)[:100])
-            text = f"expected an answer of {of}, found that it sends elsewhere ({to}), which is not followed: name that"
-            raise ConfigError("E-DATA-22", f"{text} address if it is the hospital's")
+            text = f"expected an answer of {of}, found a redirect to {to}, which is not followed: use that"
+            raise ConfigError("E-DATA-22", f"{text} address if it belongs to the hospital")
         if status in (401, 403):
-            remedy = "correct the file named by credentials=FILE (user:password), or ask whoever runs the PACS"
+            remedy = "correct the file named by credentials=FILE (user:password), or ask the administrators of the PACS"
             raise ConfigError("E-DATA-22", f"expected access to {of}, found that it refuses (HTTP {status}): {remedy}")
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise LeftOutError("compressed by HTTP, which nobody asked for")
+            raise LeftOutError("compressed by HTTP, which the request did not allow")
         if status in (404, 410):
             raise LeftOutError(f"the PACS does not have it any more (HTTP {status})")
         if status in _BUSY:
@@ -308,11 +308,11 @@ class PacsClient:
         if status in _AWAY or (listing and status >= 500):
             raise _away(of, f"HTTP {status}")
         if status not in (200, 204, 206):
-            raise LeftOutError(f"the PACS does not give it (HTTP {status})")
+            raise LeftOutError(f"the PACS refuses to send it (HTTP {status})")
 
 
 def _away(host: str, why: str) -> UnavailableError:
-    return UnavailableError("E-DATA-21", f"expected an answer of the PACS {host}, found: {why}; it is asked again")
+    return UnavailableError("E-DATA-21", f"expected an answer of the PACS {host}, found: {why}; it will be asked again")
 
 
 def _no_list(host: str, found: str) -> ConfigError:

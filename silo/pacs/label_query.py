@@ -89,11 +89,13 @@ def ask(file: Path, column: str, stop: CancelToken, keys: Sequence[str] = KEYS) 
     with _said(url, file, stop), _connected(url, stop) as db:
         answer = db.execution_options(stream_results=True, no_parameters=True).exec_driver_sql(query.query)
         if not answer.returns_rows:
-            raise DataError("E-DATA-07", f"expected rows from {where}, found a statement without any: write a SELECT")
+            raise DataError(
+                "E-DATA-07", f"expected rows from {where}, found a statement that returns no rows: write a SELECT"
+            )
         header = [composed(name) for name in answer.keys()]  # noqa: SIM118 - no mapping
         if len(set(header)) < len(header) or column not in header:
             raise DataError(
-                "E-DATA-07", f"expected columns of different names, {column!r} among them, from {where}, found {header}"
+                "E-DATA-07", f"expected columns of different names, including {column!r}, from {where}, found {header}"
             )
         return LabelTable.of(header, _rows(answer, header, where, stop), column, where, f"query:{query.digest}", keys)
 
@@ -136,8 +138,8 @@ def _address(query: LabelQuery, file: Path) -> URL:
     if kind != "postgresql":
         raise ConfigError(
             "E-CFG-02",
-            f"expected a database that can be opened for reading alone (sqlite, postgresql) in {file}, found {kind}: "
-            "export a table of labels from it (labels=FILE.csv:COLUMN)",
+            f"expected a database that can be opened read-only (sqlite, postgresql) in {file}, found {kind}: export "
+            "a table of labels from it (labels=FILE.csv:COLUMN)",
         )
     require("psycopg", "sql", "labels from PostgreSQL")
     secret = read_private(file.parent / query.password).decode().strip() if query.password else None
@@ -187,7 +189,8 @@ def _said(url: URL, file: Path, stop: CancelToken) -> Iterator[None]:
         stop.raise_if_cancelled()
         if error.connection_invalidated or _is_away(_line(error)):
             raise UnavailableError(
-                "E-DATA-21", f"expected an answer of the database at {host}, found: {_line(error)}; it is asked again"
+                "E-DATA-21",
+                f"expected an answer of the database at {host}, found: {_line(error)}; it will be asked again",
             ) from None
         if isinstance(error, OperationalError):
             raise ConfigError("E-DATA-22", f"expected to read the database at {host}, found: {_line(error)}") from None

@@ -340,7 +340,7 @@ class _Look:
                 if reason:
                     self._leave_out(name, "files that cannot be read", reason)
                 elif not name.isprintable():
-                    self._leave_out(printable(name), "files whose name is no text", "rename it")
+                    self._leave_out(printable(name), "files whose name is not valid text", "rename it")
                 else:
                     self._studies += 1
                     self._add_file(name, times)
@@ -353,7 +353,9 @@ class _Look:
         if row is None:
             self._unlabelled += 1
         elif word in (path.name, path.stem) and word != path.as_posix() and times[word] > 1:
-            self._leave_out(name, "images with the name of others", f"write its path in place of {word} into the table")
+            self._leave_out(
+                name, "images with the same name as another", f"write its path in place of {word} into the table"
+            )
         else:
             self._nameless += not row.patient
             patient = row.patient or word
@@ -376,7 +378,7 @@ class _Look:
                     try:
                         self._add_study(pacs, study)
                     except LeftOutError as error:
-                        self._leave_out(uid, "studies that the PACS lists and does not give", str(error))
+                        self._leave_out(uid, "studies that the PACS lists but does not send", str(error))
 
     def _add_study(self, pacs: PacsClient, study: Facts) -> None:
         number = without = 0
@@ -389,10 +391,10 @@ class _Look:
                     number += 1
                     self._add(instance, row)
             except LeftOutError as error:
-                self._leave_out(series["SeriesInstanceUID"], "series that the PACS lists and does not give", str(error))
+                self._leave_out(series["SeriesInstanceUID"], "series that the PACS lists but does not send", str(error))
         self._unlabelled += without
         if not number and not without:
-            self._leave_out(study["StudyInstanceUID"], "studies without an image", "no object in the series asked for")
+            self._leave_out(study["StudyInstanceUID"], "studies without an image", "no object in the requested series")
 
     def _add(self, instance: Instance, row: LabelRow) -> None:
         if not is_uid(instance.uid):
@@ -445,8 +447,8 @@ class _Look:
             if size > most:
                 raise ConfigError(
                     "E-CFG-02",
-                    f"expected at most {source.cache:g} GiB of images of the PACS, found more: ask for "
-                    "fewer (modality, date, description, accessions), or for more room (cache=GIB)",
+                    f"expected at most {source.cache:g} GiB of images of the PACS, found more: ask for fewer "
+                    "(modality, date, description, accessions), or raise the limit (cache=GIB)",
                 )
             if available(folder) < 0:
                 raise disk_error(folder, full=True, cause="")
@@ -454,7 +456,7 @@ class _Look:
                 try:
                     made, bytes_ = self._mirror._retrieve(pacs, name, (study, series))
                 except LeftOutError as error:
-                    self._leave_out(Path(name).stem, "objects that the PACS lists and does not give", str(error))
+                    self._leave_out(Path(name).stem, "objects that the PACS lists but does not send", str(error))
                     self._db.execute("UPDATE images SET digest = '' WHERE name = ?", (name,))
                     continue
                 change = "UPDATE images SET digest = ?, bytes = ?, reason = NULL WHERE name = ?"

@@ -57,13 +57,14 @@ class Spending:
                 return f"{start} There is no budget: private runs are refused."
             return f"{start} The budget of epsilon {self.limit:g} is too small for any run." if self.closed else start
         of = "" if self.limit is None else f" of {self.limit:g}"
-        factor = f"a factor of {math.exp(self.spent):,.2g}" if self.spent < _SAYABLE else "a factor beyond a million"
+        factor = (
+            f"a factor of {math.exp(self.spent):,.2g}" if self.spent < _SAYABLE else "a factor of more than a million"
+        )
         if self.spent < math.log(100):
             factor = f"a factor of {math.exp(self.spent):.1f}"
         return (
-            f"Epsilon {self.spent:.2f}{of} is spent for {unit} in {charged}: whatever others learn from these runs "
-            f"alone, their odds of guessing right about one of them have grown by at most {factor} (but for a chance "
-            f"of {self.delta:g})."
+            f"Epsilon {self.spent:.2f}{of} is spent for {unit} in {charged}. From these runs alone, the odds of a "
+            f"correct guess about one of them grow by at most {factor} (except with probability {self.delta:g})."
         )
 
     @property

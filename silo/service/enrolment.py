@@ -136,8 +136,8 @@ def install_signed(text: str, home: Home, authority: str | None, clock: Clock = 
     elif not identity.joined:
         raise RefusedError(
             "E-ID-10",
-            f"expected the fingerprint that the lead reads out (--authority), found none: the answer is of "
-            f"{format_fingerprint(fingerprint)}",
+            "expected the fingerprint that the lead reads out (--authority), found none: the answer is from the "
+            f"authority {format_fingerprint(fingerprint)}",
         )
     if identity.joined:
         _require_authority(identity.ca_fingerprint(), fingerprint)

@@ -60,13 +60,13 @@ class Launcher:
         try:
             kind, *words = shlex.split(text)
         except ValueError as error:
-            raise _unusable(text, f"a text that cannot be read ({error})") from None
+            raise _unusable(text, f"text that cannot be parsed ({error})") from None
         launcher = cls(kind, tuple(words), home)
         if kind == LOCAL and not words:
             return launcher
         if kind == SLURM:
             if wrong := [word for word in words if not word.startswith("-")]:
-                raise _unusable(text, f"{wrong[0]!r}, which is no option: write --partition=gpu")
+                raise _unusable(text, f"{wrong[0]!r}, which is not an option: write --partition=gpu")
             programs: Sequence[str] = _PROGRAMS
         elif kind == COMMAND and words:
             launcher._filled("name")
@@ -137,7 +137,7 @@ class Launcher:
                 filled.append(word.format(**one))
             except (ValueError, LookupError) as error:
                 raise _unusable(
-                    shlex.join(self.words), f"{error} in {word!r}; {{worker}} and {{arguments}} are words of their own"
+                    shlex.join(self.words), f"{error} in {word!r}; {{worker}} and {{arguments}} must be separate words"
                 ) from None
         if not starts:
             raise _unusable(shlex.join(self.words), "neither {worker} nor {arguments}, so that no worker would start")
@@ -147,8 +147,8 @@ class Launcher:
 def _unusable(text: str, problem: str) -> ConfigError:
     return ConfigError(
         "E-CFG-02",
-        f"expected --launcher local, slurm with options of srun, or command with a template of {{worker}} (or "
-        f"{{arguments}} behind a Python of its own), {{home}} and {{name}}, found {problem}, in {text[:200]!r}",
+        "expected --launcher local, slurm with options of srun, or command with a template of {worker} (or "
+        f"{{arguments}} after your own Python), {{home}} and {{name}}, found {problem}, in {text[:200]!r}",
     )
 
 

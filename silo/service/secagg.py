@@ -125,7 +125,7 @@ class SecaggMember:
                 min_sum=self.min_sum(),
             )
             if before is None or not before.seal_hash:
-                text = f"{key}: the one set of this round is signed, {len(updates)} updates"
+                text = f"{key}: signed the aggregation set of this round, {len(updates)} updates"
                 self.emit(event("sealed", text, key, {"included": masked_run.keys.index in dict(updates)}))
             answer = pb.SecaggConfirm(
                 run_id=key.run_id,
@@ -152,7 +152,9 @@ class SecaggMember:
             )
             row, cohort = self.store.secagg.row(key), masked_run.terms.cohort_of(key)
             opened = silo_side.answer(masked_run.terms.run, masked_run.keys, opening, row, cohort=cohort)
-            self._tell_once((key, opened.seal_hash), "opened", f"{key}: the shares that open its set were sent", key)
+            self._tell_once(
+                (key, opened.seal_hash), "opened", f"{key}: sent the shares that open its aggregation set", key
+            )
             shares = [pb.SecaggShare(block=b, dealer=u, slot=v, share=share) for b, u, v, share in opened.shares]
             answer = pb.SecaggShares(
                 run_id=key.run_id, round=key.round, kind=key.wire_kind, seal_hash=opened.seal_hash, shares=shares

@@ -161,11 +161,11 @@ class Service:
         self._emit(
             event(
                 "privacy",
-                "privacy: each run's manifest decides, within this hospital's policy (silo policy show): in a run with "
-                "secure aggregation updates leave under masks, and the coordinator reads sums of at least three "
-                "hospitals alone; in any other run it reads each update, under the profile 'none' as exact float32 "
-                "numbers without noise. Under 'dp_record' and 'dp_silo_small' noise is added, charged to the ledger "
-                "(silo ledger show)",
+                "privacy: each run's manifest decides, within this hospital's policy (silo policy show). With "
+                "secure aggregation, updates leave under masks and the coordinator reads only sums of at least "
+                "three hospitals. Without it, the coordinator reads each update; under the profile 'none' these are "
+                "exact float32 numbers without noise. The profiles 'dp_record' and 'dp_silo_small' add noise and "
+                "charge the ledger (silo ledger show)",
                 facts={"profiles": ", ".join(("none", *PRIVATE_PROFILES)), "policy": self._controls.policy_digest()},
             )
         )

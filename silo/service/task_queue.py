@@ -350,7 +350,7 @@ class TaskQueue:
     def _settle(self, key: TaskKey, included: bool) -> None:
         claimed, included = included, included and self._store.entry(key) is not None
         if self._concerns(key.run_id) and self._store.close(key, included):
-            remark = ": nothing was sent from here, although the coordinator says so" if claimed != included else ""
+            remark = ": nothing was sent from here, although the coordinator says it was" if claimed != included else ""
             text = f"{key} closed, {'' if included else 'not '}included{remark}"
             self._emit(event("closed", text, key, {"included": included}))
         if (self._pulse.run_id, self._pulse.round) == (key.run_id, key.round):

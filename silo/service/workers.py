@@ -299,7 +299,7 @@ class CagedWorker:
                 if home.shares_ledger and self._place.machine != machine():
                     raise StateError(
                         "E-RUN-55",
-                        f"expected a ledger of this home alone, since its worker is on another machine, found "
+                        "expected a ledger that only this home uses, since its worker is on another machine, found "
                         f"{home.ledger}: services that share a ledger must run on one machine, with their workers",
                     )
                 folders = home.path, home.ledger.parent, home.ledger_key.parent
@@ -323,7 +323,7 @@ class CagedWorker:
             self.end()
             rmtree(self._scratch, ignore_errors=True)
             if isinstance(error, (WorkerEndedError, OSError)):
-                raise StateError("E-RUN-55", f"expected a worker that starts, found that {error}") from error
+                raise StateError("E-RUN-55", f"expected the worker to start, found that {error}") from error
             raise
         self._since = time.monotonic()
         if self._run_id:
@@ -409,9 +409,9 @@ class CagedWorker:
                     continue
                 failure = ERRORS.read(message["failed"])
                 if isinstance(failure, CancelledError) and (service is None or not service.stop.is_cancelled):
-                    raise ValueError("it gave up what nobody else had")
+                    raise ValueError("it cancelled a task that was not cancelled")
             except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-                raise self._ended(f"it said what nobody understands ({error})") from error
+                raise self._ended(f"it sent an invalid message ({error})") from error
             self._busy = False
             raise failure
 
@@ -442,7 +442,7 @@ class CagedWorker:
         elif what == "computed":
             self._computed(TaskKind(facts[0]), facts[1])
         elif service is None:
-            raise ValueError(f"expected that it starts, found {what!r}")
+            raise ValueError(f"expected the messages of a start, found {what!r}")
         elif what == "fetch":
             self._fetch(service, *facts)
         elif what == "event":
@@ -454,7 +454,7 @@ class CagedWorker:
         elif what == "tell":
             told = ERRORS.read(facts)
             if not isinstance(told, FederationError) or isinstance(told, CancelledError):
-                raise ValueError(f"found {told!r} to be told")
+                raise ValueError(f"found {told!r} instead of an error to report")
             service.tell(told)
         elif what == "begin":
             service.training_begins(facts)

@@ -282,7 +282,7 @@ class FeatureCache:
 def _too_large() -> RefusedError:
     return RefusedError(
         "E-RUN-38",
-        "expected features of this hospital's examples that fit into what it keeps of them, found more: serve with a "
+        "expected features of this hospital's examples that fit into its feature cache, found more: serve with a "
         "larger --feature-cache, or choose a body with fewer features",
     )
 

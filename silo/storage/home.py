@@ -108,7 +108,7 @@ class Home:
         try:
             place = json.loads(path.read_text())
             if not isinstance(place, dict) or not all(isinstance(v, str) and v for v in place.values()):
-                raise TypeError("it is no table of paths")
+                raise TypeError("it is not a table of paths")
         except FileNotFoundError:
             if not path.is_symlink():
                 return {}

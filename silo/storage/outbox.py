@@ -162,6 +162,6 @@ def read_manifest(path: Path, digest: str) -> RunManifest:
 def _lost(run_id: str, round: int, present: str) -> StateError:
     return StateError(
         "E-STATE-24",
-        f"expected what this hospital keeps of {run_id} since round {round + 1}, found {present}: restore its home "
-        "from a backup of that time; a run with lost_state=restart goes on from the beginning here",
+        f"expected this hospital's state of {run_id} from round {round + 1}, found {present}: restore its home from "
+        "a backup of that time; in a run with lost_state=restart, this hospital starts again",
     )

@@ -338,7 +338,7 @@ def _put_round(db: Connection, key: TaskKey, row: MaskedTaskRow) -> None:
 def _no_keys(run_id: str) -> SecaggError:
     return SecaggError(
         "E-RUN-50",
-        f"expected this hospital's keys of run {run_id}, found none: the run has ended here, or the hospital's service "
-        "was put back from a backup or set up anew. It takes part in the next run; ask the lead for one from the last "
-        "model",
+        f"expected this hospital's keys of run {run_id}, found none: the run has ended here, or the hospital's "
+        "service was restored from a backup or set up again. It can take part in the next run; ask the lead for one "
+        "from the last model",
     )

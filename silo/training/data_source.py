@@ -153,8 +153,8 @@ class DataSource:
         if self._loader.cache_bytes == 0:
             return "decoded images are not cached (--image-cache 0)"
         return (
-            f"decoded images are kept in {self._loader.folder}, at most {self._loader.cache_bytes / 2**30:g} GiB, in a "
-            "file without a name that is gone when the service ends (--image-cache 0 keeps none)"
+            f"decoded images are cached in {self._loader.folder}, at most {self._loader.cache_bytes / 2**30:g} GiB, "
+            "in an unnamed file that is deleted when the service ends (--image-cache 0 keeps none)"
         )
 
     @property

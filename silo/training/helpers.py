@@ -79,7 +79,10 @@ def undivided(run: CompiledRun, at_once: int) -> str:
         return "the model has batch norm, which mixes the examples of a batch; the lead can set model.norm=group"
     if at_once >= train.batch_size:
         key = "privacy.physical_batch" if run.profile.private_form else "train.micro_batch"
-        return f"a step is computed at once; the lead can set {key} to a part of train.batch_size={train.batch_size}"
+        return (
+            f"each step is computed in one piece; the lead can set {key} to a part of "
+            f"train.batch_size={train.batch_size}"
+        )
     if train.compile:
         return "train.compile=true computes parts of other sizes by other kernels"
     return ""

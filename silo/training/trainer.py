@@ -104,7 +104,7 @@ class PreparedRun:
             raise RefusedError(
                 "E-RUN-38",
                 f"expected {memory.mib(need)} of free disk for the run's bases, update and state, found less: free "
-                "some where the silo's home lies, or choose a smaller model",
+                "some on the disk of the silo's home, or choose a smaller model",
             )
         self.require_memory()
 
@@ -523,8 +523,8 @@ class Trainer:
         if digests != start.broadcast or digests.get("w") != start.model:
             raise ProtocolError(
                 "E-RUN-33",
-                f"expected to start from {start}, found the model {digests.get('w', 'none')[:16]} or other tensors "
-                "beside it than the manifest names: ask the lead",
+                f"expected to start from {start}, found the model {digests.get('w', 'none')[:16]} or tensors with it "
+                "that the manifest does not name: ask the lead",
             )
 
 

@@ -115,7 +115,7 @@ def rehearse(writable: Sequence[Path]) -> Walls:
         )
         return Walls(**json.loads(done.stdout))
     except (OSError, subprocess.SubprocessError, ValueError, TypeError) as error:
-        return Walls(*[f"it could not be tried: {error}"] * 3)
+        return Walls(*[f"it could not be tested: {error}"] * 3)
 
 
 def _built(
@@ -135,7 +135,7 @@ def _built(
             continue
         except OSError:
             pass
-        return "it was tried and did not hold"
+        return "it was tested and did not hold"
     return ""
 
 
@@ -175,7 +175,7 @@ def _without_network() -> str:
             address = listener.getsockname()
             return _built(_leave_network, [partial(_open_socket, socket.AF_INET, address)], OSError)
     except OSError as error:
-        return f"it could not be tried: {error}"
+        return f"it could not be tested: {error}"
 
 
 def _leave_network() -> None:
@@ -245,7 +245,7 @@ class _Program(ctypes.Structure):
 def _filter_calls() -> None:
     """Block system calls that reach a network or another process, and all calls of other ABIs (i386, x32)."""
     if platform.machine() not in _ARCHITECTURES:
-        raise OSError(f"no numbers of system calls for {platform.machine()}")
+        raise OSError(f"no table of system calls for {platform.machine()}")
     audit, column = _ARCHITECTURES[platform.machine()]
     refused = [numbers[column] for numbers in _REFUSED.values()]
     head = [(_LOAD, 0, 0, _ARCHITECTURE), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _REFUSE), (_LOAD, 0, 0, _NUMBER)]

@@ -76,7 +76,11 @@ def _join_service(setup: Mapping[str, Any], home: Home) -> None:
     """Check software version and locks of a remote service before sharing its home; raises StateError (E-RUN-55)."""
     if setup["software"] != software():
         raise StateError(
-            "E-RUN-55", f"expected a worker of {setup['software']}, as the service, found {software()}: install that"
+            "E-RUN-55",
+            (
+                f"expected a worker of {setup['software']}, the version of the service, found {software()}: install "
+                "the service's version"
+            ),
         )
     require_locks(Path(setup["scratch"]), setup["locks"])
     use(home.worker_lock)

@@ -221,7 +221,7 @@ class TaskWork:
         access = self.controls.admit(request._replace(task=question)).task
         assert access is not None
         if access.census is not None:
-            text = "; ".join([f"{question.key.run_id}: the census is proved", *access.census.sentences()])
+            text = "; ".join([f"{question.key.run_id}: the census is verified", *access.census.sentences()])
             left_out = len(access.census.left_out)
             task.service.emit(event("census", text, facts={"run": question.key.run_id, "withheld": left_out}))
         return access

@@ -130,7 +130,10 @@ def test_what_a_hospital_prints_of_all_its_runs_is_what_the_rows_say(venus: Worl
 
 
 def test_a_run_tells_the_lead_which_form_its_method_takes(venus: World, runs: dict[str, str]) -> None:
-    told, home = "fedmr takes its private form: method.inter_weighting=example (was batch)", ("--home", str(venus.home))
+    told, home = (
+        "fedmr uses the options of its private form: method.inter_weighting=example (was batch)",
+        ("--home", str(venus.home)),
+    )
     asked = venus.call("coordinator", "run", "method=fedmr", *RUN, "--detach", *home)
     assert told in asked.stderr
     detached = next(r["run"] for r in venus.lead("runs") if r["run"] not in runs.values())

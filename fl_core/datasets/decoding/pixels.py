@@ -166,7 +166,7 @@ def _readable(path: Path) -> Iterator[None]:
             raise UnreadableError(f"more than {MAX_PIXELS} pixels: make it smaller") from error
         if isinstance(error, UnidentifiedImageError):
             bare = "DICOM without preamble and meta header (PS3.10): store it as a DICOM file"
-            other = "no image in a format that is read here, whatever its name says"
+            other = "not an image in a supported format, whatever its name says"
             raise UnreadableError(bare if dicom.lacks_preamble(path) else other) from error
         raise UnreadableError(str(error).replace(str(path), path.name) or type(error).__name__) from error
 

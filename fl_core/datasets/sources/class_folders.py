@@ -62,7 +62,7 @@ def scan(root: Path, classes: Sequence[str] | None) -> SourceIndex:
             "E-DATA-07",
             "subfolders beside train/ and test/ (images in them)",
             [f"{folder.name!r}: {len(tree.images(folder))}" for folder in levels if folder not in halves],
-            "Move them below train/ or test/, or away",
+            "Move them below train/ or test/, or out of the folder",
         )
         problems += problem(
             "E-DATA-07",
@@ -81,7 +81,7 @@ def scan(root: Path, classes: Sequence[str] | None) -> SourceIndex:
         contents, remedy = (
             ("none", "check the path")
             if not loose
-            else (f"{loose} images that lie in no class", "put each into a subfolder that is named after its class")
+            else (f"{loose} images outside any class", "put each into a subfolder that is named after its class")
         )
         raise DataError("E-DATA-02", f"expected one subfolder per class in {root}, found {contents}: {remedy}")
     problems += tree.problems()
@@ -159,7 +159,7 @@ class _Tree:
 
     def notes(self) -> tuple[str, ...]:
         listed = ", ".join(f"{name} ({n})" if n > 1 else name for name, n in sorted(self._skipped.items()))
-        return (f"folders of systems and file servers, which are left out: {listed}",) if listed else ()
+        return (f"system folders, which are left out: {listed}",) if listed else ()
 
     def problems(self) -> tuple[CheckProblem, ...]:
         closed = sorted(set(self._closed))

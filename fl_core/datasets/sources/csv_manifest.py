@@ -59,11 +59,9 @@ class ListSchema:
                 "E-CFG-02", f"expected one of label, labels and one_hot, found {' and '.join(ways) or 'none'}: name one"
             )
         if self.separator and not self.label:
-            raise ConfigError("E-CFG-02", "expected a separator of the labels in one column (label): take it out")
+            raise ConfigError("E-CFG-02", "expected a separator only with one label column (label): remove it")
         if len(set(self.columns)) != len(self.columns) or not all(self.columns):
-            raise ConfigError(
-                "E-CFG-02", f"expected a column of its own for each role, found {self.columns}: correct it"
-            )
+            raise ConfigError("E-CFG-02", f"expected a separate column for each role, found {self.columns}: correct it")
 
     @property
     def columns(self) -> Sequence[str]:
@@ -106,7 +104,7 @@ def scan(file: Path, classes: Sequence[str] | None) -> SourceIndex:
     lost = [item.name for item in items if not _is_file(item.path)]
     remedy = f"Restore these files below {file.parent}, or remove their rows"
     if any("\\" in name or name[1:3] == ":/" for name in lost):
-        remedy = f"Paths of Windows (backslashes, drive letters): write them as they lie below {file.parent}, with /"
+        remedy = f"Windows paths (backslashes, drive letters): write them relative to {file.parent}, with /"
     times = Counter(item.path.resolve() for item in items)
     twice = sorted({item.name for item in items if times[item.path.resolve()] > 1})
     problems = (
@@ -189,7 +187,7 @@ class _Rows:
         answers = {name: read_label(row[name], self._unknown) for name in self._schema.one_hot}
         right = [name for name, answer in answers.items() if answer == FOUND]
         if len(right) != 1:
-            raise ValueError(f"{len(right)} of the columns of classes are 1, where one should be")
+            raise ValueError(f"{len(right)} class columns are 1, expected exactly one")
         return right[0]
 
     def _several(self, row: Row) -> tuple[int, ...] | frozenset[str] | None:

@@ -63,7 +63,11 @@ class LabelColumns:
         return (
             f"records in which a label was looked for, of {len(targets)}: {each or 'none'}; those in which it was "
             "found are counted as its examples",
-            *([f"labels that nobody looked for here: {', '.join(none)}; they are unknown, not absent"] if none else []),
+            *(
+                [f"labels that were not looked for here: {', '.join(none)}; they are unknown, not absent"]
+                if none
+                else []
+            ),
             *([f"records in which no label was looked for: {empty}; nothing is learnt from them"] if empty else []),
         )
 

@@ -268,7 +268,7 @@ class _Rows:
         if len(cells) != self._cells:
             return self._fault(line, "more or fewer cells than the header has")
         if len(self._facts) >= MAX_ROWS:
-            raise DataError("E-DATA-07", f"expected at most {MAX_ROWS} rows, found more: divide the table")
+            raise DataError("E-DATA-07", f"expected at most {MAX_ROWS} rows, found more: split the table")
         numbers: list[float] = []
         cell_texts: list[tuple[str, NumberTexts]] = []
         for column, parse, k in zip(self.schema.columns, self._parsers, self._inputs, strict=True):

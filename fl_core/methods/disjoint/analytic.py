@@ -287,12 +287,12 @@ class Analytic(FedAvg):
 
     @property
     def unsupported(self) -> Mapping[Capability, str]:
-        left_out = "set cohort=0: who is left out of the one sum is left out of the model"
+        left_out = "set cohort=0: a hospital that is left out of the only sum is left out of the model"
         reasons = {**super().unsupported, Capability.PARTIAL_PARTICIPATION: left_out}
         if self.per_label:
             return {
                 **reasons,
-                Capability.DIFFERENTIAL_PRIVACY: "a head for each label has no noisy release: take fedavg",
+                Capability.DIFFERENTIAL_PRIVACY: "a head for each label has no noisy release: use fedavg",
             }
         if not self._estimates:
             return reasons

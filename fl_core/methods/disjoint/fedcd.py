@@ -261,11 +261,11 @@ class FedCD(FedAvg):
     @property
     def unsupported(self) -> Mapping[Capability, str]:
         each = (
-            {Capability.SECURE_AGGREGATION: "set method.acla=stale, which needs sums alone"}
+            {Capability.SECURE_AGGREGATION: "set method.acla=stale, which needs only sums"}
             if self.unsummed_parts
             else {}
         )
-        remedy = "it clusters features by many queries and counts examples exactly: take fednh, fedproc or fedmr"
+        remedy = "it clusters features by many queries and counts examples exactly: use fednh, fedproc or fedmr"
         return {**each, Capability.DIFFERENTIAL_PRIVACY: remedy}
 
     @property

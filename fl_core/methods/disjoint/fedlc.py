@@ -106,7 +106,7 @@ class FedLC(FedAvg):
         if self.missing == "floor":
             counts = counts.clamp_min(1.0)
         elif self.tau and int((counts > 0).sum()) < 2:
-            log.warning("a single class is present here: with missing=mask it trains nothing")
+            log.warning("only one class is present here: with missing=mask this silo trains nothing")
         of = calibrated_ce if self.form == "calibrated" else published_ce
 
         def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:

@@ -105,7 +105,7 @@ class FedVLS(FedAvg):
         counts = data.class_counts()
         vacant = counts <= 0
         if self.gamma and int((~vacant).sum()) < 2:
-            log.warning("a single class is present here: it trains nothing unless method.gamma=0")
+            log.warning("only one class is present here: this silo trains nothing unless method.gamma=0")
         teacher = frozen_copy(model) if self.lam and int(vacant.sum()) > 1 else None
 
         def loss(model: nn.Module, x: Tensor, y: Tensor) -> Losses:

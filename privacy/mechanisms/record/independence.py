@@ -76,7 +76,7 @@ def check_rows(query: ClassSums | MomentSums, schema: Schema) -> None:
     if alone.shape[:1] != (6,) or among.shape[:1] != batch[1].shape:
         raise _refused(f"a query of {len(batch[1])} examples has {tuple(among.shape)} numbers")
     if not (moved := _distance(alone, among[kept])) <= PROBES[-1][1]:
-        raise _refused(f"its vector in a sum moves by {moved:.1e} when others come")
+        raise _refused(f"its vector in a sum moves by {moved:.1e} when other examples are added")
 
 
 def blanks(schema: Schema, n: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -127,7 +127,7 @@ class _Probe:
         again = self.observe(base, stay)
         self.compare("others came before", alone, again)
         if not _distance(alone.coupled, again.coupled) <= self.tolerance:
-            raise _refused("the coupled term of a batch moves when other batches came before")
+            raise _refused("the coupled term of a batch changes after other batches")
 
     def check_crowded(self, n: int) -> None:
         base = self.batch(1, 99)
@@ -289,8 +289,8 @@ class DrawDetector:
         if any(not torch.equal(a, b) for a, b in zip(self._before, self._states(), strict=True)):
             raise RefusedError(
                 "E-PRIV-16",
-                "expected a loss that draws no random numbers, found that it does: draws follow the places of a batch, "
-                "which move when another example comes",
+                "expected a loss that draws no random numbers, found that it does: the random numbers depend on the "
+                "position in the batch, which changes when an example is added",
             )
 
     def _states(self) -> list[Tensor]:

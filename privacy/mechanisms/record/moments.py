@@ -75,7 +75,7 @@ class ReleaseGrid:
         if room <= 0:
             raise ConfigError(
                 "E-PRIV-20",
-                f"expected a grid of numbers of at least {NOISE_STDS * std:.3g}, which noise can be, found "
+                f"expected a grid for numbers up to {NOISE_STDS * std:.3g}, since noise can be that large, found "
                 f"{self.most:g}: set secagg.ring=ring64",
             )
         return room

@@ -140,7 +140,7 @@ class SiloDpGuard(Guard):
         if most > self.grid.bound(segment) * (1 + 1e-9):  # both are floats
             raise ConfigError(
                 "E-PRIV-20",
-                f"expected a grid of at least {most:.4g} for {segment!r}, which it can be with noise, "
+                f"expected a grid of at least {most:.4g} for {segment!r}, since it can be that large with noise, "
                 f"found {self.grid.bound(segment):.4g}: set secagg.ring=ring64 or a smaller privacy.clip",
             )
         if steps < MIN_SIGMA:
@@ -270,8 +270,8 @@ def silo_level(run: RunSetup) -> SiloDpGuard:
     if method.exact:
         raise ConfigError(
             "E-PRIV-16",
-            f"method {method.name} sends sums over examples, of which one clip for a whole hospital leaves the "
-            "direction alone: set privacy=dp_record, where each record is bounded",
+            f"method {method.name} sends sums over examples, and one clip for a whole hospital would leave only "
+            "their direction: set privacy=dp_record, where each record is bounded",
         )
     uniform = terms.weights == "uniform"
     if not uniform and (missing := [m.name for m in manifest.members if m.units < 1]):
@@ -299,7 +299,7 @@ def silo_level(run: RunSetup) -> SiloDpGuard:
     if odd := sorted(name for name, w in weights.items() if w not in (0.0, 1.0, SIZE)):
         raise ConfigError(
             "E-PRIV-16",
-            f"method {method.name} weighs {odd[0]!r} by what follows from data: set method.weights=uniform",
+            f"method {method.name} weighs {odd[0]!r} by values that depend on the data: set method.weights=uniform",
         )
     most = 1 if uniform else max(m.units for m in manifest.members)
     trained = max(map(len, run.training_rounds))

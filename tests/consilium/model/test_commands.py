@@ -118,7 +118,7 @@ def test_a_folder_of_images_a_broken_one_and_status_2(
     done = consilium("predict", model, "in")
     assert done.status == 2
     assert re.search(r"^in/a\.png\s+\d\s+\d+\.\d %\s+-", done.out, re.MULTILINE)
-    assert re.search(r"^in/b\.png\s+-\s+-\s+-\s+no image in a format", done.out, re.MULTILINE)
+    assert re.search(r"^in/b\.png\s+-\s+-\s+-\s+not an image in a", done.out, re.MULTILINE)
     assert "1 of 2 could not be classified" in done.err
     assert "not calibrated" in done.out
 

@@ -75,7 +75,7 @@ def test_a_file_that_breaks_is_named_and_the_others_are_classified(
     predictions = {Path(p.name).name: p for p in Predictor(model).predictions(found)}
     problems = {name: p.problem for name, p in predictions.items() if p.problem}
     assert set(problems) == {"a.png", "b.dcm", "notes.txt"}
-    assert "no image in a format that is read here" in problems["b.dcm"]
+    assert "not an image in a supported format" in problems["b.dcm"]
     assert all(predictions[file.name].answer in TAUGHT for file in good)
     assert found.notes == ("1 other files were not read",)
 

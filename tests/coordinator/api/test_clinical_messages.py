@@ -124,7 +124,7 @@ def test_a_person_reads_a_row_per_class_and_over_how_many_classes_means_are() ->
     assert "melanoma" in text
     assert "over 2 of 3 classes that have test examples: macro AUC" in text
     assert "balanced accuracy" not in text  # the one of all test images stands elsewhere
-    assert "without 3 test examples whose hospitals send accuracies alone" in text
+    assert "without 3 test examples whose hospitals send only accuracies" in text
 
 
 def test_a_run_whose_hospitals_send_correct_answers_alone_says_why_it_has_no_auc() -> None:

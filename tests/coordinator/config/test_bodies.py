@@ -204,7 +204,7 @@ def test_files_that_are_not_there_or_no_encoders_are_refused_by_name(tmp_path: P
     assert "found none" in refused(compose_spec(words(file)))
     file.with_suffix(".yaml").write_text(DECLARED)
     for content, said in (
-        (b"\xff" * 100, "no ONNX model"),
+        (b"\xff" * 100, "not an ONNX model"),
         (model_of([node("Loop", "x", "y")]).SerializeToString(), "'Loop'"),
         (bomb(), "MiB of memory"),
     ):

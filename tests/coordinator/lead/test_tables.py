@@ -29,8 +29,8 @@ from tests.support.made_up_service import MASKED, every_kind
         (0.923, "92.30 %"),
         (1.0, "100.00 %"),
         (-1.0, "-"),
-        (-0.031, "withheld: no counts can be these"),
-        (1.2, "withheld: no counts can be these"),
+        (-0.031, "withheld: no counts give these values"),
+        (1.2, "withheld: no counts give these values"),
     ],
 )
 def test_what_can_be_no_accuracy_is_not_shown_as_one(share: float, shown: str) -> None:

@@ -255,7 +255,7 @@ def test_a_run_in_a_terminal_asks_whether_to_go_on_without_classes(three, monkey
         status = end.exit_code
     out, err = capsys.readouterr()
     run = world.server.store.runs.find("latest")
-    asked = "Go on without these classes?" in out + err
+    asked = "Continue without these classes?" in out + err
     assert asked == (answer is not None)
     if answer == "y\n":
         assert (status, world.run(run.id).state) == (0, RunState.FINISHED)

@@ -373,7 +373,7 @@ def test_a_set_waits_for_its_lost_update_and_takes_no_other(four: World) -> None
         run = four.ended(run.id)
         assert run.state is RunState.PAUSED
         assert "E-RUN-45" in run.reason
-        assert "none here of north" in run.reason
+        assert "those of north lost" in run.reason
         *_, offer = (m.offer for m in people["north"].received if m.HasField("offer"))  # a slow machine offers again
         with pytest.raises(grpc.RpcError, match=r"E-RUN-06.*set was fixed"):
             send(four.transfer("north"), "north", offer, b"another update")

@@ -186,7 +186,7 @@ def test_a_run_without_privacy_begins_with_a_quorum_that_was_named_although_othe
     dispatcher.hear(session(), said(ready=False, code="E-POLICY-15", reason="not this code"))
     assert asking.over() is None
     (event,) = [e for e in dispatcher.store.runs.events("run-1", 0) if e.kind == "warning"]
-    assert "began with the given quorum of 2, although 1 refused" in event.text
+    assert "started with the given quorum of 2, although 1 refused" in event.text
     assert "north: E-POLICY-15" in event.text
 
 

@@ -271,7 +271,7 @@ def test_a_service_that_stops_ends_processes_that_hang_while_they_load(
         errors = list[UnavailableError]()
 
         def submit() -> None:
-            with pytest.raises(UnavailableError, match=r"E-RUN-56.*give the command again") as raised:
+            with pytest.raises(UnavailableError, match=r"E-RUN-56.*run the command again") as raised:
                 made.world.submit(manifest(rounds=2), "another")
             errors.append(raised.value)
 
@@ -296,7 +296,7 @@ def test_a_process_that_is_not_ready_in_time_pauses_its_run_and_the_reason_says_
         made.come()
         monkeypatch.setattr(run_workers, "launch_here", lambda: programmed(HANGS))
         monkeypatch.setattr(run_workers, "START_S", 0.5)
-        with pytest.raises(UnavailableError, match=r"E-RUN-56.*not ready within 0\.5 s.*give the command again"):
+        with pytest.raises(UnavailableError, match=r"E-RUN-56.*not ready within 0\.5 s.*run the command again"):
             made.world.submit(manifest(rounds=1))
         monkeypatch.undo()
         run_id = submitted_before_its_worker_hangs(made.world, monkeypatch)

@@ -50,10 +50,10 @@ def moved(v: Tensor) -> None:
 Change = Callable[[Tensor], object]
 COUNT_LIES: list[tuple[Change, str]] = [
     (lambda v: v.view(-1)[0].add_(1), "expected"),
-    (lambda v: v.view(-1)[0].add_(0.5), "no count"),
-    (lambda v: v.view(-1)[0].sub_(1e6), "no count"),
+    (lambda v: v.view(-1)[0].add_(0.5), "not a count"),
+    (lambda v: v.view(-1)[0].sub_(1e6), "not a count"),
     (lambda v: v.fill_(1e38), "expected"),
-    (lambda v: v.view(-1)[0].add_(1e-40), "no count"),
+    (lambda v: v.view(-1)[0].add_(1e-40), "not a count"),
 ]
 LIES: list[tuple[str, Change, str]] = [
     *(

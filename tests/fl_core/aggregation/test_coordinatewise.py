@@ -110,7 +110,7 @@ def test_which_methods_they_go_with(aggregator: str) -> None:
         if name not in refused:
             assert RunSetup.of(run).aggregator == AGGREGATORS[aggregator]()
             continue
-        with pytest.raises(ConfigError, match=f"E-CFG-08: method {name} .*{aggregator}: .*take norm_clipped"):
+        with pytest.raises(ConfigError, match=f"E-CFG-08: method {name} .*{aggregator}: .*use norm_clipped"):
             RunSetup.of(run)
 
 

@@ -123,8 +123,8 @@ def test_anything_but_one_image_and_one_output_is_refused() -> None:
     two = plain()
     two.graph.output.append(two.graph.input[0])
     assert "1 inputs and 2 outputs" in refused(two)
-    assert "no image" in refused(model_of([FLAT], dims=(1, 768)))
-    assert "no image" in refused(model_of([FLAT], kind=TensorProto.INT64))
+    assert "not an image" in refused(model_of([FLAT], dims=(1, 768)))
+    assert "not an image" in refused(model_of([FLAT], kind=TensorProto.INT64))
     assert "0 inputs" in refused(b"")
     constant = model_of([node("Constant", "", "y", value_floats=[1.0])])
     assert "does not depend on the image" in refused(constant)
@@ -147,7 +147,7 @@ def test_no_shape_index_or_whole_number_may_follow_from_the_image(what: str) -> 
     """So memory, time and failure are the same for every image: no graph asks whether a record is like this."""
     before = [node("Greater", "x x", "b"), node("Neg", "x", "s")]
     initial = [whole("one", 1), whole("two", 2), whole("r", 1), whole("t", 1)]
-    assert "follows from the image" in refused(model_of([*before, *FROM_IMAGE[what]], initial))
+    assert "depends on the image" in refused(model_of([*before, *FROM_IMAGE[what]], initial))
 
 
 def test_shapes_may_follow_from_the_shape_of_the_image() -> None:
@@ -157,15 +157,15 @@ def test_shapes_may_follow_from_the_shape_of_the_image() -> None:
 
 def test_values_are_made_once_and_before_they_are_read() -> None:
     late = [node("Relu", "a", "y"), node("Relu", "x", "a")]
-    assert "'a', which is read before it is made" in refused(model_of(late))
-    assert "'y', which is made twice" in refused(model_of([FLAT, FLAT]))
-    assert "'x', which is made twice" in refused(model_of([node("Relu", "x", "x"), FLAT]))
+    assert "'a', which is used before it is computed" in refused(model_of(late))
+    assert "'y', which is computed twice" in refused(model_of([FLAT, FLAT]))
+    assert "'x', which is computed twice" in refused(model_of([node("Relu", "x", "x"), FLAT]))
 
 
 def test_names_that_are_no_text_are_refused() -> None:
     raw = model_of([node("Flatten", "x", "y", axis=1)]).SerializeToString()
-    assert "no text" in refused(raw.replace(b"Flatten", b"\xed\xa0\x80tten"))  # a surrogate
-    assert "no text" in refused(model_of([node("Relu", "x", "a" * 5000), FLAT]))
+    assert "not text" in refused(raw.replace(b"Flatten", b"\xed\xa0\x80tten"))  # a surrogate
+    assert "not text" in refused(model_of([node("Relu", "x", "a" * 5000), FLAT]))
 
 
 def test_of_a_field_that_stands_twice_both_are_read() -> None:

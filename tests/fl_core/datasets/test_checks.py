@@ -44,7 +44,7 @@ def test_values_of_12_bits_in_16_are_noted_as_next_to_black_in_every_form(tmp_pa
     file = tmp_path / "dark/train/a/1.png"
     assert np.asarray(open_image(file)).max() <= 16
     assert content(file).depth == described(file).bits == 16
-    assert "next to black, on at most a sixteenth of the range of their values: 4 (" in notes(tmp_path / "dark")
+    assert "almost black, with at most a sixteenth of their range of values: 4 (" in notes(tmp_path / "dark")
     assert "black" not in notes(tmp_path / "full")
 
 

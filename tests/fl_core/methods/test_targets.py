@@ -68,7 +68,7 @@ def test_the_methods_that_say_so_are_these() -> None:
 @pytest.mark.parametrize("name", sorted({*METHODS} - {*LEARN, "analytic", "fedproc"}))
 def test_all_others_are_refused_by_name(name: str) -> None:
     for capability in (Capability.COARSE_LABELS, Capability.MULTI_LABEL):
-        with pytest.raises(ConfigError, match=f"method {name} does not go with {capability.value}"):
+        with pytest.raises(ConfigError, match=f"method {name} cannot be used with {capability.value}"):
             check_supported(build_method(name, {}), {capability})
 
 

@@ -171,7 +171,7 @@ def test_methods_whose_server_sees_single_parts_are_refused_on_both_sides(method
     made = manifest(method, aggregator="mean")
     run = replace(made, secagg=run_of().secagg)
     for build in (RunSetup.of, CompiledRun.of):
-        with pytest.raises(ConfigError, match=rf"E-CFG-08.*{method} does not go with secure aggregation"):
+        with pytest.raises(ConfigError, match=rf"E-CFG-08.*{method} cannot be used with secure aggregation"):
             build(run)
 
 

@@ -141,6 +141,6 @@ def test_a_silo_refuses_a_manifest_that_only_says_that_the_form_was_taken(
 def test_preview_says_which_form_is_taken() -> None:
     words = ["privacy", "preview", *TYPED, "rounds=2", "--sizes", "300"]
     shown = CliRunner().invoke(program().build(["privacy"]), words)
-    assert "fedmr takes its private form: method.inter_weighting=example (was batch)" in shown.output
+    assert "fedmr uses the options of its private form: method.inter_weighting=example (was batch)" in shown.output
     found = json.loads(CliRunner().invoke(program().build(["privacy"]), [*words, "--json"]).stdout)
     assert found["private_form"] == {"inter_weighting": "batch"}

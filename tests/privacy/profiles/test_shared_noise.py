@@ -333,7 +333,7 @@ def test_a_grid_without_room_for_moments_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"set secagg.ring=ring64") as found:
         moments.ReleaseGrid(2.0**-12, 1e5).room(1.0)
     assert found.value.code == "E-PRIV-20"
-    with pytest.raises(ConfigError, match="which noise can be, found 5"):
+    with pytest.raises(ConfigError, match="since noise can be that large, found 5"):
         moments.ReleaseGrid(2.0**-26, 5.0).room(1.0)
 
 
@@ -474,7 +474,7 @@ def test_three_epsilons_are_planned_and_reported() -> None:
         "colluding": 1,
         "noise_alone": pytest.approx(z / math.sqrt(3)),
     }
-    assert "shared out" in str(report["noise"])
+    assert "distributed" in str(report["noise"])
     local = CompiledRun.of(digits()[0]).profile
     plain = local.report([local.releases(0)] * 6)
     assert plain is not None

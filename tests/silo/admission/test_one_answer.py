@@ -115,7 +115,7 @@ def test_a_helper_that_is_called_absent_does_not_open_the_same_model_for_the_oth
     hospital.settled(2)
     said = next(n for n in reversed(hospital.notices) if n.event == "closed")
     assert said.facts["included"] is False
-    assert "not included: nothing was sent from here, although the coordinator says so" in said.text
+    assert "not included: nothing was sent from here, although the coordinator says it was" in said.text
     assert [task.included for task in hospital.service.store.history()[0].tasks] == [True, False]
 
 

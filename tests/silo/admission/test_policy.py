@@ -252,7 +252,7 @@ def test_a_policy_sends_no_more_than_correct_answers_of_an_evaluation_where_it_d
 
 
 def test_an_empty_policy_file_means_what_no_file_means(tmp_path) -> None:
-    """What to do after E-POLICY-13, whose advice is an empty file "where the defaults are meant"."""
+    """What to do after E-POLICY-13, whose advice is an empty file "to use the defaults"."""
     home = Home(tmp_path / "home").make()
     absent = in_force(home)
     home.policy.touch(mode=0o600)

@@ -91,14 +91,14 @@ def test_a_query_that_writes_is_refused_and_writes_nothing(tmp_path: Path, query
 @pytest.mark.parametrize(
     ("url", "query", "said"),
     [
-        ("mysql://a@db/ris", QUERY, "opened for reading alone"),
+        ("mysql://a@db/ris", QUERY, "opened read-only"),
         ("postgresql://a:hunter2@db/ris", QUERY, "password = FILE"),
         ("nonsense", QUERY, "postgresql://USER@HOST/DATABASE"),
         ("sqlite:////nowhere/ris.db", QUERY, "no such file"),
         ("sqlite://", QUERY, "no such file"),
         ("sqlite:///{db}", "   ", "found none: write one"),
         ("sqlite:///{db}", "SELECT finding FROM reports", "expected one of the columns SeriesInstanceUID"),
-        ("sqlite:///{db}", 'SELECT accession AS "AccessionNumber" FROM reports', "'finding' among them"),
+        ("sqlite:///{db}", 'SELECT accession AS "AccessionNumber" FROM reports', "including 'finding'"),
         ("sqlite:///{db}", 'SELECT accession AS finding, finding FROM reports', "columns of different names"),
         ("sqlite:///{db}", "SELEC", "syntax error"),
         ("sqlite:///{db}", "SELECT * FROM other", "no such table"),

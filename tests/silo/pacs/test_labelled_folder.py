@@ -98,7 +98,7 @@ def test_a_name_that_several_images_have_labels_none_of_them(images: Path, tmp_p
         write_image(images / f"A{k}" / "same.png", 40 * k, (16, 16))
     text = "file,diagnosis\nsame.png,a\nscan3-0.png,b\n"
     found = look(served(tmp_path, text))
-    assert (found.images, found.left_out) == (1, {"images with the name of others": 2})
+    assert (found.images, found.left_out) == (1, {"images with the same name as another": 2})
     assert "A1/same.png" in found.file.read_text()
     found = look(made := served(tmp_path, text.replace("same.png", "A1/same.png")))
     assert (found.images, rows_of(made)["A1/same.png"]["label"]) == (2, "a")

@@ -308,7 +308,7 @@ def test_empty_studies_missing_tags_and_broken_objects_are_named_left_out_and_co
     assert found.left_out == {
         "studies without an image": 2,
         "objects that cannot be read": 3,
-        "objects that the PACS lists and does not give": 2,
+        "objects that the PACS lists but does not send": 2,
     }
     named = left_out(found)
     assert named["1.2.3.0.7"][1] == "DICOM without the tag BitsStored: export it again"
@@ -330,7 +330,7 @@ def test_a_study_that_vanishes_while_it_is_listed_is_left_out(bench: Bench) -> N
     bench.study(2)
     bench.pacs.before = lambda request: "/studies/1.2.2/" in request.path and not send(request, 404)
     found = bench.listed()
-    assert (found.images, found.left_out) == (1, {"studies that the PACS lists and does not give": 1})
+    assert (found.images, found.left_out) == (1, {"studies that the PACS lists but does not send": 1})
 
 
 def test_nothing_left_is_an_error_that_says_what_was_left_out(bench: Bench) -> None:
@@ -424,10 +424,10 @@ def test_what_alone_gets_an_error_is_left_out_and_holds_up_nothing_else(bench: B
     for k in range(6):
         bench.study(k, series=2)
     wrong = {
-        "/studies/1.2.1/series": "studies that the PACS lists and does not give",
-        "/series/1.2.2.1/instances": "series that the PACS lists and does not give",
-        "/instances/1.2.3.0.7": "objects that the PACS lists and does not give",
-        "/instances/1.2.4.1.7": "objects that the PACS lists and does not give",
+        "/studies/1.2.1/series": "studies that the PACS lists but does not send",
+        "/series/1.2.2.1/instances": "series that the PACS lists but does not send",
+        "/instances/1.2.3.0.7": "objects that the PACS lists but does not send",
+        "/instances/1.2.4.1.7": "objects that the PACS lists but does not send",
     }
 
     def before(request: Any) -> bool:
@@ -635,12 +635,12 @@ def test_a_redirect_is_refused_and_the_password_goes_nowhere_else(bench: Bench, 
     password = _password(tmp_path)
     with pacs() as other:
         bench.pacs.before = lambda request: not send(request, 302, Location=other.url)
-        with pytest.raises(ConfigError, match=r"E-DATA-22.*sends elsewhere \(127\.0\.0\.1\)"):
+        with pytest.raises(ConfigError, match=r"E-DATA-22.*a redirect to 127\.0\.0\.1"):
             bench.listed(credentials=password)
         assert other.asked == []
     for place in ("https://[::1", "", "\x1b[31m//x", "https://" + "a" * 5000):
         bench.pacs.before = lambda request, place=place: not send(request, 307, Location=place)
-        with pytest.raises(ConfigError, match=r"E-DATA-22.*sends elsewhere") as refused:
+        with pytest.raises(ConfigError, match=r"E-DATA-22.*a redirect") as refused:
             bench.listed()
         assert "\x1b" not in str(refused.value)
 
@@ -752,7 +752,7 @@ def test_an_answer_without_end_is_cut_off(bench: Bench, monkeypatch: pytest.Monk
     found = bench.listed()
     assert (found.images, sum(found.left_out.values())) == (1, 1)
     why = left_out(found)["1.2.2.0.7"][1]
-    assert why == ("compressed by HTTP, which nobody asked for" if level == "zipped" else "more than 1 MiB")
+    assert why == ("compressed by HTTP, which the request did not allow" if level == "zipped" else "more than 1 MiB")
 
 
 @pytest.mark.parametrize(
@@ -763,7 +763,7 @@ def test_a_multipart_answer_that_is_none_is_left_out(bench: Bench, body: bytes) 
     bench.study(2)
     held = bench.pacs.studies["1.2.2"].series["1.2.2.0"].instances
     held["1.2.2.0.7"] = lambda request: send(request, 200, body, "multipart/related; boundary=b")
-    assert (bench.listed().images, bench.listed().left_out) == (1, {"objects that the PACS lists and does not give": 1})
+    assert (bench.listed().images, bench.listed().left_out) == (1, {"objects that the PACS lists but does not send": 1})
 
 
 def test_an_answer_that_drips_is_cut_off(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -935,7 +935,7 @@ def test_every_failure_says_what_to_do(bench: Bench) -> None:
     for code in ("E-DATA-21", "E-DATA-22"):
         assert len(EXPLANATIONS[code]) >= 3
     bench.pacs.before = lambda request: not send(request, 403)
-    with pytest.raises(FederationError, match="ask whoever runs the PACS"):
+    with pytest.raises(FederationError, match="ask the administrators of the PACS"):
         bench.listed()
 
 

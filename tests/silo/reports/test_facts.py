@@ -268,7 +268,7 @@ def test_a_guarantee_speaks_of_private_runs_and_counts_the_updates_that_left_wit
     spent(ledger)
     mine = datasets.load(DATA).fingerprint
     found = spending(ledger, None, TRAIN)
-    assert "in private runs: whatever others learn from these runs alone" in found.sentence()
+    assert "in private runs. From these runs alone" in found.sentence()
     assert found.warning == ""
     updates = [UnprotectedUpdate(run, mine, splits) for run, splits in (("a", BOTH), ("a", BOTH), ("b", ("test",)))]
     of = {name: spending(ledger, None, name, updates=updates) for name in (TRAIN, TEST, "hospital")}

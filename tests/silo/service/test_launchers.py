@@ -69,20 +69,20 @@ def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "cannot be read"),
+        ("", "cannot be parsed"),
         ("nobody", "something else"),
         ("local --fast", "something else"),
         ("command", "something else"),
-        ("command 'env", "cannot be read"),
+        ("command 'env", "cannot be parsed"),
         ("command env python3", "neither {worker} nor {arguments}"),
         ("command env {wroker}", "{wroker}"),
         ("command env {worker} {0}", "{0}"),
         ("command env {worker} {", "'{'"),
-        ("command env x{worker}", "words of their own"),
+        ("command env x{worker}", "separate words"),
         ("command env {home.path} {worker}", "{home.path}"),
         ("command no-such-program {worker}", "no program 'no-such-program'"),
-        ("slurm gpu", "'gpu', which is no option"),
-        ("slurm -p gpu", "'gpu', which is no option"),
+        ("slurm gpu", "'gpu', which is not an option"),
+        ("slurm -p gpu", "'gpu', which is not an option"),
     ],
 )
 def test_what_could_never_start_a_worker_is_refused_with_words(
@@ -183,7 +183,7 @@ def started(place: SiloSettings) -> CagedWorker:
 def test_a_shared_ledger_is_refused_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "machine", lambda: "another")
     monkeypatch.setenv("CONSILIUM_SILO_LEDGER", str(tmp_path / "elsewhere" / "ledger.db"))
-    with pytest.raises(StateError, match=r"E-RUN-55.*ledger of this home alone"):
+    with pytest.raises(StateError, match=r"E-RUN-55.*ledger that only this home uses"):
         started(settings(tmp_path / "home", CLEAN))
 
 

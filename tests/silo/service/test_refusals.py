@@ -73,7 +73,7 @@ def test_a_refusal_over_the_hospitals_images_names_no_file_of_it(started, tmp_pa
     hospital = started(manifest(**facts), data=f"folder:{images}")
     for file in images.rglob("*.png"):
         file.write_bytes(file.read_bytes()[:60])  # sound when the service starts, damaged when it trains
-    assert any("decoded images are kept in" in notice.text for notice in hospital.notices)
+    assert any("decoded images are cached in" in notice.text for notice in hospital.notices)
     hospital.offer()
     answer = hospital.refused()
     assert answer.code.startswith("E-DATA")

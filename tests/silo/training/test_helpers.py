@@ -135,7 +135,7 @@ def test_a_run_whose_steps_are_computed_at_once_says_that_one_process_trains(ser
     hospital = serving(replace(DIVIDED, train=TrainConfig(epochs=1, batch_size=64)), 2)
     hospital.train()
     assert (
-        "in 1 of 2 processes, since a step is computed at once; the lead can set train.micro_batch"
+        "in 1 of 2 processes, since each step is computed in one piece; the lead can set train.micro_batch"
         in (said_of_training(hospital)[0])
     )
 

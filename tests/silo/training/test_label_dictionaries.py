@@ -68,7 +68,7 @@ def test_a_policy_that_requires_masks_keeps_the_digest_too(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("method", "digest", "code", "said"),
     [
-        ("fedmr", "", "E-CFG-08", "method fedmr does not go with coarse labels"),
+        ("fedmr", "", "E-CFG-08", "method fedmr cannot be used with coarse labels"),
         ("fedavg", "0" * 64, "E-DATA-05", "expected the label dictionary 0000000000000000"),
     ],
 )

@@ -88,7 +88,7 @@ def test_a_plain_runs_answer_names_the_classes_trained_except_what_the_question_
 
 
 def test_the_question_of_a_masked_run_says_that_classes_are_counted_and_that_of_a_private_one_says_nothing():
-    alone = "of a class that this hospital alone has, the sums are its own, without its name"
+    alone = "for a class that only this hospital has, the sums are its own contribution, without its name"
     question = describe_request(CompiledRun.of(masked_manifest(secagg=Secagg(1, census=True))))
     assert "; before round 1 the number of hospitals per class is counted under masks; " + alone in question
     for run in (private(), masked_manifest(secagg=Secagg(1)), manifest(rounds=0)):

@@ -206,7 +206,7 @@ def test_a_wall_that_was_built_and_lets_through_what_it_must_refuse_does_not_hol
     tmp_path: Path, wall: str, build: str
 ) -> None:
     walls = Walls(*inside(tmp_path, USERS[-1], "walls", f"cage.{build} = lambda *_: None"))
-    assert getattr(walls, wall) == "it was tried and did not hold"
+    assert getattr(walls, wall) == "it was tested and did not hold"
 
 
 def test_without_namespace_and_filter_nobody_says_that_it_is_offline_or_opens_no_socket(tmp_path: Path) -> None:

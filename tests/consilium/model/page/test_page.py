@@ -93,7 +93,7 @@ def test_a_file_that_is_no_image_says_so_and_shows_nothing(page: PredictionPage,
     browser = Browser(server).open()
     status, text = upload(browser, b"<svg onload=alert(1)>")
     assert status == 422
-    assert "no image in a format that is read here" in text
+    assert "not an image in a supported format" in text
     assert "No image yet" in browser.get().text
     assert [f.name for f in page.folder.iterdir()] == [server.file.name]
 

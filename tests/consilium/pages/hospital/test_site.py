@@ -112,7 +112,7 @@ def test_the_page_says_beside_the_spending_how_many_updates_left_without_privacy
     took_part(home, manifest(), "fedavg-digits-plain", rounds=4)
     shown = show(home)
     text = shown.text()
-    assert "is spent for each record in private runs: whatever others learn from these runs alone" in text
+    assert "is spent for each record in private runs. From these runs alone" in text
     assert "▲ 4 updates of these records left without noise, in 1 run: no privacy bound holds for them." in text
     assert "4 updates of this hospital's records left without noise" in text
     assert "▲ no privacy" in text

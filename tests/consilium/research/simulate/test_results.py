@@ -204,7 +204,7 @@ def test_own_configurations_are_composed_from_a_folder_under_names_of_their_own(
     (tmp_path / "kept/mine.yaml").rename(odd / "experiment/mine.yaml")
     assert compose_simulation(["experiment=mine"], odd).rounds == 3
     (odd / "experiment/fedmr.yaml").write_text("rounds: 3\n")
-    with pytest.raises(ConfigError, match="one of ours: rename"):
+    with pytest.raises(ConfigError, match="name of a built-in file: rename"):
         compose_simulation(["experiment=mine"], odd)
 
 

@@ -247,7 +247,7 @@ def test_misspelt_federations_are_refused(text: str, match: str) -> None:
 def test_a_division_that_does_not_fit_proposes_such_as_do(
     silos: int, per_silo: int, classes: int, fits: tuple[str, ...]
 ) -> None:
-    with pytest.raises(ConfigError, match=f"take {' or '.join(fits)}$"):
+    with pytest.raises(ConfigError, match=f"use {' or '.join(fits)}$"):
         by_class.assign_classes(classes, silos, per_silo, 0)
     for name in fits:
         found = federations.parse_federation(name)

@@ -52,7 +52,7 @@ def test_a_check_counts_what_was_found_and_says_what_was_looked_for(tmp_path: Pa
     assert report.counts == {Split.TRAIN: (2, 1, 0), Split.TEST: (0, 0, 0)}
     notes = " | ".join(report.notes)
     assert "a label was looked for, of 5: edema: 3, effusion: 3" in notes
-    assert "nobody looked for here: nodule; they are unknown, not absent" in notes
+    assert "were not looked for here: nodule; they are unknown, not absent" in notes
     assert "no label was looked for: 1; nothing is learnt from them" in notes
 
 

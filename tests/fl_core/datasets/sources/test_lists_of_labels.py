@@ -105,7 +105,7 @@ def test_a_column_for_each_class_of_which_one_is_1_is_one_class(tmp_path: Path) 
     assert not [p for p in report.problems if p.code != "E-DATA-08"]
     rows[1][3] = "1.0"
     reference = listed(tmp_path, ["image", "MEL", "NV", "BCC"], rows, Path(tmp_path, "images.toml").read_text())
-    with pytest.raises(DataError, match="line 3: 2 of the columns of classes are 1"):
+    with pytest.raises(DataError, match="line 3: 2 class columns are 1"):
         loaded(reference, "MEL", "NV", "BCC")
 
 
@@ -122,8 +122,8 @@ def test_without_a_column_of_splits_a_fifth_is_held_out_patients_together(tmp_pa
     ("description", "expected"),
     [
         ('labels = ["Edema"]\nlabel = "x"\n', "one of label, labels and one_hot, found label and labels"),
-        ('labels = ["Edema"]\nseparator = "|"\n', "a separator of the labels in one column"),
-        ('path = "Edema"\nlabels = ["Edema"]\n', "a column of its own for each role"),
+        ('labels = ["Edema"]\nseparator = "|"\n', "a separator only with one label column"),
+        ('path = "Edema"\nlabels = ["Edema"]\n', "a separate column for each role"),
         ('labels = ["Edema"]\ncolour = 1\n', "colour"),
         ("labels = 3\n", "labels"),
     ],

@@ -117,7 +117,7 @@ def test_silo_with_one_class_learns_nothing_under_the_mask_and_is_warned(
         data = PlainLocalData(RoundData(only, only, TrainConfig(weight_decay=0.0), context))
         FedLC(form=form, missing=missing).local(model, msg, {}, data, context)
     assert same(tensor_maps.copy_state(model), msg["w"]) is not learns
-    assert ("single class" in caplog.text) is not learns
+    assert ("only one class" in caplog.text) is not learns
 
 
 def test_evaluation_sees_plain_logits() -> None:
