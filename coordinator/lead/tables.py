@@ -100,7 +100,7 @@ def awaited(silo: pb.AwaitedSilo) -> str:
     """Describe an awaited silo: its connection, the remaining time, and the classes that depend on it."""
     where = "connected" if silo.online else f"offline {format_duration(silo.offline_s)}"
     alone = f"; no other hospital has {', '.join(silo.classes)}" if silo.classes else ""
-    return f"{where}, for at most {format_duration(silo.left_s)} more{alone}"
+    return f"{where}, at most {format_duration(silo.left_s)} left{alone}"
 
 
 def outcomes_text(counts: Mapping[str, int]) -> str:

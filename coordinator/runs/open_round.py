@@ -179,7 +179,7 @@ class OpenRound:
             return
         self._shown = names
         some = decision.awaited[:_NAMED]
-        whom = "; ".join(f"{a.name} ({self._state(a)}, {format_duration(max(0.0, a.until - now))} more)" for a in some)
+        whom = "; ".join(f"{a.name} ({self._state(a)}, {format_duration(max(0.0, a.until - now))} left)" for a in some)
         if others := len(decision.awaited) - len(some):
             whom += f"; and {others} others"
         text = f"{len(self._answered)} of {self._rule.needed} updates received; waiting for {whom}"

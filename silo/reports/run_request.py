@@ -208,7 +208,7 @@ class RunRequest:
             ),
             RequestLine(
                 "Noise",
-                "from a secret source" if self.rng == "secure" else "that can be reproduced: it protects nobody",
+                "from a secret source" if self.rng == "secure" else "reproducible: it protects nobody",
                 "only secret noise" if floors.rng == "secure" else "also reproducible noise",
             ),
         ]
@@ -223,7 +223,7 @@ class RunRequest:
         )
         if self.shared is not None:
             least = floors.min_noise_alone
-            of_its_own = f"of this hospital's own from {least:g} on, found {self.shared.noise_alone:.3g}"
+            of_its_own = f"at least {least:g} of this hospital's own, found {self.shared.noise_alone:.3g}"
             rows.append(
                 RequestLine("Noise on updates", str(self.shared), of_its_own if least < math.inf else "its own")
             )
@@ -238,7 +238,7 @@ class RunRequest:
             requested += (
                 f"{confirmed_others} of {pluralize(len(self.others), 'other member')} confirmed by this hospital"
             )
-        allowed = ["only with it" if floors.require else "also without it"]
+        allowed = ["required" if floors.require else "not required"]
         allowed += [f"sums over at least {floors.min_sum}"] if floors.min_sum else []
         allowed += [f"at least {floors.confirmed_peers} confirmed"] if floors.confirmed_peers else []
         return RequestLine("Secure aggregation", requested, ", ".join(allowed))

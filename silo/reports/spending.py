@@ -89,7 +89,7 @@ class SpendingPreview:
         name, now, then = self.before.collection, self.before.spent, self.after.spent
         if self.before.budget is None:
             return f"{name} has no budget, so the run would be refused: silo ledger budget set {name}"
-        text = f"{name}: epsilon {then:.2f} of {self.before.limit:g} would be spent, where {now:.2f} is now"
+        text = f"{name}: epsilon spent would rise from {now:.2f} to {then:.2f} of {self.before.limit:g}"
         return text if self.fits else f"{text}. It does not fit: the run would be refused"
 
 

@@ -265,13 +265,13 @@ def _bars(info: pb.RunInfo, members: Sequence[str], events: Sequence[pb.Event], 
 
 def _awaited(silo: pb.AwaitedSilo) -> Bar:
     alone = f"no other hospital has {', '.join(silo.classes)}" if silo.classes else ""
-    left = f"{format_duration(_bounded(silo.left_s))} more"
+    left = f"{format_duration(_bounded(silo.left_s))} left"
     if silo.online:
         return Bar(silo.name, State("wait", "pending"), left, 100.0, alone=alone)
     return Bar(
         silo.name,
         State("bad", "pending, offline"),
-        f"{left}, away {format_duration(_bounded(silo.offline_s))}",
+        f"{left}, offline for {format_duration(_bounded(silo.offline_s))}",
         100.0,
         alone=alone,
     )

@@ -139,7 +139,7 @@ WAITING = pb.RunInfo(
 
 
 def test_who_is_awaited_is_named_with_a_countdown_and_the_classes_that_depend_on_it() -> None:
-    line = "south (offline 40 min, for at most 12 min more; no other hospital has keratosis)"
+    line = "south (offline 40 min, at most 12 min left; no other hospital has keratosis)"
     assert tables.waiting_lines(WAITING) == [
         "round 7: 5 updates received, 4 needed; waits for",
         f"  {line}",
@@ -161,9 +161,7 @@ def test_who_is_awaited_is_named_with_a_countdown_and_the_classes_that_depend_on
     out = io.StringIO()
     with Watcher(Console(file=out, force_terminal=True, width=200)) as watcher:
         watcher.show(pb.Event(kind="silo", info=WAITING, silos=[pb.SiloInfo(name="south", state="offline")]))
-    assert (
-        "offline; awaited (offline 40 min, for at most 12 min more; no other hospital has keratosis)" in out.getvalue()
-    )
+    assert "offline; awaited (offline 40 min, at most 12 min left; no other hospital has keratosis)" in out.getvalue()
 
 
 def closed(number: int, correct: float) -> pb.Event:

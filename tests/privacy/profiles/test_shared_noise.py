@@ -542,7 +542,7 @@ def test_the_question_to_a_hospital_names_all_three_epsilons() -> None:
     assert row.policy == "its own"
     accepting = Policy(privacy=Floors(min_noise_alone=0.25))
     (row,) = [r for r in asked.compare(accepting) if r.what == "Noise on updates"]
-    assert row.policy.startswith("of this hospital's own from 0.25 on, found 0.3")
+    assert row.policy.startswith("at least 0.25 of this hospital's own, found 0.3")
     plain = request_of(CompiledRun.of(local_run()), SIX[0], True)
     assert "Noise on updates" not in [r.what for r in plain.compare(Policy())]
     older = json.loads(plain.to_json())

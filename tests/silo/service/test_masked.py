@@ -765,7 +765,7 @@ def test_the_question_for_approval_says_under_masks_and_whose_keys_were_confirme
         assert told.endswith(
             "only sums over at least 3 hospitals are read; 0 of 2 other members confirmed by this hospital"
         )
-        assert allowed == "also without it, sums over at least 3"
+        assert allowed == "not required, sums over at least 3"
     finally:
         hospital.end()
 

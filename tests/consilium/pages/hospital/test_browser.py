@@ -125,7 +125,7 @@ def test_a_service_waits_for_the_button_trains_and_the_page_says_what_left_and_w
         page.locator("#spent").get_by_text("is spent for each record in").first.wait_for()
         status = ledger.status(TRAIN)
         assert f"Epsilon {status.spent_rdp:.2f} of 8 is spent" in page.locator("#spent").inner_text()
-        most = float(re.findall(r"center1/train: epsilon (\d+\.\d\d) of 8 would be spent", said)[0])
+        most = float(re.findall(r"center1/train: epsilon spent would rise from \d+\.\d\d to (\d+\.\d\d) of 8", said)[0])
         assert 0 < status.spent_rdp <= most <= 2.0
         (update,) = hospital.transfer.opened.values()
         assert f"1 update left, {size(update.size)}" in page.locator("#headline").inner_text()

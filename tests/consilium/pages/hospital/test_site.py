@@ -243,7 +243,7 @@ def test_the_page_and_the_command_say_the_same_of_what_would_be_spent(home, show
     text = show(home).text()
     assert silo(["approve", "--home", str(home.path), "--json"]) == 0
     runs = {r["run"]: r["spends"] for r in json.loads(capsys.readouterr().out)["runs"]}
-    sentences = re.findall(r"center1/\w+: epsilon \d\.\d\d of 8 would be spent, where \d\.\d\d is now", runs[ASKS])
+    sentences = re.findall(r"center1/\w+: epsilon spent would rise from \d\.\d\d to \d\.\d\d of 8", runs[ASKS])
     assert len(sentences) == 2
     assert all(sentence in text for sentence in sentences)
     assert runs["fedavg-digits-90d2"] in text

@@ -100,8 +100,8 @@ def test_the_open_round_says_of_each_hospital_where_it_stands() -> None:
         ("late", State("off", "excluded")),
     ]
     east, south, north, west, _ = found.bars
-    assert east.when == "60 s more"
-    assert south.when == "60 s more, away 2 min"
+    assert east.when == "60 s left"
+    assert south.when == "60 s left, offline for 2 min"
     assert south.alone == "no other hospital has keratosis"
     assert (north.when, north.width, north.size) == ("after 30 s", 50.0, 5)
     assert west.when == "E-X: no"

@@ -205,9 +205,7 @@ def test_a_model_is_measured_and_a_file_is_none(world: World, browser: Browser) 
     form = hidden(browser, "evaluation")
     before = started(world)
     answer = browser.post("/new", {**form, "run": "./coordinator.sqlite"})
-    assert "there is no run './coordinator.sqlite' here" in html.unescape(
-        browser.get(answer.header("location") or "").text
-    )
+    assert "there is no run './coordinator.sqlite'" in html.unescape(browser.get(answer.header("location") or "").text)
     assert started(world) == before
 
 
