@@ -1,8 +1,8 @@
 """The connection to the coordinator: one channel, its three services, and its replacement during transfers.
 
-A connection keeps the certificate that it was made with. After a renewal, the next session makes a new connection, and
-other calls use it as soon as the session is open: the coordinator ends the old certificate half a minute after it first
-saw the new one.
+A connection uses one certificate for its whole life. After a renewal, the next session opens a new connection, and all
+other calls use it as soon as the session is open: the coordinator rejects the old certificate half a minute after it
+first saw the new one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from service_core.tls.connect import diagnose
 
 Connect = Callable[[Address], grpc.Channel]
 _ENDED = frozenset({"E-ID-12", "E-ID-13", "E-ID-28"})
-"""Refusals of a certificate. If this home has replaced that certificate, they do not mean a stolen identity."""
+"""Error codes of a refused certificate. They are expected if this home has replaced that certificate."""
 
 
 def channel_credentials(credentials: Credentials) -> grpc.ChannelCredentials:
@@ -40,9 +40,9 @@ def connect_with(credentials: Callable[[], Credentials]) -> Connect:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """An open channel and its services. outdated: tells whether the home has another certificate by now.
+    """An open channel and its services. outdated: tells whether the home's certificate was replaced since.
 
-    put, get: the calls of `transfer` whose messages are chunks.
+    put, get: calls of the Transfer service that send or receive `Chunk` messages.
     """
 
     address: Address
@@ -64,7 +64,7 @@ class Connection:
     def explained(self, error: FederationError) -> FederationError:
         """Return UnavailableError if the refused certificate was replaced by this home; other errors unchanged.
 
-        If the certificate is still in force, the refusal stands: another party uses this identity.
+        If the certificate is still in force, the refusal is final: another party may be using this identity.
         """
         if error.code in _ENDED and self.outdated():
             return UnavailableError(error.code, "this hospital has a newer certificate: connecting again with that one")
@@ -72,12 +72,12 @@ class Connection:
 
 
 class ConnectionManager:
-    """The current connection, and replaced ones still in use; closing a connection cancels its calls."""
+    """The current connection, and replaced ones that are still open; closing a connection cancels its calls."""
 
     def __init__(
         self, addresses: Sequence[Address], connect: Connect, certificate: Callable[[], str] = lambda: ""
     ) -> None:
-        """Connect at the first call. certificate: names the home's current one, which `connect` uses."""
+        """Connect at the first call. certificate: returns an id of the home's certificate, which `connect` uses."""
         self._addresses = tuple(addresses)
         self._connect = connect
         self._certificate = certificate
@@ -98,7 +98,7 @@ class ConnectionManager:
         return self._made() if current.outdated() else current
 
     def use(self, connection: Connection) -> None:
-        """Send all calls over a connection whose session is open from now on, and close the others."""
+        """Make a connection with an open session the current one, and close all others."""
         with self._lock:
             if self._current is not None and self._current is not connection:
                 self._retired.append(self._current)
@@ -118,7 +118,7 @@ class ConnectionManager:
             self._address_index += int(next_address)
 
     def close_replaced(self, used: Connection | None = None) -> None:
-        """Close every replaced connection except the one in use, which may have been replaced just now."""
+        """Close every replaced connection except `used`."""
         with self._lock:
             old = [connection for connection in self._retired if connection is not used]
             self._retired = [connection for connection in self._retired if connection is used]

@@ -26,10 +26,10 @@ RECONNECT_CAP_S = 15.0
 
 @dataclass(slots=True)
 class ControlClient:
-    """The silo's side of the control plane; `run` is the body of its thread.
+    """The silo's side of the control plane; its thread calls `run`.
 
-    make_hello: called for each session, so that it lists every round staged so far   diagnose: explains why an address
-    cannot be reached   pulse_floor: see `Session`.
+    make_hello: called for each session, so that the hello lists all rounds staged so far   diagnose: finds out why an
+    address cannot be reached   pulse_floor: see `Session`.
     """
 
     connections: ConnectionManager
@@ -57,29 +57,32 @@ class ControlClient:
         return session is not None and not session.ended.is_set()
 
     def send(self, message: pb.SiloMessage) -> None:
-        """Send over the current session; without one the message is dropped, and the next session makes up for it."""
+        """Send over the current session. Without one, drop the message: the next hello has the same information."""
         opening = self._opening
-        # Answer messages right after a welcome over the same session, though it is not yet the current one.
+        # Messages that follow a welcome at once are answered over the same session before it is the current one.
         session = self._session if opening is None or opening.welcome is None else opening
         if session is not None:
             session.send(message)
             session.send_pulse()
 
     def recycle(self) -> None:
-        """Open a new session soon, which reports all staged work again; at most once per longest back-off."""
+        """Open a new session soon; its hello reports all staged work again.
+
+        The present session is kept for at least the longest back-off.
+        """
         self._recycle = True
         self._wake.set()
 
     def renewed(self) -> None:
-        """Replace session and connection at once: their certificate ends when the new one is used."""
+        """Replace session and connection at once, after a renewal: the old certificate is about to be rejected."""
         self._renewed = True
         self._wake.set()
 
     def run(self, handler: Handler, stop: CancelToken) -> None:
         """Keep a session open until `stop`.
 
-        Raises errors that waiting cannot repair: a refusal, another protocol, and before the first session a TLS
-        failure.
+        Raises errors that retrying cannot repair: final refusals, an invalid welcome and, before the first session, TLS
+        failures.
         """
         backoff = Backoff(self.retry_policy.backoff_s, min(self.retry_policy.backoff_cap_s, RECONNECT_CAP_S))
         try:
@@ -140,7 +143,7 @@ class ControlClient:
         return True
 
     def _on_failure(self, address: Address, error: UnavailableError) -> None:
-        """Report why there is no session; raises the diagnosis if waiting cannot help and there never was a session."""
+        """Report why there is no session; before the first one, raise a diagnosis that waiting cannot repair."""
         problem: FederationError = error
         if self._session is None or self._session.ended.is_set():
             if error.code == "E-NET-01" and not (finding := self.diagnose(address)).ok:
@@ -159,12 +162,12 @@ class ControlClient:
         assert session.welcome is not None
         assert self._used is not None
         opened, recycle_seconds = self.clock(), session.welcome.recycle_seconds
-        period = max(recycle_seconds, self.pulse_floor) if recycle_seconds > 0 else float("inf")  # also of NaN: never
+        period = max(recycle_seconds, self.pulse_floor) if recycle_seconds > 0 else float("inf")  # 0 and NaN: never
         while not stop.is_cancelled:
             if session.ended.is_set():
                 self._session = None
                 if session.was_silent:
-                    self.connections.replace()  # a lost connection is noticed by gRPC itself only after 40 s
+                    self.connections.replace()  # gRPC itself notices a lost connection only after 40 s
                 error = session.error or UnavailableError("E-NET-12", "the session ended")
                 error = self._used.explained(error)
                 self.store.record_departure(str(error))

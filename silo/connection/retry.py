@@ -48,7 +48,7 @@ class Pace:
         self._left, self._at = burst, clock()
 
     def wait(self) -> float:
-        """Count an event, and return the seconds until the next may come."""
+        """Count an event, and return the seconds to wait before the next one."""
         self._refill()
         self._left -= 1.0
         return max(0.0, -self._left / self._per_s)
@@ -70,7 +70,7 @@ class Pace:
 def retry_until(
     attempt: Callable[[], T], backoff: Backoff, stop: CancelToken, report: Callable[[FederationError], None]
 ) -> T:
-    """Repeat an attempt while it raises UnavailableError, which is reported; other errors and CancelledError pass."""
+    """Repeat an attempt until it returns. UnavailableError is reported and retried; all other errors are raised."""
     while True:
         stop.raise_if_cancelled()
         try:
@@ -90,7 +90,7 @@ class Cancellable(Protocol):
 
 
 class IdleWatch:
-    """Cancels a call in which nothing has moved for `seconds`; its total duration is not limited."""
+    """Cancels a call if `touch` was not called for `seconds`. The total duration of the call is not limited."""
 
     def __init__(self, call: Cancellable, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._call = call
@@ -121,11 +121,11 @@ class IdleWatch:
 
 
 PASSING = frozenset({"E-TLS-06", "E-TLS-08", "E-WIRE-01"})
-"""Refusals that end when a clock is set or the other side is upgraded; this service needs no change."""
+"""Error codes that end when a clock is set or the other side is upgraded, without a change to this service."""
 
 
 def passing(error: FederationError) -> FederationError:
-    """Return UnavailableError for errors that waiting can end, and every other error unchanged."""
+    """Return UnavailableError for an error with a code in `PASSING`, and any other error unchanged."""
     if error.code not in PASSING or isinstance(error, UnavailableError):
         return error
     return UnavailableError(error.code, error.message)

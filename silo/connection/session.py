@@ -20,9 +20,9 @@ PULSE_FLOOR_S, PULSE_CEILING_S = 1.0, 300.0
 _MIN_S, _MAX_S = 0.5, 3600.0
 """Valid range of the pulse and recycle intervals that a coordinator may ask for, in seconds."""
 MISSED_PULSES = 3
-"""After this many missed pulses the other side counts as dead."""
+"""Number of pulse intervals without any message after which the coordinator counts as dead."""
 _PER_S, _BURST = 50.0, 5000.0
-"""Messages read per second, and in a burst; further ones wait at the coordinator and fill no memory or log here."""
+"""Most messages read per second, and in a burst. Further ones stay unread, so that they fill no memory or log here."""
 _MAX_UNREAD = 10_000
 """Answers that may queue up when the coordinator does not read."""
 
@@ -48,7 +48,7 @@ class Handler(Protocol):
 
 
 class _Stream(Protocol):
-    """The part of a stream of answers that is used here."""
+    """The methods of a gRPC stream that `Session` uses."""
 
     def __iter__(self) -> Iterator[pb.CoordinatorMessage]: ...
 
@@ -56,9 +56,9 @@ class _Stream(Protocol):
 
 
 class Session:
-    """A stream to the coordinator, from `open` until `ended` is set; `error` then says why.
+    """A stream to the coordinator, from `open` until `ended` is set; `error` is then the reason.
 
-    pulse_floor: minimum interval between pulses in seconds, whatever the coordinator asks for.
+    pulse_floor: minimum interval between pulses in seconds, even if the coordinator asks for a shorter one.
     """
 
     def __init__(
@@ -86,12 +86,13 @@ class Session:
         self.ended = threading.Event()
         self.error: FederationError | None = None
         self.was_silent = False
-        """Whether it ended because nothing was received: its connection may be dead as well."""
+        """Whether the session ended because no message came; its connection may be dead as well."""
 
     def open(self, hello: pb.Hello, timeout_s: float) -> pb.Welcome:
         """Send the hello and wait for the welcome.
 
-        Raises UnavailableError when the coordinator is away or silent for `timeout_s` seconds, and any final refusal.
+        Raises UnavailableError if the coordinator is away or silent for `timeout_s` seconds, ProtocolError (E-WIRE-06)
+        on a welcome with invalid intervals, and any final refusal.
         """
         self.send(pb.SiloMessage(hello=hello))
         self._call = self._stub.Session(self._messages())
@@ -109,7 +110,10 @@ class Session:
         return self.welcome
 
     def send(self, message: pb.SiloMessage) -> None:
-        """Put a message on the stream. After the stream has ended it is dropped; the next hello repeats its content."""
+        """Queue a message for the stream; dropped if the stream has ended, since the next hello repeats its content.
+
+        Ends the session if the coordinator has left too many messages unread.
+        """
         self._outgoing.put(message)
         if self._outgoing.qsize() > _MAX_UNREAD:
             self._fail(UnavailableError("E-NET-12", "the coordinator does not read this session"))
@@ -150,7 +154,7 @@ class Session:
         self.ended.set()
         self._answered.set()
         self._pulse_due.set()
-        self._outgoing.put(None)  # gRPC's thread waits for the next message: end its wait
+        self._outgoing.put(None)  # ends gRPC's thread, which waits for the next message
         self._on_end()
 
     def _take(self, message: pb.CoordinatorMessage) -> None:
@@ -190,7 +194,7 @@ class Session:
                 return
             self.send(pb.SiloMessage(pulse=self._handler.pulse()))
             sent = self._clock()
-            if self._pulse_due.wait(period):  # several requests: one pulse, after the minimum interval
+            if self._pulse_due.wait(period):  # several requests give one pulse, after the minimum interval
                 self._pulse_due.clear()
                 self.ended.wait(max(0.0, sent + self._pulse_floor - self._clock()))
 
@@ -201,7 +205,7 @@ class Session:
 
 
 def _check_times(welcome: pb.Welcome, least: float) -> None:
-    """Raise ProtocolError (E-WIRE-06) on intervals out of range; recycle_seconds 0: never."""
+    """Raise ProtocolError (E-WIRE-06) if an interval is out of range. recycle_seconds may be 0: never recycle."""
     for name, seconds in (
         ("pulse_seconds", welcome.pulse_seconds),
         ("recycle_seconds", welcome.recycle_seconds or 1.0),

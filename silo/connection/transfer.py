@@ -1,7 +1,7 @@
 """Uploads updates and fetches objects, resuming at the byte where a transfer broke off.
 
-A transfer may take hours; it is given up when nothing moves for `idle_s` or the channel's keepalive fails. A damaged
-transfer is restarted a limited number of times.
+A transfer may take hours. An attempt ends when nothing moves for `idle_s` seconds or the channel's keepalive fails;
+attempts are repeated until the service stops. A damaged transfer is restarted a limited number of times.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from silo.storage.tasks import Attestation, OutboxEntry
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 DAMAGED = "E-WIRE-04"
-"""Damage on the way, worth a limited number of retries."""
+"""Error code of data damaged in transit; retried a limited number of times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class _RetryBudget:
         self._left = tries
 
     def note(self, error: ProtocolError) -> None:
-        """Convert damage to UnavailableError while retries are left; then raise the error itself."""
+        """Raise UnavailableError for damage while retries are left; otherwise raise the error itself."""
         if error.code != DAMAGED or self._left <= 0:
             raise error
         self._left -= 1
@@ -90,7 +90,7 @@ class _RetryBudget:
 
 
 class Transfer:
-    """The data plane over the current channel, which may be replaced during a transfer."""
+    """Uploads and downloads over the current channel, which may be replaced during a transfer."""
 
     def __init__(
         self,
@@ -102,9 +102,9 @@ class Transfer:
         on_sent: Callable[[int], None] = lambda _: None,
         on_received: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """log_head: the end of this hospital's audit log, sent with each announcement.
+        """log_head: returns the end of this hospital's audit log, which is sent before each upload.
 
-        on_sent, on_received: called with the bytes of each chunk.
+        on_sent, on_received: called with the number of bytes in each chunk.
         """
         self._on_sent = on_sent
         self._on_received = on_received
@@ -198,7 +198,7 @@ class Transfer:
                     progress(chunk.offset, entry.size)
                     self._on_sent(len(chunk.data))
                     yield chunk
-            except OSError as error:  # runs in a thread of gRPC, which would report only that the call was cancelled
+            except OSError as error:  # gRPC, whose thread runs this, would report only a cancelled call
                 broken.append(error)
                 raise
 
@@ -304,7 +304,7 @@ class Transfer:
 
 
 def _require_room(file: Path, size: int) -> None:
-    """Raise RefusedError (E-RUN-38) if so many bytes would use the disk's reserve."""
+    """Raise RefusedError (E-RUN-38) if writing `size` bytes would use the disk's reserve."""
     if size > (room := disk.available(file.parent)):
         raise RefusedError(
             "E-RUN-38",

@@ -30,7 +30,7 @@ _RENEW_AFTER = 2 / 3
 
 @dataclass(frozen=True, slots=True)
 class JoinMaterial:
-    """Input of the first connection. proof: the present key's signature over the new one; empty in a new home."""
+    """Input of the first connection. proof: signature of the present key over the new key; empty in a new home."""
 
     addresses: tuple[Address, ...]
     invitation: Credentials = field(repr=False)
@@ -62,10 +62,10 @@ class SiloIdentity:
         return (self.folder / "silo.pem").exists()
 
     def join_material(self, token: InvitationToken) -> JoinMaterial:
-        """Create the silo's key and a certificate request, or return those that an interrupted join created.
+        """Create the silo's key and a certificate request.
 
-        Raises StateError (E-STATE-44) if this home belongs to another silo or consortium. Guarantees: a second call
-        returns the same key.
+        Raises StateError (E-STATE-44) if this home belongs to another silo or consortium. Guarantees: a repeated call,
+        also after an interrupted join, uses the same key.
         """
         proof = b""
         key = self._next_key()
@@ -88,11 +88,11 @@ class SiloIdentity:
         return JoinMaterial(token.addresses, token.credentials, csr, proof)
 
     def install(self, cert_pem: bytes, ca_pem: bytes, roster: SignedRoster | None = None) -> PeerCertificate:
-        """Put a certificate in force: the first one, whose roster is pinned, or a renewed one.
+        """Put a certificate in force, the first one or a renewed one. roster: pinned with the first one.
 
-        Raises RefusedError: E-ID-31 if the certificate is not for the waiting key, not from `ca_pem`, not a silo's, not
-        in force, or not for this home's silo; E-ID-14 on a bad roster. Guarantees: on an error nothing has changed;
-        after a crash either the old or the new identity is complete.
+        Raises RefusedError: E-ID-31 if the certificate is not for the key in `key.next`, not from `ca_pem`, not a
+        silo's, not in force, or not for this home's silo; E-ID-14 on an invalid roster. Guarantees: on an error nothing
+        has changed; after a crash either the old or the new identity is complete.
         """
         cert = certificates.load_certificate(cert_pem, "the answer of the coordinator")
         peer = self._checked_certificate(cert, certificates.load_certificate(ca_pem, "the consortium's authority"))
@@ -122,7 +122,8 @@ class SiloIdentity:
     def current_credentials(self) -> Credentials:
         """Read (key_pem, cert_pem, ca_pem); raises as `load`.
 
-        If the newest certificate is not valid yet, since a clock was ahead when it was made, returns the previous ones.
+        If the newest certificate is not valid yet, because a clock was ahead when it was made, returns the previous
+        key and certificate.
         """
         if not self.joined:
             raise StateError(
@@ -147,7 +148,7 @@ class SiloIdentity:
         return before.not_before <= now <= before.not_after
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of this silo's public key, lower-case hex, which hospitals compare by voice and pin."""
+        """Return the SHA-256 of this silo's public key, lower-case hex; hospitals compare it by voice and pin it."""
         return self.load().fingerprint
 
     def ca_fingerprint(self) -> str:
@@ -208,7 +209,7 @@ class SiloIdentity:
 
     def _next_key(self) -> ec.EllipticCurvePrivateKey:
         path = self.folder / "key.next"
-        if self.joined and self._is_early():  # its key stays: a new one would need the other silos' consent
+        if self.joined and self._is_early():  # keep its key: other silos would have to accept a new one
             newest = self.folder / "silo.pem"
             return certificates.load_key(private_files.read_private(newest), str(newest))
         if path.exists():

@@ -1,7 +1,7 @@
-"""The peers that a silo accepts. The CA signs the roster; the hospital decides which of its keys it accepts.
+"""The peers that a silo accepts. The CA signs the roster; the hospital decides which keys in it to accept.
 
-The CA alone must not be able to invent peers: each member's public key is pinned when it is first accepted, and another
-key under the same name needs the old key's signature.
+The CA alone must not be able to invent peers. So each member's public key is pinned when it is first accepted, and
+another key under the same name needs a signature of the old key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from service_core.storage import private_files
 
 @dataclass(frozen=True, slots=True)
 class RosterChange:
-    """The changes in a newer roster, by name. held: name -> why the key is not accepted."""
+    """The changes in a newer roster, by name. held: name -> the reason why the key is not accepted."""
 
     version: int
     added: tuple[str, ...]
@@ -33,10 +33,10 @@ class RosterChange:
 
 @dataclass(frozen=True, slots=True)
 class PinnedPeers:
-    """The pinned roster in one file: the signed document, and name -> fingerprint, accepted and former.
+    """The pinned roster in one file: the signed document, and the pinned fingerprints by name.
 
-    Former pins are kept, so that a removed name cannot come back with another key. by_hand: accepted keys that a person
-    here compared with the other hospital; a proved renewal keeps the confirmation.
+    pins: of accepted members   former: of removed ones, so that a name cannot come back with another key   by_hand: of
+    members whose fingerprint a person here compared with the other hospital; a proved renewal keeps the confirmation.
     """
 
     path: Path
@@ -56,18 +56,19 @@ class PinnedPeers:
     def update(self, signed: SignedRoster, accept_additions: bool = True, asked_at: int | None = None) -> RosterChange:
         """Take over a roster and save it.
 
-        asked_at: the version that was pinned when this roster was asked for. One of then or later is left out where
-        another answer has brought a newer one meanwhile: nothing changes.
+        asked_at: the version that was pinned when this roster was requested. If another answer has pinned a newer
+        roster since then, one of version `asked_at` or later is ignored: nothing changes.
 
-        | what the roster says of a name         | what happens                                              |
+        | member in the roster                   | result                                                    |
         |----------------------------------------|-----------------------------------------------------------|
-        | no longer a member                     | removed at once; its key is remembered                    |
-        | new, or back with the key it had       | added if `accept_additions`, else held                    |
+        | missing                                | removed at once; its key is remembered                    |
+        | new, or back with its former key       | added if `accept_additions`, else not accepted (held)     |
         | other key, chain of proofs from ours   | rekeyed                                                   |
         | other key, no such chain               | held; the old key is not accepted either                  |
 
-        Raises RefusedError (E-ID-14) on one that is not the CA's, not this consortium's or inconsistent, on an older
-        version, and on another document under the version that is pinned. On an error nothing changes.
+        Raises RefusedError (E-ID-14) if the roster is not the CA's, not this consortium's or inconsistent, if it is
+        older than the pinned one, or if it differs from the pinned one of the same version. On an error nothing
+        changes.
         """
         roster = signed.verify(self.ca_pem, self.consortium)
         with self._locked():
@@ -110,9 +111,9 @@ class PinnedPeers:
         return {name: m for name, m in pinned.members().items() if pinned.pins.get(name) != m.fingerprint}
 
     def accept(self, name: str, fingerprint: str) -> None:
-        """Accept the key of one member; fingerprint: hex, as the other hospital reads it out.
+        """Accept the key of one member. fingerprint: in hex, as read out by the other hospital.
 
-        Raises ConfigError (E-ID-16) if the roster has no member of that name with that key; nothing changes then.
+        Raises ConfigError (E-ID-16), and changes nothing, if the roster has no member with that name and key.
         """
         with self._locked():
             pinned = self.load()
@@ -145,7 +146,7 @@ class PinnedPeers:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Serialise the service and commands: each reads, decides and writes."""
+        """Lock the file between reading and writing it, against the service and other commands."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self.path.with_suffix(".lock").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -157,7 +158,7 @@ class PinnedPeers:
         return {name: member.certificate.encode() for name, member in accepted.items()}
 
     def load(self) -> PinnedPeers:
-        """Read the file, empty where there is none; raises StateError (E-STATE-43) when it is damaged."""
+        """Read the file; return this object unchanged if there is none. Raises StateError (E-STATE-43) if damaged."""
         if not self.path.exists():
             return self
         try:

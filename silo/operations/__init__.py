@@ -1,1 +1,1 @@
-"""Operating the hospital's service: its machine, its connection, its log, its liveness."""
+"""Operation of the hospital's service: checks (`silo doctor`), liveness and metrics."""

@@ -1,4 +1,4 @@
-"""The checks of `silo doctor`: problems that keep a hospital's service from taking part."""
+"""The checks of `silo doctor`. They find problems that keep a hospital's service from taking part in runs."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """The checks and their subjects. data, device: None skips them, and with them the import of torch.
+    """All checks of one home. data, device: None skips their checks, and so the import of torch.
 
-    invitation: tests the connection of a hospital that has not joined; it is not used up   network: False opens none.
+    invitation: used to test the connection before joining; it stays valid   network: False opens no connection.
     """
 
     home: Home
@@ -112,7 +112,7 @@ class Examination:
         yield checks.ok("service", f"it runs on {self.home.path}") if running else stopped
 
     def _rehearse(self) -> None:
-        """Open a copy of the database, and read what the service reads."""
+        """Open a copy of the database, and read the same tables as the service."""
         from silo.storage.store import SiloStore
 
         store = SiloStore(self.home.database, rehearsal=True)
@@ -157,7 +157,7 @@ class Examination:
 
     @contextmanager
     def _ledger_copy(self) -> Iterator[Ledger]:
-        """Open a copy of the ledger as the service would, since a new version may have to migrate it."""
+        """Open a copy of the ledger as the service would: opening may migrate it to a new version."""
         from privacy.ledger.event_chain import schema_version
         from privacy.ledger.ledger import Ledger
 
@@ -215,7 +215,7 @@ class Examination:
             yield checks.ok("features", text)
 
     def _pacs(self) -> Iterator[Finding]:
-        """Count the images that were fetched, and what was left out of the newest list."""
+        """Count the images that were fetched, and those left out according to left-out.csv."""
         images = [image for image in self.home.pacs.glob("*/*.dcm") if image.is_file()]
         size = sum(image.stat().st_size for image in images)
         lists = [file for file in self.home.pacs.glob("*/left-out.csv") if file.is_file()]
@@ -227,7 +227,7 @@ class Examination:
             yield checks.ok("PACS", text)
 
     def _worker(self) -> Iterator[Finding]:
-        """Report which walls stand around the process that reads images, or would if the service ran as this user."""
+        """Report the isolation of the process that reads images, or test it as this user if no worker has run."""
         health, served = Health.of(self.home), self.home.served()
         launcher = Launcher.of(served.launcher if served is not None else LOCAL, self.home)
         if health.queue or (health.walls is None and not launcher.local):
@@ -243,7 +243,7 @@ class Examination:
             yield checks.warning("worker", text, "docs/operations/install.md says what each mechanism needs")
 
     def _runs(self) -> Iterator[Finding]:
-        """Report which kinds of run can be computed here, and what is missing for the others."""
+        """Report the kinds of run that can be computed here, and the missing software for the others."""
         from fl_core.rounds.torch_need import abilities
 
         text, missing = abilities()
@@ -252,7 +252,7 @@ class Examination:
             yield Finding("runs", checks.FindingLevel.OK, f"not {what}", command)
 
     def _attested(self) -> Attestation:
-        """Return the furthest end of the ledger that others have seen, as this home recorded it."""
+        """Return the newest attestation of the ledger that this home sent, or received back from the coordinator."""
         attestations = [Attestation()]
         with suppress(OSError, ValueError, TypeError):  # the coordinator has sent no attestation to this home
             attestations.append(Attestation(*json.loads(self.home.attested.read_text())))

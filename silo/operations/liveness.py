@@ -1,4 +1,4 @@
-"""Whether a hospital's service is alive and connected, in a file that it writes every few seconds."""
+"""A file that the hospital's service writes every few seconds, to show that it is alive and connected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def since_boot() -> float:
 
 @dataclass(slots=True)
 class Liveness:
-    """Writes the file. Events may come on any thread, beats on one."""
+    """Writes the file. `note` may be called on any thread, `beat` on one thread only."""
 
     home: Home
     clock: Callable[[], float] = since_boot
@@ -39,7 +39,7 @@ class Liveness:
     _last: float = -BEAT_S
 
     def note(self, event: SiloEvent) -> None:
-        """Record an event: whether there is a session, or why not."""
+        """Record events about the session, the worker and its queue, and error codes while there is no session."""
         if event.event in ("connected", "disconnected"):
             self._connected, self._changed, self._last = event.event == "connected", time.time(), -BEAT_S
         if event.event == "worker":
@@ -51,7 +51,7 @@ class Liveness:
             self._why = str(code)
 
     def beat(self) -> None:
-        """Write the file when it is due. A failed write is ignored here: the file's age shows it."""
+        """Write the file if it is due, every `BEAT_S` seconds. A failed write is ignored; the file's age shows it."""
         now = self.clock()
         if 0 <= now - self._last < BEAT_S:
             return
@@ -67,9 +67,9 @@ class Liveness:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The state of a service. since: Unix seconds, of the session or of its loss   why: an error code, or empty.
+    """The state of a service. since: start or loss of the session (Unix seconds)   why: an error code, or empty.
 
-    walls: what held around its worker when that was last started   where: it was   queue: why none has started.
+    walls: isolation of the worker that was started last   where: it runs   queue: why no worker has started.
     """
 
     alive: bool
@@ -96,7 +96,7 @@ class Health:
         return health if 0 <= age < _SILENCE_S else cls(alive=False, why="it does not respond")
 
     def worker(self) -> list[str]:
-        """Say where the worker is, or why none is, and which walls hold around it; empty if none has run."""
+        """Describe the worker: its place and isolation, or why none has started; empty if none has run."""
         texts = [f"a worker {self.queue}"] if self.queue else [f"runs {self.where}"] if self.where else []
         return texts + (self.walls.sentences() if self.walls is not None and not self.queue else [])
 

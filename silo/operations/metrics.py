@@ -103,7 +103,7 @@ class SiloMetrics:
         return both
 
     def computed(self, kind: TaskKind, seconds: float) -> None:
-        """Note how long this machine computed for a round."""
+        """Record the seconds of computation for a round."""
         self._rounds.labels(kind.value).observe(seconds)
 
     def watch(
@@ -113,7 +113,7 @@ class SiloMetrics:
         credentials: Callable[[], Credentials],
         ledger: Callable[[], Ledger | None] | None,
     ) -> None:
-        """Report this service's state from now on. ledger: finds the ledger; None leaves spending out."""
+        """Report this service's state from now on. ledger: returns the ledger; None omits the spending."""
         build, room, ends = (
             _COMMON[name] for name in ("build_info", "disk_available_bytes", "certificate_expiry_timestamp_seconds")
         )
