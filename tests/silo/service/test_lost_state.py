@@ -75,7 +75,7 @@ def test_a_lost_state_refuses_the_round(make, lose):
 @pytest.mark.fault(
     "a disk or an operator",
     "loses a state in a run with `lost_state=restart`",
-    "the hospital starts again and tells both sides",
+    "the hospital starts with a new state, and both sides report it",
 )
 @pytest.mark.parametrize("lose", [forget_all, damage])
 def test_a_run_may_choose_to_begin_anew(make, lose):
