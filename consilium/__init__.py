@@ -14,19 +14,19 @@
     model = consilium.load("models/first-1a2b.safetensors")
     model.predict_proba("new-images")
 
-What stands in `__all__` of this package and of its modules is the public interface: it keeps its names and meanings
+The names in `__all__` of this package and of its modules are the public interface: they keep their names and meanings
 within a major version. Everything else may change.
 
-extending.py   what methods, models, data sets and partitions of your own are made of
-testing/       what they owe, as functions for your own tests
-cli/           the command `consilium`: the demo, and an exported model, at one machine
+extending.py   the parts for your own methods, models, data sets and partitions
+testing/       checks of these, for your own tests
+cli/           the command `consilium`: the demo and exported models, on one machine
 
-What people put on top of the core, a room each; the core imports none of them:
+Applications on top of the core, one package each; the core imports none of them:
 
-lead/          a real federation, from Python
+lead/          lead a real federation from Python
 research/      simulations, sweeps, ablations, comparisons, the demo
-web/           how any page is served and drawn
-pages/         what a browser on this machine shows: the lead's page, the hospital's page
+web/           serve and render pages
+pages/         pages for a browser on this machine: the lead's page, the hospital's page
 model/         exported models: predict, calibrate, a page for images, ONNX
 report/        the signed card of a model, and documents written from it
 audit/         attacks on a hospital's own updates
@@ -70,7 +70,7 @@ _MODULES = ("extending", "testing")
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for when it is: `import consilium` loads neither torch nor what simulations need."""
+    """Import a public name on first use, so that `import consilium` loads neither torch nor simulations."""
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     for place, names in _PLACES.items():

@@ -1,4 +1,4 @@
-"""What methods, models, data sets and partitions of your own are made of: docs/extending says how."""
+"""The parts for your own methods, models, data sets and partitions; docs/extending explains their use."""
 
 from service_core.progress import still_working
 

@@ -1,4 +1,4 @@
-"""The command `consilium`: what is done with an exported model by whoever has it, with or without a membership.
+"""The command `consilium`: the demo, and commands for an exported model, with or without a membership.
 
-main  the program; its commands lie in `consilium.model.commands`
+main  the program; its commands are in `consilium.research.commands` and `consilium.model.commands`
 """

@@ -1,4 +1,4 @@
-"""The command line for one machine alone: `consilium`."""
+"""The command line `consilium`, for use on one machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COMMANDS = {
     "consilium.research.commands": ("demo",),
     "consilium.model.commands": ("predict", "calibrate", "page"),
 }
-"""The commands of each module."""
+"""Commands by module."""
 PANELS = {
     "First steps": {"demo": ""},
     "Use a model": {
@@ -23,13 +23,13 @@ PANELS = {
         "page": "models/first-1a2b.safetensors",
     },
 }
-"""The panels of the help: each command, in order, with the words of an example."""
+"""Panels of the help: their commands in order, each with the arguments of an example."""
 
 
 def program() -> Program:
     from service_core.command_line import Program
 
-    summary = "Try a federation, or use an exported model, on this machine alone. No membership is needed."
+    summary = "Try a federation, or use an exported model, on this machine. No membership is needed."
     reading = {name for names in COMMANDS.values() for name in names}
     return Program("consilium", summary, COMMANDS, PANELS, reading, lambda _: Path())
 

@@ -1,9 +1,9 @@
-"""A lead's federation from Python: what the commands `coordinator run`, `watch`, `silos`, `survey` and `export` do.
+"""Lead a federation from Python, like the commands `coordinator run`, `watch`, `silos`, `survey` and `export`.
 
-lead        `consilium.connect`, and the lead who is connected: hospitals, runs, surveys, evaluations
-connection  the connection that they share
-run         a run: following it, also in a notebook, its numbers, its model, its card
-listing     lists that a terminal and a notebook show as tables
+lead        `consilium.connect`, and the connected lead: hospitals, runs, surveys, evaluations
+connection  their shared connection
+run         a run: watch it, also in a notebook; its numbers, model and card
+listing     lists that terminals and notebooks show as tables
 """
 
 from service_core.tls.connect import require_tls13, silence_grpc_logs

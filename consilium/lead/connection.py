@@ -1,4 +1,4 @@
-"""The connection that a lead and all runs of this lead share."""
+"""The connection of a lead, shared with all runs of this lead."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from fl_core.errors import UnavailableError
 
 
 class LeadConnection:
-    """A client of the service that runs on a home, with the lead's certificate, until it is closed."""
+    """A client of the service that runs on a home, with the lead's certificate. Open until closed."""
 
     def __init__(self, home: Path, lead: str | None = None) -> None:
         """Open it; raises as `LeadClient.open`, and FederationError if the service does not answer this lead."""
         self.home, self.credentials = home, credentials_of(home, lead)
         client = LeadClient.open(home, lead)
         try:
-            client.health()  # now, instead of at the first question
+            client.health()  # fail now, not at the first call
         except BaseException:
             client.close()
             raise
@@ -24,10 +24,10 @@ class LeadConnection:
 
     @property
     def client(self) -> LeadClient:
-        """Return the client; raises UnavailableError (E-NET-01) after `close`."""
+        """The client; raises UnavailableError (E-NET-01) after `close`."""
         if self._client is None:
             raise UnavailableError(
-                "E-NET-01", "expected an open connection, found a closed one: consilium.connect(...)"
+                "E-NET-01", "expected an open connection, found a closed one: connect again with consilium.connect"
             )
         return self._client
 

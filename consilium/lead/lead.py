@@ -1,4 +1,4 @@
-"""A lead who is connected to the coordinator of a consortium."""
+"""A lead's connection to the coordinator of a consortium."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ def connect(home: str | Path | None = None, lead: str | None = None) -> Lead:
             run = lead.run(method="analytic", data="digits").watch()
 
     home: of the coordinator, or the folder with a lead's key; by default that of the commands
-    (CONSILIUM_COORDINATOR_HOME, or ~/.consilium/coordinator)   lead: whose certificate, if there are several
+    (CONSILIUM_COORDINATOR_HOME, or ~/.consilium/coordinator)   lead: the lead's name, if there are several certificates
 
-    Raises StateError (E-STATE-43) where no consortium is; ConfigError (E-ID-11) without a lead's certificate;
-    UnavailableError (E-NET-01) if no service runs there; what TLS says (E-TLS-...) of a service of another consortium.
+    Raises StateError (E-STATE-43) if there is no consortium; ConfigError (E-ID-11) without a lead's certificate;
+    UnavailableError (E-NET-01) if no service runs there; TLS errors (E-TLS-...) if the service is of another
+    consortium.
     """
     place = home_of(None if home is None else Path(home).expanduser())
     return Lead(LeadConnection(place, lead))
@@ -57,7 +58,7 @@ class Lead:
         lead.evaluate(run, on=["north", "south"])
         lead.close()                                       # or `with consilium.connect() as lead:`
 
-    The service admits, records and identifies each call as it does those of the commands. Errors are the commands',
+    The service authenticates and records each call like those of the commands. Errors are the same as for the commands,
     as exceptions with a `code`.
     """
 
@@ -77,12 +78,12 @@ class Lead:
         return self._connection.client
 
     def hospitals(self) -> Listing[HospitalStatus]:
-        """Return the enrolled hospitals, as `coordinator silos` lists them."""
+        """Return the enrolled hospitals, as in `coordinator silos`."""
         silos = self._client.silos().silos
         return Listing(map(HospitalStatus.of, silos), [tables.silos_table(silos)], list(map(silo_json, silos)))
 
     def runs(self) -> Listing[Run]:
-        """Return all runs, newest first, as `coordinator runs` lists them."""
+        """Return all runs, newest first, as in `coordinator runs`."""
         infos = self._client.runs()
         runs = (Run(self._connection, info) for info in infos)
         return Listing(runs, [tables.runs_table(infos)], list(map(run_json, infos)))
@@ -95,15 +96,15 @@ class Lead:
         return self.get(run)
 
     def run(self, method: str | None = None, *, start_from: Run | str | None = None, **keys: object) -> Run:
-        """Submit a run to the hospitals that are online, as `coordinator run`; follow it with `.watch()`.
+        """Submit a run to the hospitals that are online, as `coordinator run` does; follow it with `.watch()`.
 
             lead.run(method="analytic", data="digits")
             lead.run("fedmr", data="folder", data__classes=["nevus", "melanoma"], rounds=20, train={"lr": 0.01})
             lead.run(start_from=lead["latest"], rounds=10)
 
-        keys: all words of the command line, with `__` for the dot   start_from: a run whose last model it starts from,
-        with its configuration. Raises ConfigError: E-CFG-01 on a key that is none, with the nearest one; E-CFG-02 on a
-        value out of range; and what the service says of a run that cannot be.
+        keys: all settings of the command line, with `__` for the dot   start_from: a run whose last model and
+        configuration to start from. Raises ConfigError: E-CFG-01 on an unknown key, with the nearest one; E-CFG-02 on a
+        value out of range; and the service's errors on an impossible run.
         """
         from coordinator.config.keywords import Keywords
         from coordinator.lead.submission import RunSubmission, spec_of
@@ -122,13 +123,13 @@ class Lead:
         beside: Run | str | None = None,
         **keys: object,
     ) -> Run:
-        """Measure a run's model, or an exported file, at the hospitals, as `coordinator evaluate`; nobody trains.
+        """Measure a run's model, or an exported file, at the hospitals, as `coordinator evaluate` does. Nothing trains.
 
             lead.evaluate(run).watch().frame
             lead.evaluate("models/first-1a2b.safetensors", on=["north"], by_hospital=True)
 
-        on: names of hospitals   by_hospital: show each one's own result, where its policy allows it   beside: another
-        run that is measured on the same images   keys: of a file, what its metadata lack
+        on: names of hospitals   by_hospital: also show each hospital's result, if its policy allows it
+        beside: another run to measure on the same images   keys: for a file, settings that its metadata lack
         """
         from coordinator.cli.evaluation import evaluation_request, named_hospitals
         from coordinator.config.hydra_config import written
@@ -143,13 +144,13 @@ class Lead:
     def survey(
         self, *questions: str, of: Run | str | None = None, by_hospital: bool = False, **keys: object
     ) -> SurveyResult:
-        """Ask hospitals for counts of their records, wait, and return the answers, as `coordinator survey`.
+        """Ask hospitals for counts of their records, wait, and return the answers, as `coordinator survey` does.
 
             lead.survey("classes", "ages:5", data="folder", data__classes=["nevus", "melanoma"])
             lead.survey(of="survey-1a2b")   # the answers of an earlier one
 
-        by_hospital: keep each hospital's answers separate, where policies allow it. Raises ConfigError (E-CFG-02) on a
-        question that is none; StateError (E-RUN-11) where the survey ends without answers.
+        by_hospital: keep each hospital's answers separate, if policies allow it. Raises ConfigError (E-CFG-02) on an
+        unknown question; StateError (E-RUN-11) if the survey ends without answers.
         """
         from coordinator.cli.survey import require_finished, survey_request
         from coordinator.config.hydra_config import written
@@ -167,7 +168,7 @@ class Lead:
         return SurveyResult(Run(self._connection, detail.info), fetched(client, detail))
 
     def withdraw(self, silo: str, preview: bool = False) -> Listing[Mapping[str, object]]:
-        """Remove a hospital's data from the models, as `coordinator withdraw`; return what became of each model.
+        """Remove a hospital's data from the models, as `coordinator withdraw` does; return the outcome for each model.
 
             lead.withdraw("south", preview=True)   # describes the effect and changes nothing
 
@@ -183,7 +184,7 @@ class Lead:
         return Run(self._connection, info)
 
     def close(self) -> None:
-        """End the connection; runs go on."""
+        """Close the connection; runs continue."""
         self._connection.close()
 
     def __enter__(self) -> Lead:
@@ -206,9 +207,9 @@ def _id_of(run: Run | str) -> str:
 class HospitalStatus:
     """An enrolled hospital.
 
-    state: "online", "offline" or "revoked"   data: what it serves, None: nothing yet   classes: that it declares to
-    have   size: training examples, rounded up, 0: not declared   activity: what it does now   alarm: what the lead must
-    investigate, empty if nothing   last_seen: Unix time, None: never.
+    state: "online", "offline" or "revoked"   data: the data set that it serves, None: nothing yet   classes: declared
+    classes   size: training examples, rounded up, 0: not declared   activity: its current activity   alarm: a problem
+    that the lead must investigate, or ""   last_seen: Unix time, None: never.
     """
 
     name: str
@@ -246,7 +247,7 @@ class HospitalStatus:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SurveyResult:
-    """The answers to a survey, shown as tables. run: the run that asked   answers: of all hospitals together."""
+    """The answers to a survey, shown as tables. run: the survey's run   answers: of all hospitals together."""
 
     run: Run
     answers: SurveyAnswers

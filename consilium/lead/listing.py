@@ -1,4 +1,4 @@
-"""Lists that a terminal shows as a table, a notebook as HTML, and pandas as a frame."""
+"""Lists that display as tables in a terminal, as HTML in a notebook, and convert to pandas."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _WIDTH = 160
 
 
 class Listing(list[T]):
-    """A list that is shown as a table, or as sentences: `print(lead.runs())`.
+    """A list that displays as a table or as sentences: `print(lead.runs())`.
 
-    `to_frame()` returns a pandas data frame whose columns have the names that `--json` uses.
+    `to_frame()` returns a pandas data frame with the same names as `--json`.
     """
 
     def __init__(self, items: Iterable[T], parts: Sequence[str | Table], rows: Sequence[Mapping[str, object]]) -> None:
@@ -43,17 +43,17 @@ class Listing(list[T]):
 
 
 def frame(rows: Sequence[Mapping[str, object]]) -> Any:  # noqa: ANN401 - pandas has no types of its own
-    """Make a data frame; raises ConfigError (E-CFG-08) without pandas."""
+    """Build a data frame; raises ConfigError (E-CFG-08) without pandas."""
     return require("pandas", "tables", "data frames").DataFrame(list(rows))
 
 
 def text(parts: Iterable[str | Table]) -> str:
-    """Write sentences and tables as lines for a terminal."""
+    """Render sentences and tables as lines for a terminal."""
     return rendered(parts, shutil.get_terminal_size((_WIDTH, 0)).columns)
 
 
 def rendered(parts: Iterable[RenderableType], width: int) -> str:
-    """Write sentences, tables and other parts as lines of at most so many columns; sentences are not broken."""
+    """Render sentences, tables and other parts as lines of at most `width` columns. Sentences are not wrapped."""
     out = io.StringIO()
     console = Console(file=out, width=width, force_jupyter=False, highlight=False, markup=False, emoji=False)
     for part in parts:
@@ -62,7 +62,7 @@ def rendered(parts: Iterable[RenderableType], width: int) -> str:
 
 
 def html(parts: Iterable[str | Table]) -> str:
-    """Write sentences and tables as HTML; whatever text they hold is escaped."""
+    """Render sentences and tables as HTML, with all texts escaped."""
     return "\n".join(f"<p>{_safe(part)}</p>" if isinstance(part, str) else _html_table(part) for part in parts)
 
 

@@ -1,4 +1,4 @@
-"""A run of a federation: following it, its numbers, its model and its card."""
+"""A run of a federation: watch it, and get its numbers, its model and its card."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _WIDTH = 120
 
 
 class Run:
-    """A run of the federation, as `coordinator show` and `watch` know it.
+    """A run of the federation, as in `coordinator show` and `watch`.
 
         run = lead.run(method="analytic", data="digits")
         run.watch()              # shows each round, and returns when the run has ended
@@ -42,7 +42,7 @@ class Run:
         run.model().predict(images)
         run.export("models")     # the model with its signed card
 
-    Every property asks the service. `repr` shows what the service said last.
+    Properties other than `id` and `name` query the service. `repr` shows its last answer.
     """
 
     def __init__(self, connection: LeadConnection, info: pb.RunInfo) -> None:
@@ -58,34 +58,34 @@ class Run:
 
     @property
     def state(self) -> str:
-        """Return "waiting", "running", "paused", "finished", "failed" or "aborted"."""
+        """One of "waiting", "running", "paused", "finished", "failed" or "aborted"."""
         return self._detail().info.state
 
     @property
     def reason(self) -> str:
-        """Return why the run is paused or has failed; empty if it is neither."""
+        """Why the run is paused or has failed; "" otherwise."""
         return self._detail().info.reason
 
     @property
     def manifest(self) -> RunManifest:
-        """Return what the run was agreed to be; its digest is the one that hospitals have."""
+        """The run's manifest; its digest is the one that hospitals have."""
         return RunManifest.from_json(self._detail().manifest_json)
 
     @property
     def digest(self) -> str:
-        """Return the digest of the newest model: equal to that of a simulation with the same words and data."""
+        """Digest of the newest model; equals that of a simulation with the same settings and data."""
         return self._detail().info.model_digest
 
     @property
     def summary(self) -> Mapping[str, object]:
-        """Return what `coordinator show --json` prints."""
+        """The facts that `coordinator show --json` prints."""
         return detail_json(self._detail())
 
     @property
     def frame(self) -> Any:  # noqa: ANN401 - pandas has no types of its own
-        """Return one row per round and measure: round, measure, class, value, low, high, as `Simulation.frame`.
+        """One row per round and measure: round, measure, class, value, low, high, as `Simulation.frame`.
 
-        A pandas data frame, or a list of dictionaries where pandas is not installed.
+        A pandas data frame, or a list of dictionaries if pandas is not installed.
         """
         from consilium.report.curves import COLUMNS, history
 
@@ -102,10 +102,10 @@ class Run:
         return pd.DataFrame(rows, columns=list(COLUMNS))
 
     def watch(self, quiet: bool = False) -> Run:
-        """Show the run's progress until it ends, and return the run: in a terminal or a notebook a view, else lines.
+        """Show the run's progress until it ends, and return the run. A terminal or notebook shows a view, others lines.
 
-        quiet: only wait. Ctrl-C (in a notebook: interrupt) raises KeyboardInterrupt and leaves the run going; watch it
-        again at any time, also from another process. The run that is returned may have failed or paused: see `state`.
+        quiet: only wait. Ctrl-C (in a notebook: interrupt) raises KeyboardInterrupt, and the run continues; watch it
+        again at any time, also from another process. The returned run may have failed or paused: see `state`.
         """
         try:
             show_events(self._connection.client.watch(self.id), quiet, NotebookWatcher if in_notebook() else Watcher)
@@ -115,27 +115,27 @@ class Run:
         return self
 
     def abort(self) -> Run:
-        """Stop the run in any state; the rounds that were trained are kept."""
+        """Stop the run in any state; closed rounds are kept."""
         self._info = self._connection.client.abort(self.id)
         return self
 
     def resume(self, quorum: int = 0) -> Run:
-        """Resume a paused or failed run after its last closed round. quorum: updates that close one; 0: as before."""
+        """Resume a paused or failed run after its last closed round. quorum: updates to close a round; 0: as before."""
         self._info = self._connection.client.resume(self.id, quorum)
         return self
 
     def exclude(self, silo: str, readmit: bool = False) -> Run:
-        """Exclude a hospital: it is no longer awaited, nor asked in further rounds. readmit: ask it again."""
+        """Exclude a hospital: rounds no longer wait for it or include it. readmit: include it again."""
         self._info = self._connection.client.exclude(self.id, silo, readmit)
         return self
 
     def extend(self, hours: float) -> Run:
-        """Wait longer in the open round, for all hospitals that have not delivered."""
+        """Give all pending hospitals of the open round more time."""
         self._info = self._connection.client.extend(self.id, hours)
         return self
 
     def model(self) -> Model:
-        """Fetch the newest model, ready to classify: what `consilium.load` makes of the exported file.
+        """Fetch the newest model, ready to classify, as `consilium.load` does for the exported file.
 
         Raises ConfigError (E-RUN-11) before the first round is closed.
         """
@@ -147,7 +147,7 @@ class Run:
             return Model(Predictor(loaded_model(stored)))
 
     def card(self) -> RunCard:
-        """Return the card of the newest model, as an export would write it now; `export` signs it."""
+        """Return the card of the newest model as `export` would write it now, without a signature."""
         with requires_extra("report", "cards"):
             from consilium.report.export import fetched, unsigned_card
         with fetched(self._connection.client, self.id) as stored:
@@ -163,11 +163,11 @@ class Run:
         survey: Run | str | None = None,
         temperature: bool = False,
     ) -> ExportedFiles:
-        """Write the newest model and its card into a folder, as `coordinator export`, and return the files.
+        """Write the newest model and its card into a folder, as `coordinator export` does, and return the files.
 
-        formats: also "onnx" or "torch"   licence, intended_use: for the card, in your words   survey: whose answers the
-        card repeats   temperature: let predictions use one estimated from the hospitals' counts
-        The audit log of the home gets the line that the command leaves.
+        formats: also "onnx" or "torch"   licence, intended_use: for the card, in your words   survey: include its
+        answers in the card   temperature: let predictions use one estimated from the hospitals' counts
+        Adds the same line to the home's audit log as the command.
         """
         with requires_extra("report", "exports"):
             from consilium.report.lead import ExportOptions, export_run
@@ -199,7 +199,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RunCard:
-    """The card of a run's model. facts: every number on it   `str` and a notebook show it as Markdown."""
+    """The card of a run's model. facts: all of its numbers. `str` and notebooks show it as Markdown."""
 
     facts: Card
 
@@ -217,7 +217,7 @@ class RunCard:
 
 
 class NotebookWatcher(Watcher):
-    """Shows a run in one output of the cell; warnings and refusals stay as lines of their own."""
+    """Shows a run in one output of the cell; warnings and refusals stay as separate lines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class NotebookWatcher(Watcher):
 
 
 class _CellOutput:
-    """An output that is repainted, at most four times a second; what it shows last stays."""
+    """A notebook output that is updated at most four times a second. Its last content stays."""
 
     console: Console = OUT
 

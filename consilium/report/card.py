@@ -1,7 +1,7 @@
-"""The facts of a model's card: plain values, whose JSON is the signed document. `templates` has the sentences.
+"""The facts of a model's card: plain values, whose JSON is the signed document. `templates` contains the texts.
 
-Nothing in it identifies a record. None, 0 and empty stand for "not known". A field that was added after 0.1.0 has a
-default, so that older cards can be read.
+No fact identifies a record. None, 0 and empty mean "not known". Fields that were added after 0.1.0 have a default, so
+that older cards can be read.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from fl_core.types.survey import SurveyAnswer
 
 FORMAT = "consilium.card.v1"
 MAX_TEXT_CHARS = 2_000
-"""Of what the lead states."""
+"""Maximum length of a lead's statement."""
 FALSE_ALARMS = 0.01
-"""Of an attacker who accuses records of having been in training: how many of those that were not."""
+"""False positive rate of a membership attacker: the share of non-members that it takes for members."""
 
 
 def most_found(epsilon: float, delta: float, false_alarms: float = FALSE_ALARMS) -> float:
-    """Return the largest share of members that any test finds which wrongly accuses so many of the others.
+    """Return the largest share of members that any attack finds at a false positive rate a.
 
     It is min(e^eps a + delta, 1 - e^-eps (1 - delta - a)) (Wasserman and Zhou, JASA 105, 2010; Kairouz, Oh and
-    Viswanath, ICML 2015), which holds whatever else the attacker knows.
+    Viswanath, ICML 2015), whatever else the attacker knows. false_alarms: a.
     """
     grown = math.exp(min(epsilon, 700.0))
     share = min(grown * false_alarms + delta, 1 - (1 - delta - false_alarms) / grown)
@@ -35,9 +35,9 @@ def most_found(epsilon: float, delta: float, false_alarms: float = FALSE_ALARMS)
 
 @dataclass(frozen=True, slots=True)
 class CardShare:
-    """A share in [0, 1] with a 95 % interval; None: nothing was measured. withheld: why there is no number.
+    """A share in [0, 1] with a 95 % interval; None: not measured. withheld: why there is no number.
 
-    of: what the interval is of; empty without one.
+    of: the source of uncertainty that the interval covers; empty without an interval.
     """
 
     point: float | None = None
@@ -65,11 +65,11 @@ class CardShare:
 
 @dataclass(frozen=True, slots=True)
 class ClassFacts:
-    """One class, or label.
+    """One class or label.
 
-    test_examples: those that have it, None where they are withheld   declared_by: hospitals that say that they have it
-    trained_at: at how many hospitals it was trained; None: not known   taught: whether anything taught it, as far
-    as the run knows.
+    test_examples: their number, None if withheld   declared_by: hospitals that declare to have it
+    trained_at: number of hospitals that trained it; None: not known   taught: whether it was trained at all, as far as
+    the run knows.
     """
 
     name: str
@@ -91,8 +91,8 @@ class ClassFacts:
 class Hospital:
     """One member of the run.
 
-    rounds: training rounds whose model has its update   missed: the others, with what the coordinator noted
-    size: training examples or groups that it declares, rounded up, 0: not declared   policy: SHA-256 of its policy file
+    rounds: number of training rounds with its update   missed: the other rounds, with the coordinator's reason
+    size: declared training examples or groups, rounded up, 0: not declared   policy: SHA-256 of its policy file
     fingerprint: of its key   labels: digest of its label dictionary   coarse: whether that has coarse labels.
     """
 
@@ -110,13 +110,13 @@ class Hospital:
 
 @dataclass(frozen=True, slots=True)
 class Privacy:
-    """What was promised.
+    """The run's privacy guarantee.
 
-    subject: whom epsilon is about   epsilon: the most that the run may spend on each of them   planned: what the
-    schedule spends if nothing is repeated, at the hospital that spends most   alone: epsilon where noise that hospitals
-    share out is one hospital's own   collusion: hospitals that may collude without effect on epsilon, where noise is
-    shared out   test_data: "private" or "public"   noise_from: "secure", or "test" which protects nobody
-    placement: who adds the noise.
+    subject: whom epsilon protects   epsilon: the most that the run may spend on each of them   planned: spending of the
+    schedule without repeated rounds, at the hospital that spends most   alone: with shared noise, epsilon from one
+    hospital's noise only   collusion: with shared noise, number of hospitals that may collude without effect on epsilon
+    test_data: "private" or "public"   noise_from: "secure", or "test", which protects nobody   placement: who adds the
+    noise.
     """
 
     profile: str
@@ -133,7 +133,7 @@ class Privacy:
 
     @property
     def attack(self) -> str:
-        """Return the largest share of members that an attacker finds, in percent, never rounded down."""
+        """The largest share of members that an attacker finds, in percent, never rounded down."""
         assert self.epsilon is not None
         assert self.delta is not None
         return f"{math.ceil(most_found(self.epsilon, self.delta) * 10_000 - 1e-9) / 100:g} %"
@@ -141,9 +141,9 @@ class Privacy:
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Terms of secure aggregation. withstood: hospitals that may collude with the coordinator and still see sums alone.
+    """Terms of secure aggregation. withstood: hospitals that may collude with the coordinator and still see only sums.
 
-    min_contributors: hospitals that a row of a class is a sum over, at least.
+    min_contributors: least number of hospitals in the sum of a class row.
     """
 
     withstood: int
@@ -152,7 +152,7 @@ class Masks:
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """What became of updates. aggregator: the rule that combined them   clipped: values outside of the grid's range."""
+    """Statistics of the updates. aggregator: the rule that combined them   clipped: values outside the grid's range."""
 
     aggregator: str
     refused: int
@@ -166,7 +166,7 @@ class Updates:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A measure beside accuracy and AUC. percent: whether it is a share."""
+    """A measure other than accuracy and AUC. percent: whether it is a share."""
 
     name: str
     label: str
@@ -179,13 +179,13 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Of the last model, on the union of the hospitals' test examples.
+    """Results of the last evaluation, on the union of the hospitals' test examples.
 
-    best: over rounds, a selection on test data   level_of_chance: of balanced accuracy   of_exported_model: else they
-    are of the model one round before it, which the run had not evaluated   classes_tested: with a test example
-    why_no_more: why there is no specificity, AUC or calibration; empty where there is   labels: of several at once, by
-    label (tn, fp, fn, tp)   reliability: by bin of confidence (test examples, right ones, sum of confidences)
-    temperature: what logits would have to be divided by for calibrated probabilities, where the error is large.
+    best: over rounds, selected on test data   level_of_chance: of balanced accuracy   of_exported_model: False if the
+    last evaluation measured the model one round before the exported one   classes_tested: with a test example
+    why_no_more: why there is no specificity, AUC or calibration; "" if there is   labels: for several labels, (tn, fp,
+    fn, tp) by label   reliability: by bin of confidence (test examples, right ones, sum of confidences)
+    temperature: divisor of logits for calibrated probabilities, if the calibration error is large.
     """
 
     accuracy: CardShare
@@ -207,16 +207,16 @@ class Results:
 
     @property
     def sureness(self) -> tuple[float, float] | None:
-        """Return the share of right answers and the mean confidence; None where neither was measured."""
+        """The share of right answers and the mean confidence; None if not measured."""
         n, right, sure = (math.fsum(row[k] for row in self.reliability) for k in range(3))
         return (right / n, sure / n) if n else None
 
 
 @dataclass(frozen=True, slots=True)
 class Withdrawal:
-    """A hospital that has withdrawn. depends: whether this model still has its data in it.
+    """A hospital that has withdrawn. depends: whether this model still contains its data.
 
-    statement, signature: what the coordinator signed of it (base64).
+    statement, signature: the coordinator's signed statement (signature in base64).
     """
 
     hospital: str
@@ -230,10 +230,10 @@ class Withdrawal:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The network, and where it came from. input: C, H, W or columns   parameters: numbers in the exported file.
+    """The network and its origin. input: C, H, W or columns   parameters: numbers in the exported file.
 
-    several_labels: whether its classes are labels of which a record may have several   temperature: what `consilium
-    predict` divides logits by, where the file names one.
+    several_labels: whether a record may have several of its classes   temperature: divisor of logits in `consilium
+    predict`, if the file contains one.
     """
 
     name: str
@@ -249,7 +249,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class TrainingDescription:
-    """How it was trained. about: the algorithm in a line   training: local training in words."""
+    """The method. about: the algorithm in one line   training: description of local training."""
 
     name: str
     options: Mapping[str, Option]
@@ -262,7 +262,7 @@ class TrainingDescription:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Which training. Times are ISO 8601 in UTC; empty: not known."""
+    """The run of the model. Times are ISO 8601 in UTC; empty: not known."""
 
     id: str
     name: str
@@ -278,10 +278,10 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What hospitals answered to a lead's survey of their records: sums over the hospitals that answered.
+    """Answers to a lead's survey of the hospitals' records: sums over the hospitals that answered.
 
-    document: digest of the questions   hospitals: how many answered   members: those of them that belong to the run
-    epsilon, delta: promised to each patient of them; None without noise.
+    document: digest of the questions   hospitals: number that answered   members: those of them in the run
+    epsilon, delta: guaranteed to each of their patients; None without noise.
     """
 
     run: str
@@ -305,10 +305,10 @@ class Survey:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Everything. intended_use, licence: the lead's statements, empty: not stated   files: name -> SHA-256.
+    """All facts of a card. intended_use, licence: the lead's statements, empty: not stated   files: name -> SHA-256.
 
-    software: of a side of the run ("coordinator", or a hospital) -> version and build, as each said of itself
-    survey: of the hospitals' records, where the lead names one.
+    software: a side of the run ("coordinator", or a hospital) -> its own statement of version and build
+    survey: of the hospitals' records, if the lead names one.
     """
 
     consortium: str
@@ -336,7 +336,7 @@ class Card:
 
     @property
     def metrics(self) -> ClinicalMetrics | None:
-        """Return the counts behind specificity, AUC and calibration; None where there are none."""
+        """The counts behind specificity, AUC and calibration; None if there are none."""
         r = self.results
         if not (r.confusion or r.labels):
             return None
@@ -350,7 +350,9 @@ class Card:
         form = raw.get("format") if isinstance(raw, dict) else None
         if form != FORMAT:
             raise ConfigError(
-                "E-ID-34", f"expected a card of the format {FORMAT}, found {str(form)[:60]!r}: read it with its version"
+                "E-ID-34",
+                f"expected a card of the format {FORMAT}, found {str(form)[:60]!r}: read it with the version that "
+                "wrote it",
             )
         try:
             card = structure(cls, raw, "card")
@@ -360,7 +362,7 @@ class Card:
         return card
 
     def require_possible(self) -> None:
-        """Raise ConfigError (E-ID-34) on numbers that no run gives: a lead can sign anything."""
+        """Raise ConfigError (E-ID-34) on impossible numbers, since a lead can sign anything."""
         r, p, n = self.results, self.privacy, len(self.classes)
         others = [figure.share for figure in r.others if figure.percent]
         shares = [r.accuracy, r.balanced, r.best, *(c.recognised for c in self.classes), *others]
@@ -378,24 +380,24 @@ class Card:
             "counts of 0 or more": not all(k is None or k >= 0 for k in (*counts, *(h.rounds for h in self.hospitals))),
             "a confusion matrix over its classes": r.confusion != ()
             and (len(r.confusion) != n or any(len(row) != n for row in r.confusion)),
-            "counts of each of its labels": r.labels != () and len(r.labels) != n,
+            "counts for each of its labels": r.labels != () and len(r.labels) != n,
             "bins of confidence": not all(
                 0 <= right <= of < math.inf and 0 <= sure <= of * (1 + 1e-6) for of, right, sure in r.reliability
             ),
             "a temperature above 0": not all(
                 t is None or 0 < t < math.inf for t in (r.temperature, self.model.temperature)
             ),
-            "answers of its hospitals": self.survey is not None and not self.survey.possible,
-            "an epsilon and a delta of a promise": (p.epsilon is None) != (p.delta is None)
+            "possible survey answers": self.survey is not None and not self.survey.possible,
+            "an epsilon above 0 with a delta from 0 to 1": (p.epsilon is None) != (p.delta is None)
             or (p.epsilon is not None and p.delta is not None and not (p.epsilon > 0 and 0 < p.delta < 1)),
         }
         for expected, broken in wrong.items():
             if broken:
-                raise ConfigError("E-ID-34", f"expected {expected}, found something else: rely on nothing in this card")
+                raise ConfigError("E-ID-34", f"expected {expected}, found something else: do not rely on this card")
 
 
 def stated(text: str, what: str) -> str:
-    """Return what the lead states, without blanks around it; raises ConfigError (E-CFG-02) on a text that is no line.
+    """Return a lead's statement without surrounding blanks; raises ConfigError (E-CFG-02) unless it is one short line.
 
     what: the option, for the message.
     """
@@ -404,6 +406,6 @@ def stated(text: str, what: str) -> str:
         raise ConfigError(
             "E-CFG-02",
             f"expected {what} of at most {MAX_TEXT_CHARS} visible characters on one line, found {len(line)}: shorten "
-            "it, and put no line breaks in",
+            "it, and remove line breaks",
         )
     return line

@@ -1,6 +1,6 @@
 """`coordinator card` and `silo card`: check a model's card, and write documents from it. The same for both sides.
 
-Who has a home has the authority's fingerprint there; anybody else, such as a board, names it (`--authority`).
+A home contains the authority's fingerprint. Readers without a home, such as a board, give it with `--authority`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Home = Annotated[
     typer.Option("--home", help="The home of this hospital or coordinator. Default: as for other commands."),
 ]
 Pinned = Callable[[Path | None], str]
-"""The fingerprint of the authority that a home has pinned; raises where there is no home."""
+"""Returns the fingerprint of the authority that a home has pinned; raises if there is no home."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnRecord:
-    """What this side noted of a card's run itself. agrees: with the card."""
+    """A fact on the card's run from this side's own records. agrees: with the card."""
 
     name: str
     text: str
@@ -47,11 +47,11 @@ class OwnRecord:
 
 
 Records = Callable[[Path | None, SignedCard, Card], Sequence[OwnRecord]]
-"""Looks up what this side noted; asked only where the card is checked against the authority of its home."""
+"""Looks up this side's own records. Called only if the card is checked against the authority of its home."""
 
 
 def make_app(pinned: Pinned, records: Records, help: str) -> typer.Typer:
-    """Make the group of commands of one side."""
+    """Create the command group of one side."""
     app = typer.Typer(no_args_is_help=True, help=help)
 
     @app.command("verify")
@@ -112,7 +112,7 @@ def make_app(pinned: Pinned, records: Records, help: str) -> typer.Typer:
 
 
 def write_documents(signed: SignedCard, card: Card, out: Path) -> list[Path]:
-    """Write the page and the templates of a card that was verified; return their paths."""
+    """Write the page and the documents of a verified card; return their paths."""
     from consilium.report.documents import SKELETONS, page, skeleton
 
     made = {"card.html": page(signed, card)} | {name: skeleton(name, card, signed.digest) for name in SKELETONS}
@@ -122,7 +122,7 @@ def write_documents(signed: SignedCard, card: Card, out: Path) -> list[Path]:
 
 
 def _page_check(file: Path, signed: SignedCard, card: Card) -> str:
-    """Hold a page against what this version makes of the card within it; empty for a card that is no page."""
+    """Compare a page with the one that this version writes from the card in it; "" if the file is no page."""
     text = card_text(file)
     if not text.lstrip().startswith("<"):
         return ""
@@ -133,17 +133,17 @@ def _page_check(file: Path, signed: SignedCard, card: Card) -> str:
 
 def _notes(files: Sequence[FileCheck], page: str, own_records: Sequence[OwnRecord]) -> list[str]:
     notes = [
-        f"{check.name} is not the file that the card names: take the one that the lead exported"
+        f"{check.name} is not the file that the card names: use the one that the lead exported"
         for check in files
         if check.outcome == "another"
     ]
     if page == "another":
         notes.append(
-            "the page is another than this version writes from the card in it: somebody changed it, or another version "
-            "wrote it. The card in it is sound: `card write` writes its page"
+            "the page differs from the one that this version writes from the card in it: somebody changed it, or "
+            "another version wrote it. The card in it is valid: write its page again with `card write`"
         )
     if not all(record.agrees for record in own_records):
-        notes.append("the card and the records of this side say different things: ask the lead before you rely on it")
+        notes.append("the card differs from the records of this side: ask the lead before you rely on it")
     return notes
 
 
@@ -152,6 +152,7 @@ def _digits(text: str) -> str:
     if len(digits) != 64 or set(digits) - set("0123456789abcdef"):
         raise ConfigError(
             "E-CFG-02",
-            f"expected --authority of 64 hexadecimal digits, with colons or without, found {text[:80]!r}: copy it",
+            f"expected --authority of 64 hexadecimal digits, with or without colons, found {text[:80]!r}: copy the "
+            "whole fingerprint",
         )
     return digits

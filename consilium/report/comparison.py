@@ -1,4 +1,4 @@
-"""Several runs side by side: how their configurations differ, what they reached, and what makes them incomparable."""
+"""Compare several runs: differences of their configurations, their scores, and reasons not to compare them."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from protos.consilium.v1 import federation_pb2 as pb
 
 MAX_RUNS = 20
 COMPARED = BALANCED.name
-"""The measure by which runs are compared."""
+"""The measure for comparing runs."""
 BEHIND = "behind the best"
-"""The name of the row that says how far each run is behind in it."""
+"""Name of the table row with each run's distance to the best in this measure."""
 _LEVELS = 20
 _SHOWN = 5
 _GROUPS = ("method", "model", "data", "federation", "privacy", "aggregator")
 
 
 class ModelEvaluation(NamedTuple):
-    """One evaluation of a trained model: where, and what it counted."""
+    """One evaluation of a trained model: its hospitals and its counts."""
 
     hospitals: frozenset[str]
     result: EvaluationResult
 
     def differs(self, other: ModelEvaluation) -> str:
-        """Say in what the test images differ from another's; empty where nothing shows that they do.
+        """Describe how the test images differ from another evaluation's; "" if no difference is visible.
 
-        Noisy counts show nothing.
+        Noisy counts show no difference.
         """
         if missing := other.hospitals ^ self.hospitals:
-            return f"at other hospitals ({', '.join(sorted(missing)[:_SHOWN])} only in one of both)"
+            return f"at other hospitals ({', '.join(sorted(missing)[:_SHOWN])} only in one of the two)"
         (_, mine, noise), (_, theirs, other_noise) = (each.result.balanced_sums for each in (self, other))
         if noise is None and other_noise is None and tuple(mine) != tuple(theirs):
-            return f"on other test images ({sum(mine):.0f}, there {sum(theirs):.0f}, or others by class)"
+            return f"on other test images ({sum(mine):.0f} and {sum(theirs):.0f}, or different counts by class)"
         return ""
 
 
 class Difference(NamedTuple):
-    """By how much a run is ahead of another one, as a share, with its interval."""
+    """A run's lead over another one, as a share, with its interval."""
 
     point: float
     low: float
@@ -65,13 +65,14 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunRanking:
-    """Runs compared by one number: `COMPARED` in the last evaluation, which `show` has as well.
+    """Runs compared by one number: `COMPARED` in the last evaluation, as in `show`.
 
-    They were made at the same hospitals on as many test images of each class. values: by run, of all measures of sums
-    best: the run whose value is largest   ahead: of it, by every other run; both empty where a value is withheld, or
-    there are none to compare   excluded: runs that are not compared with the first one, and why.
-    Guarantees: all intervals of `ahead` hold at once with a probability of 95 %, over the luck of the test images and
-    the noise of privacy; not over the randomness of training, which a single run cannot show.
+    The compared evaluations are at the same hospitals, with the same number of test images of each class.
+    values: by run, for all measures   best: the run with the largest value   ahead: the best run's lead over every
+    other run; both empty if a value is withheld or there is nothing to compare   excluded: runs that are not compared
+    with the first measured one, with the reason.
+    Guarantees: all intervals of `ahead` hold together with a probability of 95 %, over the sampling of test images and
+    privacy noise. They do not cover the randomness of training, which a single run cannot show.
     """
 
     rounds: int
@@ -81,7 +82,7 @@ class RunRanking:
     excluded: Mapping[str, str]
 
     def headline(self, names: Mapping[str, str]) -> str:
-        """Say who is ahead in one sentence. names: what runs are called in it."""
+        """Return one sentence on the best run. names: of the runs, for this sentence."""
         if not self.ahead:
             return f"{len(names)} runs side by side"
         tied = {run: lead for run, lead in self.ahead.items() if not lead.significant}
@@ -92,7 +93,7 @@ class RunRanking:
         return f"{names[self.best]} ends ahead of {names[nearest]} in balanced accuracy: {difference.text()}"
 
     def text(self, run: str) -> str:
-        """Say how a run stands to the best one, for a table."""
+        """Return a table cell with a run's distance to the best one."""
         if run in self.excluded:
             return "not compared"
         if run not in self.ahead:
@@ -104,9 +105,9 @@ class RunRanking:
 
 @dataclass(frozen=True, slots=True)
 class ComparedRun:
-    """One of the runs. configuration: its keys as the command line names them, with values as text.
+    """One of the runs. configuration: keys as on the command line, values as text.
 
-    metrics: what its manifest has evaluations measure   evaluated: its trained models, oldest first.
+    metrics: the manifest's setting of measures   evaluated: evaluations of its trained models, oldest first.
     """
 
     info: pb.RunInfo
@@ -124,7 +125,7 @@ class ComparedRun:
 
     @classmethod
     def of(cls, detail: pb.RunDetail) -> ComparedRun:
-        """Read a run; raises ProtocolError (E-WIRE-06) on a configuration or a manifest that is none."""
+        """Read a run; raises ProtocolError (E-WIRE-06) on an invalid configuration or manifest."""
         manifest = _mapping(detail.manifest_json, "manifest")
         schema = manifest.get("schema")
         classes = _texts(schema.get("classes") if isinstance(schema, dict) else None)
@@ -153,10 +154,10 @@ class ComparedRun:
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
-    """Runs in the order in which they were named.
+    """Compared runs, in the given order.
 
-    differences: the keys in which they differ, with a value for each run, None where a run has no such key
-    standing: who is ahead   notes: why their scores may not be compared.
+    differences: keys that differ, with a value for each run, None if a run lacks the key   standing: the ranking
+    notes: limits of the comparison.
     """
 
     runs: tuple[ComparedRun, ...]
@@ -166,12 +167,12 @@ class RunComparison:
 
     @property
     def measures(self) -> list[str]:
-        """Name the measures that any of them has."""
+        """Names of the measures that any run has."""
         return list(dict.fromkeys(name for run in self.runs for name in run.curves))
 
     @property
     def classes(self) -> list[str]:
-        """Name the classes of which any of them has an accuracy."""
+        """Names of the classes for which any run has an accuracy."""
         named = [name for run in self.runs for name, value in run.by_class.items() if value != NOTHING]
         return list(dict.fromkeys(named))
 
@@ -182,7 +183,7 @@ def compare(runs: Sequence[ComparedRun]) -> RunComparison:
     if not 2 <= len(ids) <= MAX_RUNS or len(set(ids)) < len(ids):
         raise ConfigError(
             "E-CFG-02",
-            f"expected 2 to {MAX_RUNS} different runs, found {', '.join(ids[:MAX_RUNS])}: name others",
+            f"expected 2 to {MAX_RUNS} different runs, found {', '.join(ids[:MAX_RUNS]) or 'none'}: name other runs",
         )
     keys = sorted({key for run in runs for key in run.configuration})
     values = {key: tuple(run.configuration.get(key) for run in runs) for key in keys}
@@ -192,7 +193,7 @@ def compare(runs: Sequence[ComparedRun]) -> RunComparison:
 
 
 def _standing(runs: Sequence[ComparedRun]) -> RunRanking:
-    """Hold runs against the first one that was measured, over the newest evaluations that are alike in all of them."""
+    """Rank runs by their last evaluations. Excludes runs whose evaluation does not match the first measured run's."""
     first = next((run for run in runs if run.evaluated), runs[0])
     excluded = {run.id: why for run in runs if run is not first and (why := _excluded(run, first))}
     compared = [run for run in runs if run.id not in excluded]
@@ -227,12 +228,12 @@ def _excluded(run: ComparedRun, first: ComparedRun) -> str:
 
 
 def _difference(mine: ModelEvaluation, theirs: ModelEvaluation, share: float) -> Difference | None:
-    """Estimate how far one run's last evaluation is ahead of another's on the same test images.
+    """Estimate the lead of one run's last evaluation over another's on the same test images.
 
-    share: how often its interval may be wrong. Which images each model got right is not known, only how many, so the
-    interval is the one for matched pairs with the most disagreement that the counts allow: Agresti and Min, "Simple
-    improved confidence intervals for comparing matched proportions", Statistics in Medicine 2005, by class. None where
-    noise hides a number.
+    share: probability that the interval may be wrong. Only the numbers of right images are known, not which images. So
+    the interval is that for matched pairs with the most disagreement that the counts allow: Agresti and Min, "Simple
+    improved confidence intervals for comparing matched proportions", Statistics in Medicine 2005, by class. Returns
+    None if noise hides a number.
     """
     level, sums = 1 - share / 4, [each.result.balanced_sums for each in (mine, theirs)]
     noisy = any(noise is not None for _, _, noise in sums)
@@ -259,12 +260,12 @@ def _difference(mine: ModelEvaluation, theirs: ModelEvaluation, share: float) ->
 
 
 def _shares(found: Sums) -> list[float | None]:
-    """Return the share of right answers by class; None of a class without test images."""
+    """Return the share of right answers by class; None for a class without test images."""
     return [e.point for e in uncertainty.by_class(*found)]
 
 
 def score_rows(found: RunComparison) -> list[tuple[str, tuple[str, ...]]]:
-    """Write each measure as a row, with a text for each run; below the one that is compared, who is ahead."""
+    """Return a table row per measure, with a text for each run. A row `BEHIND` follows the compared measure."""
     standing, rows = found.standing, list[tuple[str, tuple[str, ...]]]()
     for name in found.measures:
         values = [run.curves[name].scores.final if name in run.curves else NOTHING for run in found.runs]
@@ -276,7 +277,7 @@ def score_rows(found: RunComparison) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def flatten(spec: Mapping[str, object]) -> dict[str, str]:
-    """Write a configuration as KEY=VALUE does: `method` for the name of that group, `method.mu1` for an option."""
+    """Flatten a configuration to the keys of KEY=VALUE: `method` for a group's name, `method.mu1` for an option."""
     flat: dict[str, str] = {}
     left: list[tuple[str, object, int]] = [(key, value, 1) for key, value in spec.items()]
     while left:
@@ -301,18 +302,18 @@ def _text(value: object) -> str:
 def _notes(runs: Sequence[ComparedRun], standing: RunRanking) -> tuple[str, ...]:
     notes = [f"{name} is not compared with the others: it {why}" for name, why in standing.excluded.items()]
     if len({run.classes for run in runs}) > 1:
-        notes.append("the runs have different classes: their accuracies answer different questions")
+        notes.append("the runs have different classes, so their accuracies are not comparable")
     elif len({frozenset(run.members) for run in runs}) > 1:
         notes.append("the runs have different hospitals")
     if standing.rounds:
         notes.append(
-            "compared is each run's last evaluation, at the same hospitals on as many test images; the interval covers "
-            "sampling of test images and the noise of privacy, not variation between training runs: repeat with seeds"
+            "each run's last evaluation is compared, at the same hospitals on as many test images; the interval covers "
+            "sampling of test images and privacy noise, not variation between training runs: repeat with several seeds"
         )
     if any(e.result.noise is not None for run in runs for e in run.evaluated[-1:]):
         notes.append("counts of test images are noisy: runs may have been measured on different numbers of images")
     if moving := [run.id for run in runs if run.info.state in ("waiting", "running")]:
-        notes.append(f"not over yet: {', '.join(moving)}")
+        notes.append(f"not finished yet: {', '.join(moving)}")
     if halted := [f"{run.id} ({run.info.state})" for run in runs if run.info.state in ("paused", "aborted", "failed")]:
         notes.append(f"ended before their last round: {', '.join(halted)}")
     if len({run.info.rounds for run in runs}) > 1:
@@ -324,7 +325,9 @@ def _mapping(text: str, what: str) -> Mapping[str, object]:
     try:
         value = parse_json(text)
     except ConversionError as error:
-        raise ProtocolError("E-WIRE-06", f"the {what} of a run: {error}") from error
+        raise ProtocolError(
+            "E-WIRE-06", f"expected the {what} of a run, found {error}: upgrade the older side"
+        ) from error
     if not isinstance(value, dict):
         raise ProtocolError("E-WIRE-06", f"expected the {what} of a run, found another value: upgrade the older side")
     return value
@@ -334,11 +337,11 @@ def _texts(found: object) -> tuple[str, ...]:
     return tuple(str(each) for each in found) if isinstance(found, list) else ()
 
 
-# ---- for machines ----------------------------------------------------------------------------------------------------
+# ---- JSON ------------------------------------------------------------------------------------------------------------
 
 
 def comparison_json(found: RunComparison) -> dict[str, object]:
-    """Write a comparison for machines. Numbers that noise hides are null, others have their interval."""
+    """Return a comparison as JSON values. Numbers hidden by noise are null, others have an interval."""
     return {
         "runs": [
             {

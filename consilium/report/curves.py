@@ -17,7 +17,7 @@ from protos.consilium.v1 import federation_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The newest value of a measure, the best one, and the mean of the last rounds; of trained models alone."""
+    """The newest value of a measure, the best one, and the mean of the last rounds, for trained models only."""
 
     final: Estimate = NOTHING
     best: Estimate = NOTHING
@@ -26,10 +26,10 @@ class Scores:
 
 @dataclass(frozen=True)
 class Curve:
-    """A measure over a run. rounds: how many training rounds each measured model has behind it, rising.
+    """A measure over a run. rounds: number of training rounds before each measured model, increasing.
 
-    first: the least of these that make a trained model: more than one of a closed form that takes several exchanges
-    sums: per round, of a measure of sums, what it was computed from.
+    first: the least number of rounds for a trained model; more than one for a closed form with several exchanges
+    sums: for a measure of sums, the sums of each round.
     """
 
     measure: Measure
@@ -40,7 +40,7 @@ class Curve:
 
     @property
     def measured(self) -> bool:
-        """Whether there is a value, or one that noise hides."""
+        """Whether there is any value, including values hidden by noise."""
         return any(value != NOTHING for value in self.values)
 
     @cached_property
@@ -62,7 +62,7 @@ class Curve:
 def curves(rounds: Sequence[pb.RoundInfo]) -> dict[str, Curve]:
     """Return the curves of all measures that a run has, by name, the global model's first.
 
-    Raises ProtocolError (E-WIRE-06) on clinical metrics that no evaluation gives.
+    Raises ProtocolError (E-WIRE-06) on impossible clinical metrics.
     """
     results, first = list(map(accuracy.result_of, rounds)), _first(rounds)
     drawn = {}
@@ -70,7 +70,7 @@ def curves(rounds: Sequence[pb.RoundInfo]) -> dict[str, Curve]:
         values = tuple(map(measure.estimate, results))
         sums = tuple(map(measure.sums, results)) if measure.sums else ()
         kept = [k for k, value in enumerate(values) if sums or value != NOTHING]
-        # Personal models are measured after a round's training: that round is behind them too.
+        # Personal models are measured after a round's training, so that round counts, too.
         done = (rounds[k].round + (rounds[k].kind == pb.TRAIN) if measure.personal else behind(rounds[k]) for k in kept)
         began = 1 if measure.personal else first
         drawn[measure.name] = Curve(measure, tuple(done), tuple(values[k] for k in kept), began, sums)
@@ -78,7 +78,7 @@ def curves(rounds: Sequence[pb.RoundInfo]) -> dict[str, Curve]:
 
 
 def by_class(rounds: Sequence[pb.RoundInfo], most: int = 10_000) -> list[Curve]:
-    """Return the accuracy of each class over the rounds, in the order of the run's classes, of at most so many."""
+    """Return the accuracy of each class over the rounds, for at most `most` classes, in the run's order."""
     drawn: list[Curve] = []
     for c in range(min(most, max((len(r.examples) for r in rounds), default=0))):
         sums = [(tuple(r.correct[c : c + 1]), tuple(r.examples[c : c + 1]), accuracy.noise_of(r)) for r in rounds]
@@ -88,9 +88,9 @@ def by_class(rounds: Sequence[pb.RoundInfo], most: int = 10_000) -> list[Curve]:
 
 
 def behind(info: pb.RoundInfo) -> int:
-    """Return how many rounds of training the model that a round measures has behind it, as far as its run says.
+    """Return the number of training rounds before the model that a round measures.
 
-    The model of an evaluation without training was trained elsewhere: it has one.
+    The model of an evaluation without training was trained in another run: it counts as one round.
     """
     return info.round or int(info.kind == pb.EVALUATE)
 
@@ -107,10 +107,10 @@ def _exact(value: float) -> Estimate:
 
 
 class MetricValue(NamedTuple):
-    """One number of a table. round: rounds done before it was measured, 0 for the initial model.
+    """One number of a table. round: rounds before it was measured, 0 for the initial model.
 
-    class_: of the label space, empty where it is about all of them   value: None where there is none or noise hides it;
-    low, high: the interval of the noise of privacy, equal to the value where there is none.
+    class_: a class, "" for all of them   value: None if there is none or noise hides it   low, high: interval of
+    privacy noise; equal to the value without noise.
     """
 
     round: int
@@ -125,19 +125,19 @@ COLUMNS = ("round", "measure", "class", "value", "low", "high")
 
 
 def history(rounds: Sequence[pb.RoundInfo], classes: Sequence[str]) -> list[MetricValue]:
-    """List all numbers of a federation's run, by round: the measures that a simulation lists, under the same names."""
+    """List all numbers of a federation's run by round, with the same measures and names as for a simulation."""
     rows: list[MetricValue] = []
     for info in rounds:
         result = accuracy.result_of(info)
         rows += evaluation_rows(behind(info), result, classes)
-        done = info.round + (info.kind == pb.TRAIN)  # personal models are those after the round's training
+        done = info.round + (info.kind == pb.TRAIN)  # personal models are measured after the round's training
         scores = uncertainty.shown_scores(result.personal, frozenset(result.withheld))
         rows += [MetricValue(done, name, "", value, value, value) for name, value in scores.items()]
     return rows
 
 
 def evaluation_rows(done: int, evaluation: EvaluationResult, classes: Sequence[str]) -> Iterator[MetricValue]:
-    """List what was measured of one model. done: as `MetricValue.round`."""
+    """List the measures of one model. done: as `MetricValue.round`."""
     for measure in measures.of_model():
         if measure.json or evaluation.clinical is not None:
             yield estimate_row(done, measure.name, "", measure.estimate(evaluation))

@@ -1,7 +1,7 @@
-"""Documents from a card: the templates hold the sentences, the card the facts.
+"""Write documents from a card: the templates contain the texts, the card the facts.
 
-sentences.j2   each sentence with the fields of the card that it rests on
-card.*.j2      the card for people, as Markdown and as a page
+sentences.j2   each sentence with the fields of the card that it uses
+card.*.j2      the card as Markdown and as a page
 dpia.md.j2     an impact assessment, Regulation (EU) 2016/679, Article 35(7), as far as the card can answer it
 annex-iv.md.j2 technical documentation, Regulation (EU) 2024/1689, Annex IV, likewise
 """
@@ -34,20 +34,20 @@ _LICENCES = re.compile(
     r"apache-2\.0|mit|isc|zlib|unlicense|bsd-[23]-clause|mpl-2\.0|e[cp]l-2\.0|eupl-1\.[12]|cc0-1\.0|"
     r"cc-by(-nc)?(-sa|-nd)?-[34]\.0|gpl-[23]\.0|agpl-3\.0|lgpl-(2\.1|3\.0)"
 )
-"""Identifiers of licences on the hub, which are those of SPDX in small letters."""
+"""Licence identifiers on the Hugging Face hub: SPDX names in lower case."""
 SKELETONS = ("dpia.md", "annex-iv.md")
-"""Documents that somebody has to complete, by their ending behind the run's name."""
+"""Documents to complete by hand; each is the ending of the file name, after the run's id."""
 
 
 def markdown(card: Card) -> str:
-    """Write the card for people, as Markdown."""
+    """Write the card as Markdown."""
     return _render("card.md", card, tables=_tables(card))
 
 
 def front_matter(card: Card) -> str:
-    """Write the head of a model card as Hugging Face reads it, in YAML: licence, tags and metrics, all of the card.
+    """Write the YAML head of a model card for Hugging Face: licence, tags and metrics, all from the card.
 
-    Metrics are those of the exported model alone, without what noise hides.
+    Metrics are only those of the exported model, without values hidden by noise.
     """
     columns = len(card.model.input) == 1
     task = "tabular-classification" if columns else "image-classification"
@@ -64,7 +64,7 @@ def front_matter(card: Card) -> str:
 
 
 def _licence(text: str) -> dict[str, str]:
-    """Return the licence by its identifier on the hub, or else in the lead's words; nothing where none is stated."""
+    """Return the licence by its identifier on the hub, otherwise in the lead's words; empty if none is stated."""
     if not text:
         return {}
     return (
@@ -95,11 +95,11 @@ def skeleton(name: str, card: Card, digest: str) -> str:
 
 
 def page(signed: SignedCard, card: Card) -> str:
-    """Write the card's page: one file that loads nothing, with the signed card in it. card: of the signed document.
+    """Write the card's page: one self-contained file that includes the signed card. card: of the signed document.
 
-    Equal signed cards give equal pages in one version, so that a page can be checked against the card within it.
+    In one version, equal signed cards give equal pages, so that a page can be checked against the card in it.
     """
-    inside = signed.to_json().replace("<", "\\u003c")  # still the same JSON, and no markup
+    inside = signed.to_json().replace("<", "\\u003c")  # still the same JSON, but without markup
     return _render(
         "card.html",
         card,
@@ -174,7 +174,7 @@ class CardTable:
     note: str = ""
 
     def align(self, column: int) -> Markup:
-        """Return the class of a column's cells on a page: numbers are aligned to the right."""
+        """Return the class attribute of a column's cells: numbers are aligned to the right."""
         numbers = column > 0 and all(row[column][:1].isdigit() or row[column] in ("-", "–") for row in self.rows)
         return Markup(' class="number"') if numbers else Markup("")
 

@@ -1,4 +1,4 @@
-"""Export of a model: the tensors as safetensors, and the card of the model, signed by the lead."""
+"""Export a model: its tensors as safetensors, and its card, signed by the lead."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ NOTHING_SAID = Statement()
 
 
 def state_limit(manifest: RunManifest) -> int:
-    """Return more bytes than any method's server state has: some of them keep several copies of the model."""
+    """Return an upper limit in bytes on a server state. Some methods keep several copies of the model in it."""
     tensors = CompiledRun(manifest).network.state_dict().values()
     size = sum(int(t.numel() * t.element_size()) for t in tensors)
     return _STATE_COPIES * size + _STATE_EXTRA
 
 
 def frozen_weights(manifest: RunManifest) -> Weights | None:
-    """Name the weights of a body that the run never sent, and so did not store with its model; None without any."""
+    """Return the weights of a frozen body, which the run's stored model lacks; None without any."""
     frozen, start = manifest.train.freeze == FEATURES, manifest.start
     return start.weights if frozen and start is not None else None
 
 
 class ExportedFiles(NamedTuple):
-    """The files of an export. card: as Markdown   others: the model in other formats, in the order asked for."""
+    """The files of an export. card: as Markdown   others: the model in other formats, in the requested order."""
 
     model: Path
     card: Path
@@ -74,13 +74,13 @@ def export_model(
 ) -> ExportedFiles:
     """Write a run's newest model and its card into `out`, and return the files.
 
-    The tensors are all that the method needs to classify, and the metadata names its options and the model's: a whole
-    model also where the run trained a part of it. lead: signs the card   silos: what hospitals declare at this moment
-    weights_file: the object that `frozen_weights` names   temperature: write the one that hospitals' counts suggest
-    into the file, for `consilium predict` to use.
-    Raises StateError (E-STATE-22) when the stored state is not the one that the run recorded; ConfigError (E-CFG-08)
-    where a temperature is asked for and no hospital sent counts of confidence; as `check_detail`.
-    Guarantees: the files appear together, or none does.
+    The file contains all tensors that the method needs to classify, also those of a frozen body; its metadata contain
+    the options of method and model. lead: signs the card   silos: the hospitals' current declarations
+    weights_file: the object that `frozen_weights` names   temperature: write a temperature, estimated from the
+    hospitals' counts, into the file for `consilium predict`.
+    Raises StateError (E-STATE-22) if the stored state is not the one that the run recorded; ConfigError (E-CFG-08)
+    if a temperature is requested and no hospital sent counts of confidence; as `check_detail`.
+    Guarantees: all files appear together, or none.
     """
     info, manifest = detail.info, check_detail(detail)
     server, run, weights = _read(detail, manifest, state_file, weights_file)
@@ -105,14 +105,14 @@ def export_model(
 
 
 def unsigned_card(stored: StoredModel, lead: Credentials, silos: Sequence[pb.SiloInfo]) -> Card:
-    """Collect the facts of a run's newest model as its card would state them now; it names no files."""
+    """Return the current card of a run's newest model, without files and signature."""
     detail, manifest = stored.detail, check_detail(stored.detail)
     _, _, weights = _read(detail, manifest, stored.state, stored.weights)
     return card_of(detail, manifest, silos, identity_of(lead.cert_pem).identity, NOTHING_SAID, _size(weights))
 
 
 def loaded_model(stored: StoredModel) -> LoadedModel:
-    """Build a run's newest model as `consilium predict` builds it from the exported file; raises as `export_model`."""
+    """Build a run's newest model as `consilium predict` does from the exported file; raises as `export_model`."""
     manifest = check_detail(stored.detail)
     _, _, weights = _read(stored.detail, manifest, stored.state, stored.weights)
     facts = _file_facts(stored.detail, manifest)
@@ -120,7 +120,7 @@ def loaded_model(stored: StoredModel) -> LoadedModel:
 
 
 class StoredModel(NamedTuple):
-    """A run, and the files that its newest model is made of. weights: the object that `frozen_weights` names."""
+    """A run, and the files of its newest model. weights: the object that `frozen_weights` names."""
 
     detail: pb.RunDetail
     state: Path
@@ -129,13 +129,16 @@ class StoredModel(NamedTuple):
 
 @contextmanager
 def fetched(client: LeadClient, run: str) -> Iterator[StoredModel]:
-    """Fetch a run's newest model into a folder that lasts as long as the block.
+    """Fetch a run's newest model into a temporary folder, which is removed after the block.
 
-    Raises ConfigError (E-RUN-11) on a run without one; ProtocolError as `check_detail` and `LeadClient.fetch`.
+    Raises ConfigError (E-RUN-11) on a run without a model; ProtocolError as `check_detail` and `LeadClient.fetch`.
     """
     detail = client.show(run)
     if not detail.info.model_object:
-        raise ConfigError("E-RUN-11", f"expected a run with a closed round, found {run!r} in state {detail.info.state}")
+        raise ConfigError(
+            "E-RUN-11",
+            f"expected a run with a closed round, found {run!r} in state {detail.info.state}: wait for the first round",
+        )
     manifest, body = check_detail(detail), None
     with TemporaryDirectory() as scratch:
         state = Path(scratch) / "state"
@@ -149,7 +152,7 @@ def fetched(client: LeadClient, run: str) -> Iterator[StoredModel]:
 def _read(
     detail: pb.RunDetail, manifest: RunManifest, state_file: Path, weights_file: Path | None
 ) -> tuple[State, CompiledRun, dict[str, Tensor]]:
-    """Read a stored state; return it with its run and the tensors that classify."""
+    """Read a stored state; return it with its run and the tensors for classification."""
     server = read_state(state_file)
     if (digest := tensor_maps.digest(server["w"])) != detail.info.model_digest:
         raise StateError(
@@ -177,6 +180,6 @@ def _temperature(manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> float
         raise ConfigError(
             "E-CFG-08",
             "--temperature: expected counts of confidence in the last round, found none: "
-            f"{why_basic(manifest)}. A hospital that has the file can make its own: consilium calibrate",
+            f"{why_basic(manifest)}. A hospital that has the file can calibrate it itself: consilium calibrate",
         )
     return suggested

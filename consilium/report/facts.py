@@ -1,7 +1,7 @@
-"""The facts of a run's model, from what the coordinator knows of the run.
+"""Collect the facts of a run's model from the coordinator's record of the run.
 
-Counts are those that the run released: sums over hospitals. Where they have noise, a number has the interval of that
-noise or is withheld. Of a single hospital, the facts are what it declares to every lead.
+Counts are those that the run released: sums over hospitals. If they are noisy, a number has the interval of that noise
+or is withheld. Facts on a single hospital are those that it declares to every lead.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from service_core.pki.identity import Identity
 
 SAMPLING, NOISE = "sampling of test images", "noise of differential privacy"
 _EXPLAINED = 0.1
-"""Of an expected calibration error, above which the card says what it means."""
+"""Expected calibration error above which the card explains it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """What only the lead knows. survey: of the hospitals' records, where the lead names one."""
+    """Facts that only the lead knows. survey: of the hospitals' records, if the lead names one."""
 
     intended_use: str = ""
     licence: str = ""
@@ -81,7 +81,7 @@ def card_of(
 ) -> Card:
     """Collect the facts of a run's newest model; the card names no files yet.
 
-    silos: what hospitals declare at this moment   parameters: numbers in the exported model   temperature: in its file.
+    silos: the hospitals' current declarations   parameters: numbers in the exported model   temperature: in its file.
     """
     run, info = CompiledRun(manifest), detail.info
     rounds = detail.rounds
@@ -140,16 +140,16 @@ def card_of(
 
 
 def survey_of(manifest: RunManifest, survey: RunManifest, detail: pb.RunDetail, found: SurveyAnswers) -> Survey:
-    """Take the answers to a survey for the card of a run. survey, detail, found: of the survey.
+    """Prepare the answers to a survey for a run's card. survey, detail, found: of the survey.
 
-    Raises ConfigError (E-CFG-08) on a survey about other data or classes, whose numbers would be read as this run's,
-    and on numbers that no records give.
+    Raises ConfigError (E-CFG-08) on a survey about other data or classes than the run's, and on impossible numbers.
     """
     if (survey.data, survey.schema.classes) != (manifest.data, manifest.schema.classes):
         raise ConfigError(
             "E-CFG-08",
             f"expected a survey about the run's data ({manifest.data}) and {len(manifest.schema.classes)} classes, "
-            f"found {detail.info.run_id} about {survey.data} and {len(survey.schema.classes)}: ask about the same",
+            f"found {detail.info.run_id} about {survey.data} and {len(survey.schema.classes)}: name a survey about the "
+            "same data and classes",
         )
     answered = {name for r in detail.rounds for name in r.included}
     made = Survey(
@@ -164,9 +164,9 @@ def survey_of(manifest: RunManifest, survey: RunManifest, detail: pb.RunDetail, 
     if found.implausible or not made.possible:
         raise ConfigError(
             "E-CFG-08",
-            f"expected a survey with numbers of records, found {detail.info.run_id} with others "
+            f"expected a survey with possible counts, found {detail.info.run_id} with others "
             f"({'; '.join(found.implausible[:3]) or 'counts of no hospitals'}): find out which hospital sent them, "
-            "and ask again",
+            "and repeat the survey",
         )
     return made
 
@@ -208,7 +208,7 @@ def _method(run: CompiledRun, manifest: RunManifest) -> TrainingDescription:
 
 
 def training_text(run: CompiledRun) -> str:
-    """Say how hospitals train; of a closed form that they take no step, whatever the schedule says."""
+    """Describe the hospitals' training. A closed form takes no training steps, whatever the schedule."""
     if run.method.exact:
         return "none: the model is solved in closed form from sums over examples"
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in asdict(run.manifest.train).items())
@@ -244,7 +244,7 @@ def _hospitals(
 
 
 def share_of(right: float, of: float) -> CardShare:
-    """Give a share of counted examples with its exact interval."""
+    """Return a share of counted examples with its exact interval."""
     k, n = round(right), round(of)
     if not 0 <= k <= n or abs(right - k) > 1e-3 or abs(of - n) > 1e-3:
         return CardShare(withheld=uncertainty.IMPOSSIBLE)
@@ -277,7 +277,7 @@ def _classes(
     for k, name in enumerate(manifest.schema.classes):
         auc = clinical.auc[k] if clinical else None
         counts = list(zip(last.correct[k : k + 1], last.examples[k : k + 1], strict=False))
-        if manifest.schema.multi_label:  # most are right where they are absent; who has one, clinical metrics alone say
+        if manifest.schema.multi_label:  # most labels are absent; only clinical metrics count those that are present
             counts = [(clinical.labels[k].tp, clinical.labels[k].present)] if clinical and clinical.labels else []
         made.append(
             ClassFacts(
@@ -296,7 +296,7 @@ def _classes(
 
 
 def _counts(last: pb.RoundInfo) -> bool:
-    """Tell whether all sums of an evaluation are counts: a hospital may have sent any numbers."""
+    """Return whether all sums of an evaluation can be counts, since a hospital may have sent any numbers."""
     return all(share_of(right, of).withheld == "" for right, of in zip(last.correct, last.examples, strict=False))
 
 
@@ -339,14 +339,14 @@ def _results(manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> Results:
 
 
 def suggested_temperature(found: ClinicalMetrics) -> float | None:
-    """Estimate what divides logits into calibrated ones; None where nothing was counted."""
+    """Estimate the temperature that calibrates the logits; None without counts."""
     from consilium.model import conformal
 
     return conformal.estimate_temperature(found.bins, found.alternatives)
 
 
 def _share(measure: Measure, result: EvaluationResult, *, counts: bool) -> CardShare:
-    """Give a measure with the interval of its noise, or else of sampling. counts: whether its sums can be counts."""
+    """Return a measure with the interval of its noise, or of sampling. counts: whether its sums can be counts."""
     value, interval = measure.estimate(result), measure.interval(result)
     if result.noise is not None or value == NOTHING:
         return _noisy(value)

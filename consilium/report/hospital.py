@@ -1,4 +1,4 @@
-"""`silo card`: a model's card beside what this hospital noted itself, and under the authority that it has pinned."""
+"""`silo card`: check a model's card against this hospital's own records and its pinned authority."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def _records_of(home: Path | None, signed: SignedCard, card: Card) -> list[OwnRe
 
 
 def _compared(store: SiloStore, name: str, card: Card) -> list[OwnRecord]:
-    """Say whether this hospital, by its name, was in the run, how often, and in which configuration."""
+    """Compare the card with this hospital's records: whether and how often it took part, and the configuration."""
     claimed = next((hospital.rounds for hospital in card.hospitals if hospital.name == name), None)
     run = next((record for record in store.history() if record.run_id == card.run.id), None)
     if run is None:
-        missing_run = OwnRecord("own records", "have no such run", agrees=not claimed)
+        missing_run = OwnRecord("own records", "no such run", agrees=not claimed)
         return [missing_run] if claimed is None else [missing_run, _claimed(claimed, agrees=not claimed)]
     digest = store.manifest_of(run.run_id)
     same = digest is None or digest == card.run.manifest_digest
@@ -44,16 +44,16 @@ def _compared(store: SiloStore, name: str, card: Card) -> list[OwnRecord]:
     waits = sum(task.included is None and task.receipt and task.key.kind.trains for task in run.tasks)
     agrees = included <= (claimed or 0) <= included + waits
     counted = f"{included} of this hospital's updates are in the model"
-    counted += f", and of {waits} nothing was heard" if waits else ""
+    counted += f", and {waits} more may be" if waits else ""
     return [
-        OwnRecord("configuration", "the same as here" if same else f"here it was {digest}", same),
+        OwnRecord("configuration", "the same as in the own records" if same else f"{digest} in the own records", same),
         OwnRecord("own records", counted, agrees),
         _claimed(claimed, agrees),
     ]
 
 
 def _claimed(rounds: int | None, agrees: bool) -> OwnRecord:
-    said = "that this hospital was not in the run" if rounds is None else f"{rounds} of its updates"
+    said = "this hospital was not in the run" if rounds is None else f"{rounds} of its updates are in the model"
     return OwnRecord("the card says", said, agrees)
 
 

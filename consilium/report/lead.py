@@ -1,4 +1,4 @@
-"""`coordinator export` and `coordinator card`: a model with its card, and the card beside the home's own records."""
+"""`coordinator export` and `coordinator card`: export a model with its card, and check a card."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def export(
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """Options of an export. formats: other than safetensors   survey: the run whose answers the card repeats."""
+    """Options of an export. formats: other than safetensors   survey: a survey whose answers the card includes."""
 
     formats: Sequence[str]
     licence: str
@@ -92,7 +92,7 @@ class ExportOptions:
     def of(
         cls, formats: Sequence[str], licence: str, intended_use: str, survey: str | None, temperature: bool
     ) -> ExportOptions:
-        """Check options before anything is fetched: libraries of formats, and statements that are one line."""
+        """Check options before fetching: the formats' libraries are installed, and statements are one short line."""
         from consilium.model import portable
 
         others = [name for name in formats if name != "safetensors"]
@@ -106,7 +106,7 @@ def export_run(
 ) -> tuple[ExportedFiles, str]:
     """Write a run's newest model and its card, as `coordinator export`; return the files and the model's digest.
 
-    home: with the certificate of the lead who signs
+    home: contains the key and certificate of the signing lead
     """
     from consilium.report.export import export_model, fetched
     from consilium.report.facts import Statement, survey_of
@@ -136,7 +136,7 @@ def _authority_fingerprint(home: Path | None) -> str:
 
 
 def _lead_in_force(home: Path | None, signed: SignedCard, card: Card) -> list[OwnRecord]:
-    """Say whether the lead who signed has been revoked since: hospitals have no list of leads."""
+    """Check whether the signing lead has been revoked. Only the coordinator has the list of leads."""
     signer = identity_of(signed.certificate)
     with closing(CoordinatorStore(home_of(home))) as store:
         listed = next((lead for lead in store.members.leads.all() if lead.serial == signer.serial), None)

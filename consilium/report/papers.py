@@ -1,6 +1,6 @@
-"""Which paper a method is from, what the paper claims, and which models it uses (`coordinator models`).
+"""Papers of the methods: their citations, their claims, and the models they use (`coordinator models`).
 
-The citation is read off the docstring of the method's module, which has title, citation and equations.
+The citation is parsed from the docstring of the method's module, which contains title, citation and equations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CITATION = re.compile(r'(?P<authors>[^"]+), "(?P<title>[^"]+?),?",? (?P<venue>.
 
 @dataclass(frozen=True, slots=True)
 class Paper:
-    """A citation. where: equations and algorithms that the method follows; empty where the docstring names none."""
+    """A citation. where: equations and algorithms that the method follows; "" if the docstring names none."""
 
     authors: str
     title: str
@@ -30,7 +30,7 @@ class Paper:
 
 
 def paper_of(method: type[FedAvg]) -> Paper | None:
-    """Return the paper of a method; None where its module's docstring cites none in its second paragraph."""
+    """Return the paper of a method; None if the second paragraph of its module's docstring cites none."""
     paragraphs = (sys.modules[method.__module__].__doc__ or "").strip().split("\n\n")
     if len(paragraphs) < 2:
         return None
@@ -43,7 +43,7 @@ def paper_of(method: type[FedAvg]) -> Paper | None:
 
 
 def needs(method: FedAvg) -> list[str]:
-    """Say what a run must offer the method, in words."""
+    """Return the method's requirements on a run, in words."""
     lacking = {
         Capability.SECURE_AGGREGATION: "updates that the server sees one by one",
         Capability.DIFFERENTIAL_PRIVACY: "a run without record-level privacy",
@@ -59,20 +59,20 @@ def needs(method: FedAvg) -> list[str]:
 
 
 def _lacks(method: FedAvg, capability: Capability) -> bool:
-    """Tell whether a run can have no such capability; what the private form alone lacks, it brings."""
+    """Return whether the method lacks a capability. A private form supplies differential privacy."""
     private_form = capability is Capability.DIFFERENTIAL_PRIVACY and method.private_form
     return capability in method.unsupported and not private_form
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a paper claims of a method, and what we measured.
+    """A paper's claim on a method, and our measurement.
 
     Attributes:
         printed: the paper's number
-        ours: points above FedAvg, and above the best baseline, with their 95 % intervals; "-" where nothing was run
-        verdict: holds, holds against FedAvg alone, does not, or not decided; why: what that rests on
-        comparison, scale: the one of benchmarks/comparison that the number is from
+        ours: points above FedAvg, and above the best baseline, with their 95 % intervals; "-" if not run
+        verdict: holds, holds only against FedAvg, does not hold, or not decided; why: the reason for the verdict
+        comparison, scale: source of our number in benchmarks/comparison
     """
 
     method: str
@@ -101,9 +101,9 @@ def _tables() -> Mapping[str, tuple[str, ...]]:
 
 
 TABLES: Mapping[str, tuple[str, ...]] = _tables()
-"""The tables of `benchmarks/paper` that a method is in: `python -m tests.regenerate` writes them."""
+"""Tables of `benchmarks/paper` by method; `python -m tests.regenerate` writes them."""
 CLAIMS = _claims()
-"""The claims of the papers with our numbers, of which `benchmarks/paper/claims.py` has the runs; written likewise."""
+"""The papers' claims with our numbers, also from `tests.regenerate`; `benchmarks/paper/claims.py` lists the runs."""
 
 
 GRAY, COLOUR, LESION, TINY = (1, 28, 28), (3, 32, 32), (3, 200, 200), (3, 64, 64)
@@ -111,7 +111,7 @@ GRAY, COLOUR, LESION, TINY = (1, 28, 28), (3, 32, 32), (3, 200, 200), (3, 64, 64
 
 @dataclass(frozen=True, slots=True)
 class PublishedSetting:
-    """One model as one paper uses it, on the paper's examples. shape: of an example; classes: their number C."""
+    """A model as a paper uses it, on the paper's data. shape: of an example   classes: their number C."""
 
     paper: str
     data: str
@@ -153,4 +153,4 @@ SETTINGS = (
     PublishedSetting("FedCD (its baselines)", "cifar100", "resnet50", COLOUR, 100, {"projection": [2048, 256]}),
     PublishedSetting("FedCD (its baselines)", "emnist", "simple_cnn", GRAY, 26, {"projection": [84, 256]}),
 )
-"""FedGELA's fixed head counts as the trained one of its baselines; FedCD's fine head has three rows per class."""
+"""FedGELA's fixed head counts like the trained head of its baselines. FedCD's fine head has three rows per class."""

@@ -1,13 +1,13 @@
-"""A card as it is given away: the document, a lead's signature over it, and the certificates to check it with.
+"""A signed card: the document, a lead's signature, and the certificates to verify it.
 
-The lead who exports signs, with the key of a certificate that the consortium's authority has issued: the authority's
-own key may lie on a machine that nobody reaches. Signed are the document's canonical bytes (JSON with sorted keys, no
-blanks, ASCII), so that a file may be indented for people.
+The exporting lead signs with the key of a certificate from the consortium's authority, because the authority's own key
+may be offline. The signature covers the document's canonical bytes (JSON with sorted keys, no blanks, ASCII), so that
+a file may be indented.
 
 *Guarantees* of `verify`: the holder of the lead's key signed exactly this document, and the authority with the
-fingerprint that the reader brought has certified that key for a lead of the consortium that the card names. *Not
-guaranteed*: that what the lead's coordinator counted is true; that the lead had not been revoked (`Lead` lists are the
-coordinator's); the time, which is the signer's clock and is checked against the certificate alone.
+fingerprint that the reader supplied has certified that key for a lead of the consortium that the card names. *Not
+guaranteed*: that the coordinator's counts are true; that the lead was not revoked (only the coordinator has the list of
+leads); the time, which is the signer's clock and is only checked against the certificate's validity.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ CONTEXT = "consilium model card v1"
 MAX_BYTES = 16 << 20
 _PARTS = {"card", "signature", "certificate", "authority"}
 OPENING, CLOSING = '<script type="application/json" id="signed-card">', "</script>"
-"""Around the signed card within its page: a script of a type that no browser runs."""
+"""Delimiters of the signed card in its page: a script of a type that no browser runs."""
 
 
 def canonical(document: object) -> bytes:
-    """Write the bytes that are signed; raises ValueError on NaN and infinity, which JSON has not."""
+    """Return the bytes to sign; raises ValueError on NaN and infinity, which JSON does not have."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
 
 @dataclass(frozen=True, slots=True)
 class SignedCard:
-    """A card with its signature; nothing is checked before `verify`. certificate, authority: PEM."""
+    """A card with its signature, unchecked until `verify`. certificate, authority: PEM."""
 
     document: Mapping[str, object]
     signature: bytes
@@ -57,14 +57,16 @@ class SignedCard:
     @classmethod
     def sign(cls, card: Card, credentials: Credentials) -> SignedCard:
         """Sign as a lead. credentials: the lead's key, its certificate and the authority's."""
-        document: dict[str, object] = json.loads(canonical(card.facts()))  # tuples become the lists that a reader finds
+        document: dict[str, object] = json.loads(
+            canonical(card.facts())
+        )  # turns tuples into lists, as readers get them
         key = certificates.load_key(credentials.key_pem, "the lead's key")
         signature = certificates.sign(key, CONTEXT, canonical(document))
         return cls(document, signature, credentials.cert_pem, credentials.ca_pem)
 
     @property
     def digest(self) -> str:
-        """Return the SHA-256 of what is signed, in hex: the card's name in what is written from it."""
+        """SHA-256 of the signed bytes, in hex; documents from the card cite it."""
         return hashlib.sha256(canonical(self.document)).hexdigest()
 
     def to_json(self) -> str:
@@ -78,7 +80,7 @@ class SignedCard:
 
     @classmethod
     def read(cls, file: Path) -> SignedCard:
-        """Read a card, or a page that holds one; raises ConfigError (E-CFG-02, E-ID-34) on a file that is neither."""
+        """Read a card, or a page with a card in it; raises ConfigError (E-CFG-02, E-ID-34) on any other file."""
         text = card_text(file)
         if text.lstrip().startswith("<"):
             _, opening, rest = text.partition(OPENING)
@@ -90,7 +92,7 @@ class SignedCard:
 
     @classmethod
     def from_json(cls, text: str) -> SignedCard:
-        """Read what `to_json` wrote; raises ConfigError (E-ID-34). Names that stand twice are refused."""
+        """Invert `to_json`; raises ConfigError (E-ID-34) on other texts, and on duplicate names."""
         try:
             raw = parse_json(text)
             if not isinstance(raw, dict) or set(raw) != _PARTS or not isinstance(raw["card"], dict):
@@ -104,8 +106,8 @@ class SignedCard:
     def verify(self, authority: str) -> tuple[Card, PeerCertificate]:
         """Return the card and the lead who signed it. authority: the fingerprint (SHA-256 of the certificate, hex).
 
-        Raises RefusedError E-ID-10 where the card is under another authority; ConfigError E-ID-34 on a signature or a
-        certificate that does not fit.
+        Raises RefusedError (E-ID-10) if the card is under another authority; ConfigError (E-ID-34) on an invalid
+        signature or certificate.
         """
         try:
             fingerprint = certificate_fingerprint(self.authority)
@@ -119,15 +121,15 @@ class SignedCard:
             raise RefusedError(
                 "E-ID-10",
                 f"expected a card under the authority {format_fingerprint(authority)}, found "
-                f"{format_fingerprint(fingerprint)}: it is of another "
-                "consortium, or somebody made it up; compare the fingerprint with the lead by telephone",
+                f"{format_fingerprint(fingerprint)}: it is from another consortium, or forged; compare the fingerprint "
+                "with the lead by telephone",
             )
         if not certificates.issued_by(holder, ca):
             raise _unsound("a signature of a lead of this consortium", "a certificate that the authority did not issue")
         if signer.identity.kind is not CertificateRole.LEAD:
             raise _unsound("a signature of a lead", f"one of {signer.identity}")
         if not certificates.verify(public, CONTEXT, canonical(self.document), self.signature):
-            raise _unsound("the card as it was signed", "one that was changed since, or another signature")
+            raise _unsound("the card as signed", "a changed card, or another signature")
         card = Card.of(self.document)
         if card.consortium != signer.identity.consortium or card.written_by != signer.identity.name:
             raise _unsound(f"a card of {signer.identity}", f"one of {card.written_by} of {card.consortium}")
@@ -142,18 +144,21 @@ class SignedCard:
 
 @dataclass(frozen=True, slots=True)
 class FileCheck:
-    """Whether a file that a card names is beside it. outcome: "the same", "another" or "not here"."""
+    """Result for a file that a card names, in the card's folder. outcome: "the same", "another" or "not here"."""
 
     name: str
     outcome: str
 
 
 def check_files(card: Card, folder: Path) -> list[FileCheck]:
-    """Hold the files beside a card against the digests in it; a name that would lead out of the folder is refused."""
+    """Compare the files in a card's folder with the digests in it.
+
+    Raises ConfigError (E-ID-34) on a name that leads out of the folder.
+    """
     checks = []
     for name, digest in sorted(card.files.items()):
         if Path(name).name != name:
-            raise _unsound("names of files", f"{name[:60]!r}")
+            raise _unsound("names of files without folders", f"{name[:60]!r}")
         file = folder / name
         same = file.is_file() and file_sha256(file) == digest
         checks.append(FileCheck(name, "the same" if same else "another" if file.is_file() else "not here"))
@@ -161,15 +166,17 @@ def check_files(card: Card, folder: Path) -> list[FileCheck]:
 
 
 def card_text(file: Path) -> str:
-    """Read a file as text; raises ConfigError (E-CFG-02) where that is not possible, or it is larger than any card."""
+    """Read a file as text; raises ConfigError (E-CFG-02) if it cannot be read, or is larger than any card."""
     try:
         with file.open("rb") as opened:
             content = opened.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
-            raise ValueError(f"more than {MAX_BYTES} bytes")
+            raise ValueError(f"it has more than {MAX_BYTES} bytes")
         return content.decode("utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError("E-CFG-02", f"expected a card at {file}, found none that can be read: {error}") from None
+        raise ConfigError(
+            "E-CFG-02", f"expected a readable card at {file}, found none ({error}): check the path"
+        ) from None
 
 
 def file_sha256(file: Path) -> str:
@@ -178,7 +185,7 @@ def file_sha256(file: Path) -> str:
 
 
 def utc(unix: float) -> str:
-    """Write a time as cards have it; empty for 0."""
+    """Format a time for cards, as ISO 8601 in UTC; "" for 0."""
     return datetime.fromtimestamp(unix, UTC).isoformat(timespec="seconds") if unix else ""
 
 
@@ -192,5 +199,5 @@ def _time(text: str) -> datetime:
 
 def _unsound(expected: str, found: str) -> ConfigError:
     return ConfigError(
-        "E-ID-34", f"expected {expected}, found {found[:300]}: rely on nothing in it, and ask the lead for the file"
+        "E-ID-34", f"expected {expected}, found {found[:300]}: do not rely on it, and ask the lead for the file"
     )

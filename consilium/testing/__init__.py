@@ -1,12 +1,12 @@
-"""What methods, models, data sets and partitions owe, as functions for your own tests.
+"""Check the contracts of methods, models, data sets and partitions in your own tests.
 
     from consilium.testing import check_method
 
     def test_mine_keeps_what_a_method_promises():
         check_method(Mine, mu=0.5)
 
-federation  three small silos with made-up images, for these checks and for tests of your own
-methods     a method under test, and its contract; our own ones pass the same checks
+federation  three small silos with random images, for these checks and your own tests
+methods     the contract of methods; our own methods pass the same checks
 others      the contracts of models, data sets and partitions
 """
 

@@ -1,4 +1,4 @@
-"""Three silos with made-up images of two of four classes each, a run over them, and arithmetic on what silos send."""
+"""Three silos with random images of two of four classes each, a run over them, and arithmetic on their bundles."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES = ("north", "east", "south")
 
 
 class MadeUp(Examples):
-    """Examples in memory, with a little noise where they are augmented."""
+    """Examples in memory. Augmentation adds a little noise."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.labels = x, y
@@ -38,7 +38,7 @@ class MadeUp(Examples):
 
 
 def shares(seed: int = 0, n: int = 14) -> list[SiloShare]:
-    """Make three silos with two of four classes each; class c is bright in row c."""
+    """Create three silos with two of four classes each; class c is bright in row 2c."""
     draw = torch.Generator().manual_seed(seed)
     result = []
     for k in range(3):
@@ -66,7 +66,7 @@ def manifest(
     aggregator: str = "norm_clipped",
     metrics: str = "basic",
 ) -> RunManifest:
-    """Freeze a run over the three silos."""
+    """Return the manifest of a run over the three silos."""
     network, chosen = build_model(model, model_options or {}, SCHEMA, seed), all_options(method, options or {})
     train = train or TrainConfig(batch_size=5, epochs=1)
     trained = trained_part(network, SCHEMA, train, model)
@@ -94,19 +94,19 @@ def manifest(
 
 
 def same(a: Tensors, b: Tensors) -> bool:
-    """Tell whether two sets of tensors are equal to the last bit."""
+    """Return whether two sets of tensors are equal bit for bit."""
     return set(a) == set(b) and all(torch.equal(v, b[name]) for name, v in a.items())
 
 
 def same_bundle(a: Bundle, b: Bundle) -> bool:
-    """Tell whether two bundles are equal to the last bit."""
+    """Return whether two bundles are equal bit for bit."""
     return set(a) == set(b) and all(
         same(p.total, b[name].total) and torch.equal(p.weight, b[name].weight) for name, p in a.items()
     )
 
 
 def same_state(a: State, b: State) -> bool:
-    """Tell whether two states are equal to the last bit."""
+    """Return whether two states are equal bit for bit."""
     return set(a) == set(b) and all(same(values, b[group]) for group, values in a.items())
 
 
@@ -127,7 +127,7 @@ def total_of(bundles: Sequence[Bundle]) -> Bundle:
 
 
 def merged_total(method: Method, bundles: Sequence[Bundle]) -> Bundle:
-    """Sum over silos, except for the parts that `merge` sees one by one."""
+    """Sum over silos, except for the parts that `merge` gets one by one, which are stacked."""
     return {
         name: stacked([b[name] for b in bundles]) if name in method.unsummed_parts else part
         for name, part in total_of(bundles).items()

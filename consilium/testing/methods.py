@@ -1,4 +1,4 @@
-"""The contract of a method: what every one owes, whatever it computes."""
+"""The contract that every method must fulfil, as checks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ CONTEXT = RoundContext(n_silos=3, n_classes=4, rounds=5, round=2, cohort=3)
 
 @dataclass(frozen=True)
 class MethodCase:
-    """A method by its name, with options under which all of its parts are at work."""
+    """A method by name, with options that use all of its parts."""
 
     name: str
     options: Mapping[str, Option]
@@ -85,12 +85,12 @@ class MethodCase:
 
     @property
     def server(self) -> State:
-        """Give a copy of the state after one round, so that nothing in it is still at its start."""
+        """A copy of the server's state after one round, so that it differs from the initial state."""
         return copied(self._after_a_round[0])
 
     @property
     def answers(self) -> list[Bundle]:
-        """Give copies of what the three silos answer to that state."""
+        """Copies of the three silos' bundles for that state."""
         return [copied_bundle(bundle) for bundle in self._after_a_round[1]]
 
     @property
@@ -99,7 +99,7 @@ class MethodCase:
 
     @property
     def sent(self) -> Layout:
-        """The layout without what is measured."""
+        """The layout without metrics."""
         return {part: spec for part, spec in self.layout.items() if part not in METRIC_PARTS}
 
     def local(self, server: State, k: int, model: nn.Module | None = None, silo: State | None = None) -> LocalResult:
@@ -110,7 +110,7 @@ class MethodCase:
         return self.method.local(model, self.method.broadcast(server), silo, data, context)
 
     def round(self, k: int, model: nn.Module, silo: State | None = None, kind: TaskKind = TaskKind.TRAIN) -> SiloRound:
-        """Do a silo's whole round, with a scratch model whose contents must not matter."""
+        """Run a silo's whole round, with a scratch model whose contents must not matter."""
         runtime = SiloRuntime(self.method, model, self.layout, initial=tensor_maps.copy_state(model_of()))
         share, context = shares()[k], CONTEXT.for_silo(k, 0)
         data = PlainLocalData(RoundData(share.train, share.test, TRAIN, context))
@@ -136,14 +136,14 @@ def run_checks(checks: Sequence[Callable[[T], None]], case: T, name: str) -> Non
     broken = []
     for check in checks:
         try:
-            with thread_count(1):  # the examples are few: more threads wait for each other
+            with thread_count(1):  # with few examples, more threads are slower
                 check(case)
         except Exception as error:
             text = str(error).strip().split("\n")[0]
             broken.append(f"{check.__name__.replace('_', ' ')}: {type(error).__name__}{text and f': {text}'}")
     if broken:
         lines = "".join(f"\n  {line}" for line in broken)
-        raise AssertionError(f"{name} breaks {len(broken)} of {len(checks)} promises:{lines}")
+        raise AssertionError(f"{name} fails {len(broken)} of {len(checks)} checks:{lines}")
 
 
 # ---- the checks ------------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def arrival_order_does_not_matter(case: MethodCase) -> None:
 
 
 def integer_bundles_give_the_same_sum_as_float_bundles(case: MethodCase) -> None:
-    # A mask needs integers at the silo: encoding there or on arrival must agree to the last bit, modulo the ring.
+    # Masks need integers at the silo, so encoding there or on arrival must agree to the last bit, modulo the ring.
     for ring in ("ring64", "ring32"):
         _check_ring(case, ring)
 
@@ -325,9 +325,9 @@ def a_silo_with_one_class_takes_part(case: MethodCase) -> None:
 
 
 def the_loss_mixes_examples_only_where_the_method_says_so(case: MethodCase) -> None:
-    """Entry i of `per_example` depends on example i alone; a coupled term is only there where `coupling` says BATCH.
+    """Check that entry i of `per_example` depends only on example i, and that only BATCH coupling has a coupled term.
 
-    Differential privacy for records clips each entry as one record's own.
+    Differential privacy for records clips each entry as one record's contribution.
     """
     method = case.method
     server = method.init_server(model_of(norm="group"), CONTEXT)
@@ -339,7 +339,7 @@ def the_loss_mixes_examples_only_where_the_method_says_so(case: MethodCase) -> N
 
 
 class _Watched(PlainLocalData):
-    """Looks at each loss with one example changed, before it trains with it."""
+    """Tests each loss with changed examples before training with it."""
 
     def sgd(self, model: nn.Module, loss: LossFn, options: SgdOptions = AS_SCHEDULED) -> int:
         self.mixed = getattr(self, "mixed", [])
@@ -374,13 +374,13 @@ CHECKS: tuple[Callable[[MethodCase], None], ...] = (
     a_silo_with_one_class_takes_part,
     the_loss_mixes_examples_only_where_the_method_says_so,
 )
-"""Each raises AssertionError, or what the method raises."""
+"""Each check raises AssertionError, or the method's own error."""
 
 
 def check_method(method: type[FedAvg], **options: Option) -> None:
-    """Run all CHECKS on a method of your own, in about a second; options: under which all of its parts are at work.
+    """Run all CHECKS on your method, in about a second. options: choose those that use all of its parts.
 
-    Raises AssertionError that names every promise that is broken.
+    Raises AssertionError that lists every failed check.
     """
     with still_working(f"checks {method.__name__}"), loading.registered("method", method) as name:
         run_checks(CHECKS, MethodCase(name, options), method.__name__)

@@ -24,7 +24,7 @@ __all__ = ["check_data", "check_model", "check_partition"]
 
 @dataclass(frozen=True)
 class ModelCase:
-    """A model by its name, its options, and the examples that it is built for."""
+    """A model by name, its options, and the schema of its examples."""
 
     name: str
     options: Mapping[str, Option]
@@ -96,7 +96,7 @@ MODEL_CHECKS: tuple[Callable[[ModelCase], None], ...] = (
 
 
 def check_model(model: type[ModelOptions], shape: tuple[int, ...], classes: int = 4, /, **options: Option) -> None:
-    """Check a model of your own on examples of this shape; raises AssertionError that names what is broken."""
+    """Check your model on examples of this shape; raises AssertionError that lists every failed check."""
     with loading.registered("model", model) as name:
         case = ModelCase(name, options, Schema(shape, tuple(map(str, range(classes)))))
         run_checks(MODEL_CHECKS, case, model.__name__)
@@ -104,7 +104,7 @@ def check_model(model: type[ModelOptions], shape: tuple[int, ...], classes: int 
 
 @dataclass(frozen=True)
 class DataCase:
-    """A data set by its name, and the folder that it is read from."""
+    """A data set by name, and its folder."""
 
     name: str
     root: Path | None
@@ -144,14 +144,14 @@ DATA_CHECKS: tuple[Callable[[DataCase], None], ...] = (
 
 
 def check_data(data: type[ArrayData], root: Path | None = None) -> None:
-    """Check a data set of your own; raises AssertionError that names what is broken."""
+    """Check your data set; raises AssertionError that lists every failed check."""
     with loading.registered("data", data) as name:
         run_checks(DATA_CHECKS, DataCase(name, root), data.__name__)
 
 
 @dataclass(frozen=True)
 class PartitionCase:
-    """A parsed partition, and labels of train and test to divide."""
+    """A partition by name, and train and test labels to divide."""
 
     name: str
     options: Mapping[str, Option]
@@ -196,7 +196,7 @@ PARTITION_CHECKS: tuple[Callable[[PartitionCase], None], ...] = (
 def check_partition(
     partition: type[OwnPartition], n_classes: int = 10, per_class: int = 60, /, **options: Option
 ) -> None:
-    """Check a partition of your own on labels in a mixed order; raises AssertionError that names what is broken."""
+    """Check your partition on shuffled labels; raises AssertionError that lists every failed check."""
     draw = np.random.default_rng(0)
     train, test = (draw.permutation(np.repeat(np.arange(n_classes), n)) for n in (per_class, per_class // 4))
     with loading.registered("partition", partition) as name:

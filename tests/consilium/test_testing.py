@@ -96,7 +96,7 @@ def test_a_method_that_breaks_a_promise_is_told_which(method: type[FedAvg], prom
     (check,) = [check for check in CHECKS if check.__name__ == promise.replace(" ", "_")]
     with loading.registered("method", method) as name:
         said = broken_by(lambda: run_checks([check], MethodCase(name, {}), method.__name__))
-    assert said.startswith(f"{method.__name__} breaks 1 of 1 promises:\n  {promise}: ")
+    assert said.startswith(f"{method.__name__} fails 1 of 1 checks:\n  {promise}: ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Both(Keeping, Silent):
 @pytest.mark.integration
 def test_all_broken_promises_are_named_at_once() -> None:
     said = broken_by(lambda: check_method(Both))
-    assert f"of {len(CHECKS)} promises:" in said
+    assert f"of {len(CHECKS)} checks:" in said
     assert "a method names what it sends" in said
     assert "merge mutates neither the state nor the sum" in said
 

@@ -159,7 +159,7 @@ def test_a_run_that_was_measured_at_other_hospitals_is_named_and_not_compared() 
     assert found.standing.headline({"a": "A", "b": "B"}) == "2 runs side by side"
     assert dict(score_rows(found))[BEHIND] == ("-", "not compared")
     assert (
-        "b is not compared with the others: it was measured at other hospitals (east only in one of both)"
+        "b is not compared with the others: it was measured at other hospitals (east only in one of the two)"
         in found.notes
     )
     third = compare([whole, revoked, detail("c", rounds([0.1, 0.5, 0.7]))])
@@ -171,8 +171,7 @@ def test_a_run_that_was_measured_on_other_test_images_is_named_and_not_compared(
     found = compare([detail("a", rounds([0.1, 0.5])), detail("b", rounds([0.1, 0.9], scale=2))])
     assert found.standing.ahead == {}
     assert any(
-        "b is not compared with the others: it was measured on other test images (800, there 400" in n
-        for n in found.notes
+        "b is not compared with the others: it was measured on other test images (800 and 400" in n for n in found.notes
     )
     swapped = detail("b", rounds([0.1, 0.9]))
     swapped.rounds[-1].examples[:] = [50, 150, 100, 100]  # as many in all
