@@ -391,7 +391,7 @@ def test_a_direction_says_nothing_of_a_hospital_that_trains_on_coarse_labels() -
 
 @pytest.mark.fault(
     "an honest hospital",
-    "has left to learn only a class without a test image",
+    "still has to learn only a class for which it has no test image",
     "accepted: its direction is not checked",
 )
 def test_no_direction_is_held_against_a_hospital_whose_classes_the_model_knows() -> None:
