@@ -127,7 +127,7 @@ def test_the_only_holder_of_a_class_is_awaited_and_shown_and_the_lead_can_wait_l
 @pytest.mark.fault(
     "a hospital",
     "is offline for good and alone has a class",
-    "the run waits in two rounds, then gives it up and reports the loss",
+    "the run waits for it in two rounds, then continues without it and reports the lost class",
 )
 def test_the_only_holder_of_a_class_that_never_returns_is_given_up_and_named(tmp_path: Path) -> None:
     with consortium(tmp_path) as (world, people):
