@@ -18,13 +18,13 @@ from privacy.profiles.base import PrivacyProfile
 
 
 class CompiledRun(RunSetup):
-    """A run with a checked manifest and everything it names. Both sides build their own."""
+    """A run built from a checked manifest. Coordinator and hospitals each build their own."""
 
     @classmethod
     def of(cls, manifest: RunManifest) -> Self:
-        """Check a manifest and build what it names.
+        """Check a manifest and build the run.
 
-        Raises RefusedError (E-PRIV-01) for an unknown profile; otherwise as `RunManifest.require_possible`,
+        Raises RefusedError (E-PRIV-01) for an unknown profile, and as `RunManifest.require_possible`,
         `RunSetup.of`, `require_torch` and the profile's `check`.
         """
         manifest.require_possible()
@@ -48,7 +48,7 @@ class CompiledRun(RunSetup):
         return self.profile.aggregator(super().limits)
 
     def update_check(self, sizes: Mapping[str, DeclaredSize] | None = None) -> UpdateCheck:
-        """Return the check of single updates; private runs use the manifest's sizes and noisy counts."""
+        """Return the check of single updates; for private runs, with the manifest's sizes and the noise of counts."""
         check = super().update_check(sizes)
         if not self.private:
             return check
@@ -61,5 +61,5 @@ class CompiledRun(RunSetup):
 
     @property
     def private(self) -> bool:
-        """Whether what leaves a silo is noisy."""
+        """Whether the run has a privacy profile with noise."""
         return self.profile.terms is not None

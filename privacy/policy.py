@@ -1,9 +1,9 @@
 """The hospital's policy file: which runs it accepts. It overrides every run, and it fails closed.
 
 A file that cannot be read, that others can change, or that has an unknown key allows nothing. The file is never sent;
-only its SHA-256 leaves, with each session and each update. Without a file the defaults below apply, as with an empty
-one: any method of any lead, with or without privacy and secure aggregation; private runs up to epsilon 8 at delta 1e-5,
-with secret local noise and noisy evaluations; from other evaluations only correct answers; no survey.
+only its SHA-256 leaves, with each session and each update. Without a file, or with an empty one, the defaults apply:
+any method of any lead, with or without privacy and secure aggregation; private runs up to epsilon 8 at delta 1e-5, with
+secret local noise and noisy evaluations; from evaluations without noise only correct answers; no survey.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Policy:
         return {name: PrivacyFilter.of(*budget) for name, budget in self.budgets.items()}
 
     def require_collections(self, collections: Iterable[str]) -> None:
-        """Raise RefusedError (E-POLICY-09) on a budget for an unknown collection, which would limit nothing."""
+        """Raise RefusedError (E-POLICY-09) if the policy sets a budget for an unknown collection."""
         collections = list(collections)
         for name in self.budgets:
             if name not in collections:
@@ -221,9 +221,10 @@ def read_file(file: Path) -> bytes | None:
 
 
 def _root_without_name() -> list[int]:
-    """Return as whom root appears in a namespace of one user, such as a worker's cage; there others appear so, too.
+    """Return the user id of root as seen in a one-user namespace, such as a worker's cage; empty elsewhere.
 
-    The service, which is in no such namespace, has read the file before it asks a worker.
+    Other users appear with the same id there. The service is in no such namespace, and reads the file before a worker
+    does.
     """
     with suppress(OSError, ValueError):
         users = Path("/proc/self/uid_map").read_text(encoding="utf-8").split()

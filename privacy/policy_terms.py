@@ -1,4 +1,4 @@
-"""The sections of a hospital's policy file with their defaults, and their checks of a run's options."""
+"""The sections of a hospital's policy file: their defaults, and their checks of a run's options."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from privacy.accounting.release_plan import ReleasePlan
 
 PRIVATE_PROFILES = ("dp_record", "dp_silo_small")
-"""The private ones of `profiles.PROFILES`; listed here, since reading a policy must not import torch."""
+"""The private profiles of `profiles.PROFILES`; repeated here, since reading a policy must not import torch."""
 AUTOMATIC, BY_HAND = "automatic", "by hand"
 PREFERRED, REQUIRED = "preferred", "required"
 ACCURACY, NOTHING = "accuracy", "nothing"
 SHARE_OF_UNITS = 0.1
-"""delta bounds the probability of a full breach: delta times the number of units must stay below this share."""
+"""Upper bound on delta times the number of units, since delta bounds the probability of a full breach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class RunPolicy:
 
     extensions: distributions whose methods and models may run here, "name" or "name==version" (empty: none)
 
-    hide_size: accept only private runs with uniform weights; declare a size only if the operator typed one.
+    hide_size: accept only private runs with uniform weights, and declare a size only if the operator typed one.
     """
 
     methods: tuple[str, ...] = ()
@@ -61,12 +61,12 @@ class Floors:
     """[privacy] require: the profile that every run must have ("": runs without a profile are accepted too).
 
     epsilon, delta: maximum for one run   min_noise: minimum noise multiplier   min_noise_alone: minimum of this
-    hospital's own noise in distributed noise, which is all that remains if the masks fail (inf: no such run)
+    hospital's own part of distributed noise, the only noise if the masks fail (inf: no run with distributed noise)
     max_rate: maximum sampling rate of record-level training   central: accept noise added by the coordinator
     coupled: accepted treatments of losses that mix examples   unit: "group" refuses data without groups
-    rng: "test" accepts repeatable noise too, which protects nobody   public_test: accept evaluations without noise
-    labels: the classes of this hospital for private runs, so that folder contents are not revealed (empty: those that
-    the publisher of the data names, or `silo serve --holds`).
+    rng: "test" also accepts reproducible noise, which gives no privacy   public_test: accept evaluations without noise
+    labels: the classes of this hospital for private runs, so that folder contents are not revealed (empty: those in the
+    published data set, or in `silo serve --holds`).
     """
 
     require: Annotated[str, bounded(one_of, ("", *PRIVATE_PROFILES))] = ""
@@ -143,8 +143,8 @@ class Floors:
 class PrototypePolicy:
     """[prototypes] submit: False sends none   hidden: classes without prototypes   min_count: minimum units per class.
 
-    min_examples: minimum examples of a class in exact sums of feature products, in runs without privacy (analytic): a
-    sum over one example reveals it (0: any number).
+    min_examples: minimum examples of a class in exact sums of feature products, in runs without privacy (analytic),
+    since a sum over one example reveals it (0: no minimum).
     """
 
     submit: bool = True
@@ -161,9 +161,9 @@ class EvaluationPolicy:
     """[evaluation] send: which results on this hospital's test examples are sent.
 
     "clinical": all that the run measures   "accuracy": only correct answers and examples per class   "nothing".
-    by_hospital: the results may be kept and shown under this hospital's name, if the run asks for it; else only sums
+    by_hospital: results may be stored and shown under this hospital's name if the run asks for it; otherwise only sums
     over hospitals are shown.
-    min_examples: minimum test examples of a class for exact counts (0: any number)
+    min_examples: minimum test examples of a class for exact counts (0: no minimum)
     runs_a_day: maximum number of runs a day that get exact results.
     """
 
@@ -182,9 +182,9 @@ class SecureAggregationPolicy:
 
     min_sum: minimum hospitals in a sum that this hospital helps to open (0: the protocol's two thirds and three)
     min_contributors: minimum k of a run: the hospitals in a class's sum
-    class_sums: "complete" accepts only runs that open class sums if every hospital sent an update; "each" others too
-    confirmed_peers: minimum other members whose fingerprint was confirmed here (`silo peers accept`)
-    collusion: minimum c of a run: the hospitals that may leave out their part of distributed noise.
+    class_sums: "complete" accepts only runs that open class sums when every hospital sent an update; "each" also others
+    confirmed_peers: minimum number of other members whose fingerprint was confirmed here (`silo peers accept`)
+    collusion: minimum c of a run: the number of hospitals that may leave out their part of distributed noise.
     """
 
     require: bool = False
@@ -233,8 +233,8 @@ class SurveyPolicy:
     """[survey] allow: the questions that are answered (empty: none).
 
     min_patients: minimum for a number without noise, at least 10; smaller numbers are suppressed
-    by_hospital: also answer if the coordinator keeps the answers of each hospital
-    records_are_patients: in data without patients, each record is a patient, and counts are of patients.
+    by_hospital: also answer if the coordinator stores the answers of each hospital
+    records_are_patients: in data without patients, count each record as a patient.
     """
 
     allow: tuple[str, ...] = ()
@@ -248,7 +248,7 @@ class SurveyPolicy:
             validate.one_of("E-POLICY-01", "survey", tuple(QUESTIONS), allow=name)
 
     def answered(self, by_hospital: bool) -> frozenset[str]:
-        """Return the questions that are answered. by_hospital: the run keeps each hospital's answers."""
+        """Return the questions that are answered. by_hospital: whether the run stores each hospital's answers."""
         return frozenset(self.allow) if self.by_hospital or not by_hospital else frozenset()
 
 

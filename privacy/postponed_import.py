@@ -1,7 +1,7 @@
-"""Imports of a package's modules that do not run the package's own `__init__` first.
+"""Import a package's modules without running the package's `__init__` first.
 
 `opacus/__init__` imports its engine and with it scipy.stats, sympy and torch.distributed: 1.2 s of processor time and
-95 MiB in every process that trains privately, which uses none of it.
+95 MiB in every process that trains privately, although it uses none of these.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import threading
 
 
 def postpone(name: str) -> None:
-    """Let a package run its `__init__` when somebody asks for a name that its imported modules have not set.
+    """Postpone a package's `__init__` until code reads an attribute that its imported modules have not set.
 
-    Nothing is done for a package that was imported before, or is not installed. Only for packages whose modules do not
-    count on what `__init__` does.
+    Does nothing if the package is already imported or not installed. Use it only for packages whose modules do not need
+    their `__init__`.
     """
     spec = None if name in sys.modules else importlib.util.find_spec(name)
     if spec is None or spec.loader is None:
@@ -24,7 +24,7 @@ def postpone(name: str) -> None:
     lock, begun = threading.RLock(), list[str]()
 
     def load(attribute: str) -> object:
-        with lock:  # other threads wait for the one that runs it
+        with lock:  # other threads wait for the first one
             if not begun:
                 begun.append(attribute)
                 loader.exec_module(package)

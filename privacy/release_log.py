@@ -13,13 +13,13 @@ class ReleaseLog(Protocol):
     """The releases of one member of a run: in memory for simulations, in the ledger at a hospital."""
 
     def cached(self, purpose: str, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """Return a cached release, which is made once per data version; None if it was not made yet."""
+        """Return a release that is made once per data version; None if it was not made yet."""
         ...
 
     def cache(self, purpose: str, value: Tensor) -> None: ...
 
     def reserve(self, round: int, train: bool, releases: Sequence[Release]) -> None:
-        """Reserve the releases of one task, or refuse them; they count as spent from now on."""
+        """Reserve the releases of one task, or refuse them. Reserved releases count as spent at once."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The terms of a masked run from its manifest, which `privacy.secagg` does not know; without torch."""
+"""Secure aggregation terms from a manifest, since `privacy.secagg` does not import manifests. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """The state of a ledger, computed only from its events: spending, budgets, registrations; and admission.
 
-Every figure comes from here; the file's views show it to readers with other tools. A round is admitted if it fits the
-budget of its records and its run's bounds, and was not repeated too often. A run is identified by its id and by its
-manifest, which the coordinator chooses, so its bounds apply to all charges of this coordinator under either; charges of
-another consortium on the same ledger do not count. A new id with a new manifest is a new request, bounded by policy and
-budget.
+All figures come from here; the file's views show them to other tools. A round is admitted if it fits the budget of its
+records and its run's bounds, and was not repeated too often. A run is identified by its id and by its manifest. The
+coordinator chooses both, so the run's bounds apply to all charges of this coordinator under either. Charges of another
+consortium on the same ledger do not count. A new id with a new manifest is a new request, bounded by policy and budget.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from privacy.ledger.event_chain import LedgerEvent
 
 OPEN = ("INTENT", "RUNNING")
 CHARGED = (*OPEN, "SPENT", "SPENT_ON_RECOVERY")
-"""Every entry counts unless it was refused or returned unused, however it ended."""
+"""States of charged entries: all except refused entries and those released unused."""
 SEEDED = "seeded noise"
-"""Marks an entry with reproducible noise: it is charged, and protects nobody."""
+"""Marks an entry with reproducible noise: it is charged, but gives no privacy."""
 _NEXT: Mapping[str, tuple[str, ...]] = {
     "": ("INTENT", "REFUSED"),
     "INTENT": ("RUNNING", "RELEASED_UNUSED", "SPENT_ON_RECOVERY"),
@@ -52,7 +51,7 @@ class PlannedRelease:
 class LedgerEntry:
     """One planned release, usually one round of one run.
 
-    owner: the process that reserved it   coordinator: who asked; empty if nobody did, as after a restoration.
+    owner: the process that reserved it   coordinator: that requested it; empty if none did, as after a restoration.
     """
 
     id: str
@@ -80,7 +79,7 @@ class LedgerEntry:
         }
         coordinator = {"coordinator": self.coordinator} if self.coordinator else {}
         shared = {p.purpose: p.shared.facts(p.mechanism.noise) for p in self.planned if p.shared}
-        more = {"shared": shared} if shared else {}  # absent where no noise is, as in entries before it could be
+        more = {"shared": shared} if shared else {}  # absent without shared noise, as in entries of early versions
         return json.dumps(facts | coordinator | {"mechanisms": plain(self.planned)} | more)
 
     @classmethod
@@ -114,7 +113,7 @@ class DataVersion:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A budget, who set it and why."""
+    """A budget, the operator who set it, and the reason."""
 
     collection: str
     filter: PrivacyFilter
@@ -125,13 +124,13 @@ class Budget:
     def detail(self) -> str:
         f = self.filter
         facts = {"epsilon": f.epsilon, "delta": f.delta, "order": f.order}
-        named = {"filter": f.filter} if f.filter != RENYI else {}  # absent in budgets from before there was another
+        named = {"filter": f.filter} if f.filter != RENYI else {}  # absent in early budgets: all were RENYI
         return json.dumps(facts | named | {"operator": self.operator, "reason": self.reason})
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A coordinator's refusals with one code, and their number; in early entries only the code."""
+    """A coordinator's refusals with one code, and their number so far; early entries have only the code."""
 
     code: str
     coordinator: str = ""
@@ -149,7 +148,7 @@ class Refusal:
 
 
 class InvalidEventError(Exception):
-    """An event that contradicts the events before it."""
+    """An event contradicts the events before it."""
 
 
 @dataclass
@@ -179,7 +178,7 @@ class Account:
     _of_run: dict[str, dict[str, LedgerEntry]] = field(default_factory=lambda: defaultdict(dict))
 
     def apply(self, event: LedgerEvent) -> None:
-        """Apply one event; raises InvalidEventError on one that does not follow from the previous ones."""
+        """Apply one event; raises InvalidEventError if it contradicts the previous ones or cannot be read."""
         try:
             if event.entry is not None:
                 self._move(event)
@@ -240,7 +239,7 @@ class Account:
         self.units[collection] = facts["digests"]
 
     def _load(self, facts: Mapping[str, Any]) -> None:
-        """Take over the state of a ledger of version 1 (`privacy.ledger.before_the_key`)."""
+        """Load the state of a ledger of version 1 (`privacy.ledger.before_the_key`)."""
         if self.entries or self.versions:
             raise InvalidEventError("the first event must put the ledger under a key")
         self.collections = {name: (unit, at) for name, (unit, at) in facts["collections"].items()}
@@ -270,12 +269,12 @@ class Account:
         return [Mechanism(z, q, n) for (z, q), n in sorted(spent.items()) if n]
 
     def alone(self, collection: str) -> list[Mechanism]:
-        """Return the spending if the masks over shared noise failed."""
+        """Return the spending under the assumption that masks over shared noise failed."""
         made = [e.planned for e in self.entries.values() if e.collection == collection and e.charged]
         return aggregated(p.alone for planned in made for p in planned)
 
     def of_run(self, run: str, manifest: str, collection: str) -> list[LedgerEntry]:
-        """List the entries of a run at a collection: under its id or its manifest; the coordinator chooses both."""
+        """List a run's entries at a collection: those with its id or with its manifest."""
         entries = {**self._of_run.get(f"run {run}", {}), **self._of_run.get(f"manifest {manifest}", {})}
         return [entry for entry in entries.values() if entry.collection == collection]
 
@@ -297,14 +296,14 @@ def _with_shared(planned: Iterable[PlannedRelease], shared: Mapping[str, Any]) -
 # ---- admission -------------------------------------------------------------------------------------------------------
 
 ATTEMPTS = 3
-"""How often one round of a run may be charged to a collection: the first time, and again after a crash or two."""
+"""How often one round of a run may be charged to a collection: once, and again after up to two crashes."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerTask:
-    """The purpose of an entry: a round of a run, of a manifest, and the version of the data that it reads.
+    """The purpose of an entry: a round of a run under a manifest, and the data version that it reads.
 
-    coordinator: who asks; empty counts as any, as in entries of earlier versions.
+    coordinator: that requests it; empty matches any, as in entries of earlier versions.
     """
 
     run: str
@@ -319,7 +318,7 @@ class LedgerTask:
 
 
 def times_charged(account: Account, collection: str, task: LedgerTask) -> int:
-    """Return how often a coordinator's round was charged to a collection, by its run or its manifest."""
+    """Return how often the coordinator's round was charged to a collection, under its run or its manifest."""
     of_run = account.of_run(task.run, task.manifest, collection)
     return sum(e.charged and task.may_be_of(e) and (e.round, e.kind) == (task.round, task.kind) for e in of_run)
 
@@ -332,7 +331,7 @@ def refused(
     cap: PrivacyFilter | None,
     run: Sequence[Bound],
 ) -> RefusedError | None:
-    """Return the refusal of a request, None when it is admitted. Raises RefusedError (E-BUDGET-02) without a budget."""
+    """Return the refusal of a request, None if it is admitted; raises RefusedError (E-BUDGET-02) without a budget."""
     budget = account.budget(collection)
     if budget is None or not math.isfinite(budget.epsilon):
         raise RefusedError(

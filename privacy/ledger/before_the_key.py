@@ -1,7 +1,7 @@
-"""Ledgers of version 1, which had no key: checked against their own events, then continued under a key.
+"""Migration of ledgers of version 1, which had no key: they are checked against their own events.
 
-Their events stay, since others have signed for the hashes; one event under the key repeats all contents of the events
-and rows.
+Their events stay, since others have signed their hashes. The first event under the key repeats the contents of all
+events and rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ENTRY = "entry"
 def snapshot(db: sqlite3.Connection, name: str) -> str:
     """Return the contents of a ledger of version 1, for the first event under a key; empty without events.
 
-    Raises StateError (E-BUDGET-07) on an event that was changed, and on rows that differ from the events.
+    Raises StateError (E-BUDGET-07) if an event was changed, or if rows differ from the events.
     """
     events: list[LedgerEvent] = []
     previous = GENESIS
@@ -41,7 +41,7 @@ def snapshot(db: sqlite3.Connection, name: str) -> str:
 
 
 def _read(db: sqlite3.Connection, events: Sequence[LedgerEvent]) -> Account:
-    """Follow the events. Each row is matched with the event that made it, and none may be left."""
+    """Replay the events. Match each row with the event that created it; no row may be left."""
     made = _rows(db)
     account = Account()
     for event in events:
@@ -65,7 +65,7 @@ def _read(db: sqlite3.Connection, events: Sequence[LedgerEvent]) -> Account:
 
 
 def _rows(db: sqlite3.Connection) -> dict[tuple[str, str, str], list[str]]:
-    """Return the rows that events made, in today's form, under what their events say."""
+    """Return the rows that events created, in the present form, by the values in their events."""
     made: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     mechanisms = defaultdict(list)
     for id, *release in db.execute("SELECT entry, purpose, noise, rate, steps FROM mechanism ORDER BY entry, idx"):

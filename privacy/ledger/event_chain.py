@@ -36,12 +36,13 @@ from service_core.storage.unfinished import require_finished
 
 SCHEMA_VERSION = 4
 _CHAIN_VERSION = "2"
-"""Version of the chaining, part of the chain's key; a later version of the schema does not change it."""
+"""Version of the chaining, an input of the chain's key; independent of the version of the schema."""
 _TABLES = ("meta", "event", "unit_digest")
 GENESIS = "0" * 64
 START = ChainHead(0, GENESIS)
 _FACTS = ("schema_version", "ledger_id", "key", "unkeyed")
-"""Contents of `meta`. unkeyed: events of version 1, without a key. The chain's key follows from all but the version."""
+"""Names in `meta`. unkeyed: number of events of version 1, without a key. The chain's key depends on all but the first.
+"""
 Snapshot = Callable[[sqlite3.Connection, str], str]
 
 
@@ -57,20 +58,21 @@ class LedgerEvent(NamedTuple):
 
 
 class EventChain:
-    """The file, mode 0600, its transactions, and the chain of its events; key: the secret's file, beside it by default.
+    """The file (mode 0600), its transactions and its chain of events. key: the secret's file, by default next to it.
 
     Guarantees: a transaction is on the disk when it ends; `follow` finds an event that was changed, removed from the
-    middle or written without the key. A file from before the key is checked, and continued under one.
+    middle or written without the key. A file of version 1, which had no key, is checked and continued under a key.
     """
 
     def __init__(self, file: Path, key: Path | None, snapshot: Snapshot, older: bool = False) -> None:
-        """Open, create or migrate the file. older: also accept a copy from before the key, if the key has a later file.
+        """Open, create or migrate the file.
 
-        snapshot: returns the contents of a file from before the key, for its first event under one.
+        snapshot: returns the contents of a file of version 1, for its first event under a key   older: also accept a
+        copy of version 1 although a key exists, and so a later file.
 
-        Raises StateError: E-BUDGET-14 without its key, E-BUDGET-07 on a damaged file, E-BUDGET-08 on a restored one
-        from before the key, E-STATE-22 on one of a newer version or of another form; E-STATE-26 in a home with an
-        interrupted restore.
+        Raises StateError: E-BUDGET-14 without its key, E-BUDGET-07 on a damaged file, E-BUDGET-08 on a restored copy of
+        version 1, E-STATE-22 on a file of a newer version or of another form, E-STATE-26 in a home with an interrupted
+        restore.
         """
         require_finished(file.parent)
         self.file, self.key_file = file, key or ledger_key.key_path(file)
@@ -102,7 +104,7 @@ class EventChain:
     def follow(self, db: sqlite3.Connection, after: ChainHead) -> Iterator[tuple[LedgerEvent, ChainHead]]:
         """Yield the events after a checked head, each with its own head.
 
-        Raises StateError: E-BUDGET-07 on an event that was changed, E-BUDGET-08 when the head itself is gone.
+        Raises StateError: E-BUDGET-07 if an event was changed, E-BUDGET-08 if the file does not have the head.
         """
         if after.seq and not self.events.holds(db, after):
             raise rolled_back(after.seq, self.events.head(db).seq)
@@ -132,8 +134,8 @@ class EventChain:
     def _migrate(self, snapshot: Snapshot, older: bool) -> None:
         """Create or migrate the file; its key is on the disk before that.
 
-        The key of a file from before the key has a temporary name until the file uses it: once it has its own, such a
-        file is an older copy.
+        The new key of a file of version 1 has a temporary name until the file uses it. Once it has its final name, a
+        file of version 1 is known to be an older copy.
         """
         pending = self.key_file.with_name(f"{self.key_file.name}.new")
         with self.reading() as db:
@@ -169,7 +171,7 @@ class EventChain:
 
     @contextmanager
     def damage(self) -> Iterator[None]:
-        """Replace SQLite's error on a damaged file by E-BUDGET-07; temporary errors pass."""
+        """Replace SQLite's errors on a damaged file by StateError (E-BUDGET-07); temporary errors pass unchanged."""
         try:
             yield
         except (sqlite3.DatabaseError, KeyError, ValueError) as error:
@@ -205,13 +207,13 @@ def unkeyed_hash(previous: str, event: LedgerEvent) -> str:
 
 
 def derive_key(secret: bytes, facts: dict[str, str]) -> bytes:
-    """Derive the key of the chain from the secret and all other facts of the file, which are thereby protected."""
+    """Derive the chain's key from the secret and from `meta` without the version, which this protects."""
     text = json.dumps(["chain", _CHAIN_VERSION, *(facts[name] for name in _FACTS[1:])]).encode()
     return hmac.new(secret, text, hashlib.sha256).digest()
 
 
 def schema_version(db: sqlite3.Connection) -> int:
-    """Return the version of a file, 0 without facts; raises KeyError or ValueError on invalid ones."""
+    """Return the version of a file, 0 without a table `meta`; raises KeyError or ValueError on an invalid table."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE name='meta'").fetchone():
         return 0
     return int(dict(db.execute("SELECT key, value FROM meta"))["schema_version"])

@@ -24,7 +24,7 @@ def key_path(ledger: Path) -> Path:
 
 
 def read(file: Path) -> bytes | None:
-    """Read the key; None without a file. Raises StateError (E-BUDGET-14) on one that is unusable or open to others."""
+    """Read the key; None without a file. Raises StateError (E-BUDGET-14) if it is unusable or open to others."""
     try:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -56,7 +56,7 @@ def require(file: Path) -> bytes:
 
 
 def obtain(file: Path) -> bytes:
-    """Read the key, or create it, on the disk on return."""
+    """Read the key, or create it; it is on the disk on return."""
     key = read(file)
     if key is None:
         with suppress(FileExistsError):  # another process was first

@@ -1,8 +1,9 @@
-"""The hospital's privacy ledger: how its records were used, and what is left of their budget.
+"""The hospital's privacy ledger: uses of its records, and their budgets.
 
-Reserve before the first record is read, start, commit once the output is safe; open entries after a crash count as
-spent. The newest head is repeated in every signed message, so that a restored backup is noticed. A budget belongs to a
-collection of records and covers all its versions. Admission is by the filter of its budget (accountant.py).
+Call `reserve` before the first record is read, then `start`, then `commit` once the output is on the disk. Entries that
+are open after a crash count as spent. Every signed message repeats the newest head, so that a restored backup is
+noticed. A budget belongs to a collection of records and covers all its versions; its filter decides on admission
+(accountant.py).
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ from service_core.storage.chain import ChainHead
 __all__ = ["ATTEMPTS", "BudgetStatus", "Ledger", "LedgerTask", "PlannedRelease"]
 
 EACH_REFUSAL = 10
-"""The first refusals of a coordinator with one code are recorded one by one, up to this number."""
+"""Number of refusals of a coordinator with one code that are recorded one by one."""
 SHOWN = 5
 _SEQUENCES = 2**63
 _ELSEWHERE = "SELECT collection FROM unit_digest WHERE digest=? AND collection<>?"
@@ -70,10 +71,11 @@ _ELSEWHERE = "SELECT collection FROM unit_digest WHERE digest=? AND collection<>
 
 @dataclass(frozen=True, slots=True)
 class BudgetStatus:
-    """A collection's budget; epsilon and delta are None without one; used: the share of the filter's bound.
+    """A collection's budget and spending. epsilon, delta, used: None without a budget.
 
-    spent_rdp: as the budget counts it, which is exact over all records   spent_prv: by the privacy loss of all releases
-    spent_alone: if the masks over shared noise failed; otherwise spent_rdp   filter: that keeps it; empty without one.
+    spent_rdp: epsilon as the budget counts it (exact if all releases are over all records)   spent_prv: epsilon by the
+    privacy loss of all releases; None if not requested   used: share of the filter's bound   spent_alone: epsilon if
+    the masks over shared noise failed; spent_rdp without shared noise   filter: of the budget; empty without one.
     """
 
     collection: str
@@ -88,14 +90,14 @@ class BudgetStatus:
 
 
 class Ledger:
-    """One hospital's ledger: the chain of its events, and the account that follows from them; for several threads.
+    """One hospital's ledger: the chain of its events, and the account computed from them. Thread-safe.
 
-    The first use reads the file from its beginning (10,000 events take about a fifth of a second), later ones only new
-    events; so an open ledger notices when its file is replaced or changed.
+    The first use reads the file from its beginning (10,000 events take about a fifth of a second), later uses only new
+    events. So an open ledger notices when its file is replaced or changed.
 
-    Guarantees: only events decide anything, and an event counts only after it was checked under the key. Concurrent
-    reservations are serialised, also between services; a refused one changes nothing except the record of its refusal;
-    a reservation is on the disk when `reserve` returns.
+    Guarantees: all answers follow from events, and an event counts only after it was checked under the key. Concurrent
+    reservations are serialised, also between services. A refused reservation changes nothing except the record of its
+    refusal. A reservation is on the disk when `reserve` returns.
     """
 
     def __init__(self, file: Path, key: Path | None = None, older: bool = False) -> None:
@@ -120,8 +122,8 @@ class Ledger:
     def verify(self, seen: ChainHead | None = None) -> int:
         """Check the whole file from its beginning, including schema and units, and return the number of events.
 
-        seen: a head that was signed before. Raises StateError: E-BUDGET-07 on an event, a unit or a part of the schema
-        that was changed, E-BUDGET-08 if the ledger lacks a head that others, or this process, have seen.
+        seen: a head that was signed before. Raises StateError: E-BUDGET-07 if an event, a unit or a part of the schema
+        was changed, E-BUDGET-08 if the ledger lacks `seen` or a head that this process has read.
         """
         with self._lock, self.chain.damage(), self.chain.reading() as db:
             db.execute("BEGIN")
@@ -141,7 +143,7 @@ class Ledger:
         return head.seq
 
     def require(self, seen: ChainHead) -> None:
-        """Raise StateError (E-BUDGET-08) unless the chain has a head that was signed before; reads only new events."""
+        """Raise StateError (E-BUDGET-08) if the chain lacks a head that was signed before; read only new events."""
         with self._current() as account:
             if seen.seq and str(seen) not in account.forgiven and not self.holds(seen):
                 raise rolled_back(seen.seq, self._seen.seq)
@@ -167,7 +169,7 @@ class Ledger:
     def writing(self) -> Iterator[tuple[sqlite3.Connection, Account]]:
         """Open a write transaction, with the account before it.
 
-        Raises StateError as `verify` does on events and on the schema: an added trigger could remove written data.
+        Raises StateError as `verify` on events and schema: an added trigger, for example, could remove written data.
         """
         with self._lock:
             with self.chain.transaction() as db:
@@ -176,11 +178,11 @@ class Ledger:
                     self._require_schema(db)
                 yield db, account
                 written = list(self.chain.follow(db, self._seen))
-            self._take(written)  # only once it is on the disk; from then on its loss is noticed
+            self._take(written)  # after it is on the disk; from now on its loss is noticed
 
     @contextmanager
     def _current(self) -> Iterator[Account]:
-        """Yield the current account; other threads of this process wait."""
+        """Yield the current account, and block other threads of this process meanwhile."""
         with self._lock, self.chain.reading() as db:
             db.execute("BEGIN")
             yield self._catch_up(db)
@@ -188,7 +190,7 @@ class Ledger:
     def _catch_up(self, db: sqlite3.Connection) -> Account:
         """Read new events; call it before anything is written in the same transaction.
 
-        Raises StateError as `verify` does on events and, the first time, on the schema.
+        Raises StateError as `verify` on events and, the first time, on the schema.
         """
         with self.chain.damage():
             if self._seen == START:
@@ -203,7 +205,7 @@ class Ledger:
 
     def _apply(self, account: Account, event: LedgerEvent) -> None:
         if event.seq <= self.chain.unkeyed:
-            return  # the first event under the key repeats what these say
+            return  # the first event under the key repeats these
         try:
             account.apply(event)
         except InvalidEventError as error:
@@ -236,7 +238,7 @@ class Ledger:
         """Register a version of a collection's data; tell whether it is new.
 
         units: the identity of each unit (a group's name, a record's content)   contents: further identities of the
-        same records; both are stored only as keyed digests   labels: the digest of what the labels are from.
+        same records; both are stored only as keyed digests   labels: digest of the table or query with the labels.
 
         Raises RefusedError (E-BUDGET-04) if a unit or a content is in another collection, StateError (E-BUDGET-07) if
         the file's units are not the registered ones.
@@ -276,10 +278,11 @@ class Ledger:
         reason: str,
         filter: FilterName | None = None,
     ) -> None:
-        """Set a collection's budget; spending stays. No network call can do this.
+        """Set a collection's budget; spending stays. No message from the network can call this.
 
-        filter: that keeps it; None: that of its last budget, "auto" for the first. Raises StateError (E-BUDGET-04) for
-        an unregistered collection, ConfigError (E-PRIV-20) on an invalid budget, or "gaussian" after training steps.
+        filter: None for the filter of its last budget, or "auto" for its first one. Raises StateError (E-BUDGET-04) if
+        the collection is not registered, ConfigError (E-PRIV-20) on an invalid budget, or on "gaussian" after training
+        steps.
         """
         with self.writing() as (db, account):
             if collection not in account.collections:
@@ -299,7 +302,7 @@ class Ledger:
             self.chain.write(db, None, collection, "BUDGET", made.detail(), made.created_at)
 
     def release_unused(self, entry: str) -> None:
-        """Release an entry that never started; raises StateError (E-BUDGET-12) on any other."""
+        """Release an entry that never started, at no cost; raises StateError (E-BUDGET-12) on any other entry."""
         self._move(entry, "RELEASED_UNUSED", "released by the operator")
 
     # ---- what a round does --------------------------------------------------------------------------------------
@@ -312,11 +315,12 @@ class Ledger:
         cap: PrivacyFilter | None = None,
         run: Sequence[Bound] = (),
     ) -> str:
-        """Reserve a round's releases; return the entry's id. On disk on return, before any record is read.
+        """Reserve a round's releases; return the entry's id. The entry is on the disk on return. Read no record before.
 
-        cap: a second budget, the policy's   run: bounds on all charges of this run at this collection. Raises
-        RefusedError: E-BUDGET-01 if it does not fit, E-BUDGET-12 if it does not fit into the run or the round was
-        charged often enough (both recorded), E-BUDGET-02 without a budget, E-BUDGET-04 on unregistered data.
+        cap: a second budget, from the policy   run: bounds on all charges of this run at this collection. Raises
+        RefusedError: E-BUDGET-01 if a budget does not cover the round, E-BUDGET-12 if it exceeds the run's bounds or
+        was charged too often (these refusals are recorded), E-BUDGET-02 without a budget, E-BUDGET-04 on unregistered
+        data.
         """
         with self.writing() as (db, account):
             version = account.versions.get(task.fingerprint)
@@ -354,7 +358,7 @@ class Ledger:
         cap: PrivacyFilter | None = None,
         run: Sequence[Bound] = (),
     ) -> None:
-        """Raise the errors of `reserve`; reserves and records nothing."""
+        """Raise the errors of `reserve`, without reserving or recording anything."""
         with self._current() as account:
             if refusal := refused(account, collection, task, list(planned), cap, run):
                 raise refusal
@@ -368,11 +372,11 @@ class Ledger:
         self._move(entry, "RUNNING", "")
 
     def commit(self, entry: str, output: str) -> None:
-        """Record that the output is in the outbox. output: its SHA-256."""
+        """Record that the entry's output is in the outbox. output: its SHA-256."""
         self._move(entry, "SPENT", output)
 
     def recover(self) -> list[str]:
-        """Count open entries after a crash as spent, except those of another live process; return them."""
+        """Count entries that a crash left open as spent; return them. Skip those of other live processes."""
         with self.writing() as (db, account):
             rows = [e for e in account.entries.values() if e.state in OPEN]
             left = sorted(e.id for e in rows if not owners.is_alive(self.chain.file, e.owner))
@@ -381,10 +385,10 @@ class Ledger:
         return left
 
     def note_refusal(self, subject: str, code: str, coordinator: str = "") -> None:
-        """Count a refusal, stored permanently: the first ten of a coordinator with a code, then the 16th, 32nd, ...
+        """Count a refusal. Stored are the first ten of a coordinator with one code, then the 16th, 32nd, and so on.
 
-        So endless refusals add an event only when their number doubles. A restart continues from the last stored
-        number.
+        So endless refusals add an event only when their number doubles. After a restart, counting continues from the
+        last stored number. Refusals without a coordinator are all stored.
         """
         which = coordinator, code
         with self._lock:
@@ -397,7 +401,7 @@ class Ledger:
                 self.chain.write(db, None, subject, "REFUSED", Refusal(code, coordinator, times).detail())
 
     def keep(self, fingerprint: str, name: str, value: str) -> None:
-        """Store a release that is made once per data version; an existing one stays."""
+        """Store a release that is made once per data version; an existing one is not replaced."""
         with self.writing() as (db, account):
             if (fingerprint, name) in account.stored_values:
                 return
@@ -435,7 +439,7 @@ class Ledger:
             return [(e.id, e.state, list(e.planned)) for e in account.entries.values() if e.collection == collection]
 
     def charged_runs(self) -> dict[str, set[str]]:
-        """Return the collections charged by each run with secret noise."""
+        """Return, by run id, the collections that were charged for releases with secret noise."""
         collections: dict[str, set[str]] = {}
         with self._current() as account:
             for entry in account.entries.values():

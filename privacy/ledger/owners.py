@@ -1,7 +1,7 @@
-"""Which processes use a ledger now: each locks a byte of the ledger's folder until it ends.
+"""The processes that use a ledger now. Each locks one byte of the ledger's folder until it ends.
 
-An entry names its process, so that a restart counts open entries of a crash as spent, but not those of another service
-on the same ledger. The name is a number; the locked byte follows from it and from the ledger's name. No file is
+An entry names its process. So a restart counts entries that a crash left open as spent, but not those of another
+service on the same ledger. The name is a random number; it and the ledger's name determine the locked byte. No file is
 created, so none can be deleted. All services of one ledger run on one machine.
 """
 
@@ -28,10 +28,10 @@ _held: dict[tuple[int, Path], tuple[str, int]] = {}
 
 
 def own_token(ledger: Path) -> str:
-    """Return this process's token at a ledger; the first call locks its byte."""
+    """Return this process's token for a ledger; the first call locks its byte."""
     here = (os.getpid(), ledger.resolve())
     if here not in _held or not os.path.samestat(os.fstat(_held[here][1]), here[1].parent.stat()):
-        for process, place in [k for k in _held if k[0] != here[0]]:  # of the parent, from before a fork
+        for process, place in [k for k in _held if k[0] != here[0]]:  # inherited from the parent by a fork
             os.close(_held.pop((process, place))[1])
         token, folder = secrets.token_hex(16), _opened(ledger)
         fcntl.fcntl(
@@ -42,7 +42,7 @@ def own_token(ledger: Path) -> str:
 
 
 def is_alive(ledger: Path, token: str) -> bool:
-    """Return whether another process holds that token."""
+    """Return whether another process with this token is alive."""
     return bool(_TOKEN.fullmatch(token)) and _locked(ledger, _byte(ledger, token), 1)
 
 
@@ -60,14 +60,14 @@ def _locked(ledger: Path, start: int, length: int) -> bool:
 
 
 def _byte(ledger: Path, token: str) -> int:
-    """Return the byte of a token, or without one the first byte of the ledger."""
+    """Return the offset of a token's byte, or of the ledger's first byte if the token is empty."""
     name = int.from_bytes(sha256(ledger.resolve().name.encode()).digest()) % (1 << _NAME_BITS)
     return (name << _TOKEN_BITS) + int(token or "0", 16) % (1 << _TOKEN_BITS)
 
 
 @contextmanager
 def _folder(ledger: Path) -> Iterator[int]:
-    """Yield the descriptor with this process's lock, which F_OFD_GETLK then ignores, otherwise a new one."""
+    """Yield the descriptor with this process's lock, so that F_OFD_GETLK ignores that lock; otherwise a new one."""
     if (lock := _held.get((os.getpid(), ledger.resolve()))) is not None:
         yield lock[1]
         return

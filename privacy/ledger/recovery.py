@@ -1,8 +1,8 @@
 """Recovery of a lost ledger: everything that may have been spent since the remaining copy counts as spent.
 
-Attested spending is known from the sealed figures sent with updates. Each round after the last attestation is charged
-as the most expensive entry so far, as often as a round may be charged. If no figures can be opened, every collection
-loses its whole budget. The bounds of single runs start again.
+The sealed figures sent with updates show the attested spending. A round after the last attestation is charged like the
+most expensive entry so far, as often as one round may be charged (`ATTEMPTS`). If no figures can be opened, every
+collection loses its whole budget. The bounds of single runs start again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from service_core.storage.chain import ChainHead
 
 
 class SeenHead(NamedTuple):
-    """A head of the ledger that others confirmed, with the sealed summary and the number of restores sent with it."""
+    """A head of the ledger that others have signed, with the sealed summary and number of restores sent with it."""
 
     head: ChainHead
     sealed: bytes = b""
@@ -32,11 +32,12 @@ class SeenHead(NamedTuple):
 
 
 def charge_unknown_spending(ledger: Ledger, seen: Sequence[SeenHead], operator: str) -> dict[str, str]:
-    """Accept an older copy of the ledger by charging what it may lack; return the charges by collection.
+    """Accept an older copy of the ledger by charging everything that it may lack.
 
-    seen: every head that others have signed for, in any order. Raises StateError: E-BUDGET-11 if nothing is missing, or
-    while a service uses the ledger, E-BUDGET-04 if a charged collection is not registered, or none has a budget; as
-    `Ledger.verify` on one that was edited.
+    Returns a description of the charge by collection. seen: every head that others have signed, in any order.
+
+    Raises StateError: E-BUDGET-11 if nothing is missing, or while a service uses the ledger; E-BUDGET-04 if a charged
+    collection is not registered, or there is nothing to charge; as `Ledger.verify` if the ledger was edited.
     """
     if owners.has_others(ledger.chain.file):
         raise StateError("E-BUDGET-11", "expected no service on this ledger, found one running: stop it first")
@@ -114,7 +115,7 @@ def _cost(account: Account, name: str, planned: Sequence[PlannedRelease]) -> flo
 
 
 def _all_of(budget: PrivacyFilter) -> PlannedRelease:
-    """Return a release that spends the whole budget by either filter: RDP alpha / (2 z^2) = its bound, and 1 / mu."""
+    """Return a release that spends the whole budget under both filters: alpha / (2 z^2) = its RDP bound, z = 1 / mu."""
     bound = max(budget.bound, 1e-6)
     return PlannedRelease("everything", Mechanism(min(math.sqrt(budget.order / (2 * bound)), 1 / budget.mu)))
 

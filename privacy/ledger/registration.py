@@ -30,7 +30,7 @@ def version(dataset: SiloDataset, split: str) -> str:
 
 
 def collection(name: str, split: str) -> str:
-    """Return the collection of a split. The hospital has one budget, whatever the data are called."""
+    """Return the collection of a split. The hospital as a whole has one collection, independent of `name`."""
     return HOSPITAL if split == HOSPITAL else f"{name}/{split}"
 
 
@@ -39,21 +39,21 @@ def unit_of(examples: Examples) -> str:
 
 
 def unit_names(examples: Examples) -> list[str]:
-    """Identify each unit, independent of a run's label space or image size: by its group, or by its content."""
+    """Return each unit's identity, its group or its content, independent of a run's label space or image size."""
     if examples.groups is not None:
         return sorted({f"group {id_texts(g)[0]}" for g in examples.groups})
     return list(content_names(examples))
 
 
 def content_names(examples: Examples) -> Iterator[str]:
-    """Identify each example's content: the pixels of its file (`pixels.content`), the cells of its row, or its numbers.
+    """Identify each example by its content: the pixels of its file (`pixels.content`), its cells, or its numbers.
 
-    File names, encodings, groups, labels and a run's image size do not matter. Raises DataError (E-DATA-04) on a file
-    that cannot be decoded.
+    File names, encodings, groups, labels and a run's image size do not matter. Raises DataError (E-DATA-04) if a file
+    cannot be decoded.
     """
     paths: tuple[Path, ...] | None = getattr(examples, "paths", None)
     if paths is not None:
-        with ThreadPoolExecutor(cores()) as pool:  # only digests wait in memory
+        with ThreadPoolExecutor(cores()) as pool:  # keep only digests in memory
             yield from pool.map(_image, paths)
         return
     if isinstance(examples, TableExamples):
@@ -65,7 +65,7 @@ def content_names(examples: Examples) -> Iterator[str]:
 
 
 def _other_names(examples: Examples) -> Iterator[str]:
-    """Return the names of these units and records in earlier versions."""
+    """Yield the names that earlier versions of the software gave to these units and records."""
     for group in set(examples.groups or ()):
         yield from (f"group {text}" for text in id_texts(group)[1:])
     if isinstance(examples, TableExamples):
@@ -73,7 +73,7 @@ def _other_names(examples: Examples) -> Iterator[str]:
 
 
 def as_registered(ledger: Ledger | None, dataset: SiloDataset) -> SiloDataset:
-    """Return data as the ledger identifies them: as 0.1.0 did if only that version is registered."""
+    """Return data with the fingerprint of the ledger: that of version 0.1.0 if only that one is registered."""
     if ledger is None or dataset.earlier is None or ledger.collection_of(version(dataset, TRAIN)) is not None:
         return dataset
     earlier = dataset.earlier()
@@ -83,11 +83,11 @@ def as_registered(ledger: Ledger | None, dataset: SiloDataset) -> SiloDataset:
 def register(ledger: Ledger, dataset: SiloDataset, name: str, labels: str = "") -> dict[str, bool]:
     """Register both splits under a name, and the hospital itself; return which collections got a new version.
 
-    labels: the digest of the table or query that the labels are from, which the events name.
+    labels: digest of the table or query with the labels; the events name it.
 
-    Units are identified by their groups and by the contents of their records, so that records that are grouped, named
-    or stored differently share their spending. An image re-encoded with loss, cropped or resized is a new record. Data
-    that 0.1.0 registered stay divided as they were. Raises RefusedError (E-BUDGET-04) if a unit or a record is in
+    Units are identified by their groups and by the contents of their records. So records that are grouped, named or
+    stored differently share their spending. An image that is re-encoded with loss, cropped or resized is a new record.
+    Data that 0.1.0 registered keep its identification. Raises RefusedError (E-BUDGET-04) if a unit or a record is in
     another collection, or in the other split.
     """
     dataset = as_registered(ledger, dataset)
@@ -141,7 +141,7 @@ def _named(kind: str, shape: tuple[int, ...], numbers: bytes) -> str:
 
 
 def _former_names(examples: Examples) -> Iterator[str]:
-    """Identify each record as ledgers of version 1 did: by the bytes of its file, or by its numbers only."""
+    """Yield each record's identity in ledgers of version 1: the bytes of its file, or its numbers only."""
     paths: tuple[Path, ...] | None = getattr(examples, "paths", None)
     for path in paths or ():
         with path.open("rb") as file:

@@ -1,6 +1,6 @@
-"""The release log over a hospital's ledger: a task's releases are reserved before any record is read.
+"""The release log over a hospital's ledger. A task's releases are reserved before any record is read.
 
-A task that fails, or a process that is killed, leaves its entries charged; a repeated round is charged again.
+If a task fails or its process is killed, its entries stay charged. A repeated round is charged again.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class _Version(NamedTuple):
 class RunLedger:
     """The `ReleaseLog` of one run at one hospital, over its ledger. One task at a time.
 
-    caps: the policy's budgets by collection   most: the policy's limits for one run, besides `PrivacyProfile.bounds`
-    coordinator: who asks   once: the name of the run's only, cached release; empty for other runs.
-    Raises RefusedError (E-BUDGET-04) if a split is not registered in the ledger in this version.
+    caps: the policy's budgets by collection   most: the policy's limit for one run, an input of `PrivacyProfile.bounds`
+    coordinator: that requests the run   once: the name of the run's only, cached release; empty for other runs.
+    Raises RefusedError (E-BUDGET-04) if this version of a split is not registered in the ledger.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RunLedger:
 
     @property
     def paid(self) -> bool:
-        """Whether the run's only release was already made from these data, and so is free."""
+        """Whether the run's only release was already made from these data, so that it costs nothing."""
         return bool(self.once) and self.cached(self.once) is not None
 
     def begin(self, run: str) -> None:
@@ -65,12 +65,15 @@ class RunLedger:
         self._run, self._open = run, []
 
     def charged(self, run: str, round: int, train: bool) -> int:
-        """Return how often a round of a run was charged, the maximum over its collections."""
+        """Return how often a round of a run was charged: the maximum over its collections."""
         tasks = {split: self._task(round, train, split, run) for split in self._versions}
         return max((self._ledger.times_charged(self._versions[s].collection, t) for s, t in tasks.items()), default=0)
 
     def cached(self, purpose: str, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """Return a release made once per version of the data and label space; seeded noise is kept separate."""
+        """Return a stored release, which is made once per data version and label space; None if not made yet.
+
+        Releases with seeded noise are stored separately.
+        """
         value = self._ledger.stored_value(*self._key(purpose))
         return None if value is None else torch.tensor(json.loads(value), dtype=dtype)
 
@@ -82,10 +85,10 @@ class RunLedger:
         return self._versions[TRAIN].fingerprint, json.dumps([purpose, json.dumps(self._about)])
 
     def require(self, whole: Mapping[str, Sequence[Mechanism]]) -> None:
-        """Raise RefusedError unless all releases of a run, by split, fit besides the spending; nothing is reserved.
+        """Raise RefusedError unless the budgets cover all releases of a run. Reserves nothing. whole: by split.
 
-        E-BUDGET-01 if it exceeds a budget of the ledger or of the policy, E-BUDGET-02 without a budget, E-BUDGET-12 if
-        it exceeds the rest of this run's own bounds, or round 0 was charged too often.
+        E-BUDGET-01 if they exceed a budget of the ledger or of the policy, E-BUDGET-02 without a budget, E-BUDGET-12 if
+        they exceed the rest of this run's own bounds, or round 0 was charged too often.
         """
         requested: dict[str, list[Mechanism]] = {}
         for split, mechanisms in whole.items():
@@ -112,9 +115,9 @@ class RunLedger:
             self._ledger.require_room(self._versions[split].collection, task, mechanisms, None, bounds)
 
     def reserve(self, round: int, train: bool, releases: Sequence[Release]) -> None:
-        """Reserve and start the releases of one task; if the ledger refuses one, nothing stays reserved.
+        """Reserve and start the releases of one task. If the ledger refuses one, none stays reserved.
 
-        All are checked before the first is entered, so a refused request leaves no entry.
+        All are checked before the first is entered, so that a refused request leaves no entry.
         """
         requests = []
         for split, planned in by_collection(releases).items():

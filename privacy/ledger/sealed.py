@@ -1,8 +1,9 @@
 """Encrypted summary of a ledger's spending, stored by the coordinator; only the hospital's key opens it.
 
-It is sent with every update, and the coordinator returns the newest one in each session, so that a hospital that lost
-its ledger knows what to charge. The coordinator sees a ciphertext, padded to full kilobytes, and how often this ledger
-was restored. AES-256-GCM under a key derived from the ledger's; the head and that number are authenticated too.
+It is sent with every update, and the coordinator returns the newest one in each session. So a hospital that lost its
+ledger can find out its spending. The coordinator sees a ciphertext, padded to full kilobytes, and the number of
+restorations of this ledger. AES-256-GCM under a key derived from the ledger's key; the head and that number are
+authenticated too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _ORDER = ORDERS[30]
 
 @dataclass(frozen=True, slots=True)
 class SpendingSummary:
-    """Spending by collection at one moment: all charges, the most expensive entry, and the budget if set."""
+    """Spending by collection at one moment: all charges, the most expensive entry, and the budget if there is one."""
 
     spent: Mapping[str, Sequence[Mechanism]]
     worst: Mapping[str, Sequence[PlannedRelease]]
@@ -55,7 +56,7 @@ def most_expensive(account: Account, collection: str) -> tuple[PlannedRelease, .
 
 
 def seal(secret: bytes, head: ChainHead, restored: int, figures: SpendingSummary) -> bytes:
-    """Encrypt the summary at a head; empty if it is too large to send, which recovery treats as unknown."""
+    """Encrypt the summary at a head; empty if it is too large to send. Recovery treats an empty summary as unknown."""
     plain_figures = {
         "spent": {c: [[m.noise, m.rate, m.steps] for m in spent] for c, spent in figures.spent.items()},
         "worst": {c: plain(planned) for c, planned in figures.worst.items()},
@@ -85,7 +86,7 @@ def unseal(secret: bytes, head: ChainHead, restored: int, sealed: bytes) -> Spen
 
 
 def largest_of(every: Sequence[SpendingSummary]) -> SpendingSummary:
-    """Return the maximum of several summaries, since copies of a ledger may have diverged."""
+    """Return the maximum over several summaries, since copies of a ledger may have diverged."""
     spent: dict[str, dict[tuple[float, float], int]] = {}
     costs: dict[str, list[Sequence[PlannedRelease]]] = {}
     for figures in every:

@@ -45,7 +45,7 @@ def _resolve(privacy: NamedOptions) -> tuple[type[PrivacyProfile], Config | None
 
 
 def stated_options(name: str, options: Mapping[str, Value]) -> dict[str, Value]:
-    """Leave out a profile's later options at their default; an unknown profile keeps all."""
+    """Omit options that were added later and have their default; for an unknown profile, return all options."""
     kind = PROFILES.get(name)
     return dict(options) if kind is None or kind.config is None else stated(kind.config, options)
 
@@ -56,7 +56,7 @@ def profile_of(run: RunSetup) -> PrivacyProfile:
 
 
 def result_noise(manifest: RunManifest) -> RunNoise:
-    """Return which results of a run are noisy, building only its method."""
+    """Return the noise of a run's results, building only its method."""
     return profile_of(RunSetup(manifest)).noise()
 
 

@@ -46,12 +46,12 @@ PLACEMENTS = {
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """One hospital's part: N, q, training steps and rounds in all, z, and epsilon at the run's delta.
+    """Projected cost for one hospital: N, q, total training steps and rounds, z, and epsilon at the run's delta.
 
     used: share of the run's budget, by its filter   epsilon_tight: actually spent, by the privacy loss of all releases
-    epsilon_record, epsilon_test: of one training or test record (0 where test records are public)   epsilon_most: with
-    the reserve used up as well, the costliest round repeated `reserve` times   epsilon_all_honest, epsilon_alone: where
-    noise is shared out, with all hospitals there and honest, and where masks fail; else epsilon.
+    epsilon_record, epsilon_test: of one training or test record (0 if test records are public)   epsilon_most: with the
+    costliest round repeated `reserve` times   epsilon_all_honest, epsilon_alone: for distributed noise, if all
+    hospitals take part and are honest, and if masks fail; otherwise both are epsilon.
     """
 
     name: str
@@ -74,8 +74,8 @@ class Projection:
 class MadeUpStep(NamedTuple):
     """A training step under a profile on synthetic examples, to measure its memory.
 
-    training, evaluating: examples in memory at once, in training and where something is summed over them: public
-    constants   opened: opens so many made-up examples.
+    training, evaluating: examples in memory at once, in training steps and in sums; both are public constants
+    opened: opens the given number of synthetic examples.
     """
 
     training: int
@@ -84,16 +84,16 @@ class MadeUpStep(NamedTuple):
 
 
 def one_step(train: TrainConfig, number: int) -> TrainConfig:
-    """Return a schedule of one step over so many examples, computed as written."""
+    """Return a schedule of one step over `number` examples, in one batch and without compilation."""
     return replace(train, batch_size=number, micro_batch=0, max_steps=1, compile=False, cudnn_benchmark=False)
 
 
 class PrivacyProfile(ABC):
-    """One privacy profile for one run, used by both sides.
+    """One privacy profile for one run, used by coordinator and hospitals.
 
-    config: the class of its options   private_form: a method runs in its private form   subject: whom its epsilon is
-    about   promised: the collection that its epsilon is promised for   collections: what is charged   terms: its
-    options as the manifest has them; None for a run without privacy.
+    config: the class of its options   private_form: whether methods run in their private form   subject: the protected
+    unit, in words   promised: the collection that the run's epsilon is for   collections: those that are charged
+    terms: its options in the manifest; None for a run without privacy.
     """
 
     config: ClassVar[type[Config] | None] = None
@@ -110,11 +110,11 @@ class PrivacyProfile(ABC):
 
     @classmethod
     def extra_parts(cls, terms: Config) -> Layout:  # noqa: ARG003
-        """Return parts that it adds to the layout of an update."""
+        """Return the parts that the profile adds to the layout of an update."""
         return {}
 
     def check(self) -> None:
-        """Raise RefusedError (E-PRIV-20) or ConfigError (E-CFG-08, E-PRIV-16, -17) on a run that it cannot protect."""
+        """Raise RefusedError (E-PRIV-16, -20) or ConfigError (E-CFG-08, E-PRIV-16, -17) on a run it cannot protect."""
         if self.terms is not None:
             if self.run.manifest.evaluation.metrics == CLINICAL and self.terms.test_data != "public":
                 raise RefusedError(
@@ -133,7 +133,7 @@ class PrivacyProfile(ABC):
 
     @property
     def protected(self) -> frozenset[str]:
-        """Return the splits whose releases reveal no more than is charged."""
+        """Return the splits whose releases are all charged and protected by secret noise at the hospital."""
         if self.terms is None or self.terms.rng != "secure" or self.terms.central:
             return frozenset()
         return frozenset({TRAIN, TEST} if self.terms.test_data == "private" else {TRAIN})
@@ -141,27 +141,28 @@ class PrivacyProfile(ABC):
     # ---- to be implemented ------------------------------------------------------------------------------------------
 
     def guards(self) -> Guards:
-        """Return the guards of the run; on the way out, silo guards come before the aggregator's."""
+        """Return the guards of the run. An outgoing update passes the silo's guards first, then the aggregator's."""
         return Guards((), (FixedPoint(self.run.manifest.grid),))
 
     @abstractmethod
     def data_factory(self, index: int, log: ReleaseLog, withheld: DisclosureLimits = NO_LIMITS) -> DataFactory:
-        """Return what opens a member's examples for a round; releases are logged before any example is read."""
+        """Return a function that opens a member's examples for a round; it logs releases before reading any example."""
 
     @abstractmethod
     def releases(self, index: int, prototypes: bool = True, counts: bool = True) -> list[Release]:
-        """List what the whole run releases at a member, in order.
+        """List all releases of the run at a member, in order.
 
-        prototypes: the hospital submits them where the run asks for them; counts: class counts were not released before
+        prototypes: whether the hospital submits them if the run asks for them   counts: whether class counts must be
+        released, which is done once.
         """
 
     @abstractmethod
     def project(self) -> list[Projection]:
-        """Project what the run will cost each member; empty for a run without privacy."""
+        """Project the cost of the run for each member; empty for a run without privacy."""
 
     @abstractmethod
     def report(self, logs: Sequence[Sequence[Release]]) -> Mapping[str, object] | None:
-        """Report what the run cost its members, from their logs; None for a run without privacy."""
+        """Report the cost of the run for its members, from their logs; None for a run without privacy."""
 
     # ---- what follows -----------------------------------------------------------------------------------------------
 
@@ -171,27 +172,27 @@ class PrivacyProfile(ABC):
 
     @abstractmethod
     def bounds(self, policy: PrivacyFilter | None = None) -> Mapping[str, tuple[Bound, ...]]:
-        """Return the most that the run may be charged, by collection; policy: the most that one run may spend."""
+        """Return upper bounds on the run's charges, by collection. policy: the hospital's limit for one run."""
 
     def shared_figures(self, index: int) -> SharedFigures | None:
         """Return the figures of distributed noise for a member; None without it."""
         return None
 
     def noise(self) -> RunNoise:
-        """Return which results of the run are noisy: none without privacy."""
+        """Return the noise of the run's results; none without privacy."""
         return NO_NOISE
 
     @property
     def clipped(self) -> Mapping[str, float | None]:
-        """Return the bound on the numbers of each clipped part, noise included; None if it changes."""
+        """Return the bound on the numbers of each clipped part, noise included; None if the clip adapts."""
         return {}
 
     def aggregator(self, chosen: Options) -> Options:
-        """Return the aggregator as the profile allows it; raises ConfigError (E-CFG-08) if it does not."""
+        """Return the aggregator's options, adapted to the profile; raises ConfigError (E-CFG-08) if not allowed."""
         return chosen
 
     def made_up_step(self, index: int, context: RoundContext, device: torch.device) -> MadeUpStep:
-        """Return how many examples a member has in memory at once, and how to train on synthetic ones."""
+        """Return the number of examples that a member has in memory at once, and synthetic data to train on."""
         train, schema = self.run.manifest.train, self.run.schema
 
         def opened(number: int) -> LocalData:
@@ -207,7 +208,7 @@ class PrivacyProfile(ABC):
         """
 
     def check_part(self, index: int, floors: Floors, unit: str, declared: float) -> None:  # noqa: B027
-        """Raise RefusedError (E-POLICY-05) on a part that a hospital's policy does not allow; see `Floors`."""
+        """Raise RefusedError (E-POLICY-05) if a hospital's policy does not allow its part in the run; see `Floors`."""
 
 
 class PrivateProfile(PrivacyProfile):
@@ -218,7 +219,7 @@ class PrivateProfile(PrivacyProfile):
     def projection(
         self, index: int, costliest: Iterable[Release], reserve: int, rate: float, steps: int, noise: float
     ) -> Projection:
-        """Project one member's part; costliest: the releases of a round that is repeated `reserve` times."""
+        """Project the cost for one member. costliest: releases of the round that may be repeated `reserve` times."""
         member, terms, releases = self.run.manifest.members[index], self.terms, self.releases(index)
         charged, train, test = (mechanisms(releases, c) for c in (self.promised, TRAIN, TEST))
         again = mechanisms(costliest, self.promised)
@@ -241,14 +242,14 @@ class PrivateProfile(PrivacyProfile):
         )
 
     def _noise(self, sent: EvaluationNoise | None, rows: NoisyRows | None = None) -> RunNoise:
-        """Return the noise of a run, given that of its evaluations."""
+        """Return the noise of a run's results. sent: of its evaluations   rows: bounds on released sums per class."""
         scores = {"pm_l", "pm_v"} | ({"pa"} if self.terms.test_data == "private" else set())
         counts = dict.fromkeys(self.run.manifest.layout, math.inf)
         counts |= {METRICS: 0.0 if sent is None else sent.std, CLINICAL_PART: 0.0}
         return RunNoise(sent, frozenset(scores), counts, rows)
 
     def spent(self, logs: Sequence[Sequence[Release]], tight_name: str, **facts: object) -> Mapping[str, object]:
-        """Report what the run cost its members, beside more facts; `private` is False where noise came from a seed."""
+        """Report the cost for the members, with further `facts`; `private` is False if noise came from a seed."""
         terms, histories = self.terms, [mechanisms(log, self.promised) for log in logs]
         spent = [epsilon_of(h, terms.delta) for h in histories]
         twice, more = replace_one(max(spent), terms.delta)
@@ -267,7 +268,7 @@ class PrivateProfile(PrivacyProfile):
         }
 
     def _shared(self, logs: Sequence[Sequence[Release]]) -> Mapping[str, object]:
-        """Report distributed noise if all are honest, and if masks fail; empty without it."""
+        """Report epsilon for distributed noise if all hospitals are honest, and if masks fail; empty without it."""
         if not (figures := [of_log for log in logs if (of_log := self._figures(log))]):
             return {}
         return {

@@ -1,4 +1,4 @@
-"""A run without privacy: bundles travel as float32 and are put on the fixed-point grid when they are added."""
+"""A run without privacy. Bundles are sent as float32 and rounded to the fixed-point grid when they are added."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from privacy.release_log import ReleaseLog
 
 
 class PlainProfile(PrivacyProfile):
-    """Profile "none", and every other one at epsilon = inf."""
+    """Profile "none", and any other profile at epsilon = inf."""
 
     def data_factory(self, index: int, log: ReleaseLog, withheld: DisclosureLimits = NO_LIMITS) -> DataFactory:
         filtered = withheld if self.run.method.exact else replace(withheld, min_examples=0)

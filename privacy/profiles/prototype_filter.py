@@ -1,4 +1,4 @@
-"""What a hospital does not submit: prototypes and sums of named and of small classes, answers to a survey."""
+"""Filter of the sums that a hospital submits: it suppresses hidden classes, small classes and survey questions."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fl_core.types.values import BatchSums, ClassSums, MomentSums, Query, Survey
 
 @dataclass(frozen=True, slots=True)
 class DisclosureLimits:
-    """Limits of what a hospital submits.
+    """A hospital's limits on the sums that it submits.
 
     Attributes:
         hidden: positions of classes that are suppressed everywhere
         min_count: minimum examples of a class for its prototype
         min_examples: minimum examples of a class in exact sums of products (BatchSums), since a sum over one example is
             that example. Smaller classes are left out of all sums, as if the hospital had none
-        noise_leaves: rows of hidden classes keep their noise, which the other silos count on
+        noise_leaves: rows of hidden classes keep their noise, since the other silos rely on it (shared noise)
         answered: names of a survey's questions that are answered; None: all. Hidden classes suppress `classes`
-        least_patients: in the smallest number that a survey releases without noise
-        named: the data name patients   records_are_patients: each record is a different patient, by declaration
+        least_patients: patients in the smallest number that a survey releases without noise
+        named: the data name patients   records_are_patients: the hospital declares that each record is one patient
     """
 
     hidden: frozenset[int] = frozenset()
@@ -39,7 +39,7 @@ class DisclosureLimits:
     records_are_patients: bool = False
 
     def of(self, query: SurveySums) -> SurveySums:
-        """Return the answered part of a survey."""
+        """Return a survey with only the questions and numbers that these limits allow."""
         answered = frozenset(q.name for q in query.questions if query.answers(q))
         if self.answered is not None:
             answered &= self.answered
@@ -88,10 +88,10 @@ class PrototypeFilter(LocalDataWrapper):
         return shown
 
     def _moments(self, query: MomentSums) -> Tensors:
-        """Use zero vectors for hidden classes, which add nothing, so that their rows are only noise."""
+        """Use zero vectors for hidden classes, so that their rows contain only noise."""
         shown = torch.ones(query.n_classes, dtype=torch.float64)
         shown[self._hidden] = 0.0
-        if self._least_exact:  # a run without privacy that asks as private ones do
+        if self._least_exact:  # a run without privacy, with the queries of private runs
             shown[self.class_counts() < self._least_exact] = 0.0
 
         def vectors(x: Tensor, y: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class PrototypeFilter(LocalDataWrapper):
         return sums if self._noise_leaves or query.joint else {**sums, "b": sums["b"] * shown.unsqueeze(1)}
 
     def _without_left_out(self, query: BatchSums) -> BatchSums:
-        """Return the query over the examples of the classes that may be summed; examples it does not read count not."""
+        """Restrict a query to classes with enough examples; only examples that the query reads are counted."""
         counts, kept = self.class_counts(), query.kept
         n_classes = len(counts)
         if kept is not None:
@@ -110,7 +110,7 @@ class PrototypeFilter(LocalDataWrapper):
                 lambda x, y: {"n": torch.bincount(y[kept(x, y).to(y.device)], minlength=n_classes)}
             )
             counts = super().sum(query_of_counts)["n"]
-        if self.multi_label:  # sums of a label are over all records in which it was looked for
+        if self.multi_label:  # the sums of a label are over all records in which it is known
             counts = super().sum(BatchSums(lambda _, y: {"n": (y != UNKNOWN).sum(0)}))["n"]
         shown = counts >= self._least_exact
         shown[self._hidden] = False

@@ -50,7 +50,7 @@ CLASSES_SHOW = (
 
 
 def release_plan(run: RunSetup, index: int) -> ReleasePlan:
-    """Plan the part of one member in a private run; raises ConfigError (E-PRIV-17) when its size was not declared."""
+    """Plan one member's releases in a private run; raises ConfigError (E-PRIV-17) if its size was not declared."""
     manifest, member = run.manifest, run.manifest.members[index]
     if member.units < 1:
         raise ConfigError(
@@ -72,7 +72,7 @@ def release_plan(run: RunSetup, index: int) -> ReleasePlan:
 
 
 class RecordProfile(PrivateProfile):
-    """Profile "dp_record": the epsilon of a run is each record's, or each group's if the data name groups."""
+    """Profile "dp_record": the epsilon of a run holds for each record, or each group if the data name groups."""
 
     config = RecordDpConfig
     private_form = True
@@ -96,7 +96,7 @@ class RecordProfile(PrivateProfile):
             self._check_shared()
 
     def _check_shared(self) -> None:
-        """Raise as `check` unless every silo adds its noise to every number, and nobody computes with it before."""
+        """Raise as `check` unless every silo adds its noise to every number before any other computation."""
         SharedNoise.of(self.run.manifest)
         if self.terms.min_count or not all(m.prototypes for m in self.run.manifest.members):
             option = "privacy.min_count" if self.terms.min_count else "prototype_share"
@@ -121,9 +121,10 @@ class RecordProfile(PrivateProfile):
         return self._plans[index]
 
     def aggregator(self, chosen: Options) -> Options:
-        """Clip long updates, which costs no epsilon, and refuse none: a small hospital's noise alone makes it long.
+        """Allow clipping of long updates, but no refusals: the noise alone makes a small hospital's update long.
 
-        With shared noise only add: results from a single update, or its norm, would have too little noise.
+        Clipping costs no epsilon. With shared noise, allow only sums: results from a single update, or its norm, would
+        have too little noise.
         """
         if self.terms.distributed and isinstance(chosen, NormClipped):
             return Mean()
@@ -156,7 +157,7 @@ class RecordProfile(PrivateProfile):
         return with_prototype_filter(open_private, kept)
 
     def survey_release(self, index: int, withheld: DisclosureLimits = NO_LIMITS) -> str | None:
-        """Return the name under which the survey's one release is cached; None for other runs."""
+        """Return the name of the survey's only release in the cache; None for other runs."""
         if (question := self.run.question) is None:
             return None
         query = withheld.of(question)
@@ -211,9 +212,9 @@ class RecordProfile(PrivateProfile):
         return {TRAIN: (of_run, *more), TEST: (RdpBound.of(released, of_run.order), *more)}
 
     def noise(self) -> RunNoise:
-        """Return which results are noisy; without a global model no evaluation is released.
+        """Return the noise of the results; without a global model no evaluation is released.
 
-        Prototypes may be as long as their bound; a method that makes directions of them has rows of length 1.
+        Rows of prototypes are at most as long as their bound, or of length 1 if the method normalises them.
         """
         terms, sent = self.terms, None
         if terms.test_data == "private" and self.run.method.has_global_model:
@@ -223,7 +224,7 @@ class RecordProfile(PrivateProfile):
         return self._noise(sent, NoisyRows(length, std / terms.count_weight, std * length))
 
     def made_up_step(self, index: int, context: RoundContext, device: torch.device) -> MadeUpStep:
-        """Train on the rows of the batches; a coupled term sees a microbatch at once, at most about twice its mean."""
+        """Measure a step with the fixed batch rows; a coupled term needs a microbatch, at most about twice its mean."""
         run, plan = self.run, self.plan(index)
         schema = run.schema
 

@@ -46,7 +46,7 @@ HOSPITAL_HIDDEN = (
 
 
 class _HospitalData(PlainLocalData):
-    """Plain data, but training without a step is only logged: an error would reveal the data."""
+    """Plain local data; training without a step is only logged here, since an error would reveal the data."""
 
     def _refuse(self, error: RefusedError) -> None:
         log.warning("nothing was trained in this round: %s", error)
@@ -54,7 +54,7 @@ class _HospitalData(PlainLocalData):
 
 def silo_releases(guard: SiloDpGuard, train: bool) -> list[Release]:
     terms, made = guard.terms, list[Release]()
-    train = train and coordinates(guard.layout) > 0  # a method may send nothing
+    train = train and coordinates(guard.layout) > 0  # a method may send no update
     if train:
         made.append(Release("update", TRAIN, Mechanism(guard.noise), guard.shared))
     if train and terms.adaptive:
@@ -66,7 +66,7 @@ def silo_releases(guard: SiloDpGuard, train: bool) -> list[Release]:
 
 
 class SiloProfile(PrivateProfile):
-    """Profile "dp_silo_small": the epsilon of a run is the hospital's."""
+    """Profile "dp_silo_small": the epsilon of a run holds for each hospital as a whole."""
 
     config = SiloDpConfig
     subject = "the whole hospital"
@@ -88,9 +88,9 @@ class SiloProfile(PrivateProfile):
         return Guards((self.guard,), (FixedPoint(self.run.manifest.grid), self.guard))
 
     def aggregator(self, chosen: Options) -> Options:
-        """Only add: each silo clips its own update, and a bound that follows others would increase one silo's effect.
+        """Allow only sums: each silo clips its own update, and a bound from others would increase one silo's effect.
 
-        A silo that lies about its clip is not noticed.
+        A silo that does not clip is not detected.
         """
         if not isinstance(chosen, Mean | NormClipped):
             raise ConfigError(
@@ -99,7 +99,7 @@ class SiloProfile(PrivateProfile):
         return Mean()
 
     def data_factory(self, index: int, log: ReleaseLog, withheld: DisclosureLimits = NO_LIMITS) -> DataFactory:
-        """Progress is reported without step numbers: how many steps a round has follows from the number of records."""
+        """Open plain data; progress has no step numbers, since the number of steps reveals the number of records."""
         rounds = self.run.manifest.rounds
 
         def open_plain(data: RoundData) -> LocalData:
@@ -124,7 +124,7 @@ class SiloProfile(PrivateProfile):
         ]
 
     def report(self, logs: Sequence[Sequence[Release]]) -> Mapping[str, object]:
-        """epsilon_record: what it cost a single training record, for which the same noise is half as large."""
+        """Report the cost. epsilon_record: of a single training record, for which the noise multiplier is halved."""
         terms, names = self.terms, [m.name for m in self.run.manifest.members]
         return self.spent(
             logs,
@@ -143,14 +143,14 @@ class SiloProfile(PrivateProfile):
         )
 
     def bounds(self, policy: PrivacyFilter | None = None) -> Mapping[str, tuple[Bound, ...]]:
-        """Bound the hospital by the run's epsilon and the policy's, its records by the resulting epsilon."""
+        """Bound the hospital's charges by the run's and the policy's epsilon, its records' by four times that RDP."""
         of_run = PrivacyFilter.of(self.terms.epsilon, self.terms.delta)
         promised = (of_run, policy) if policy else (of_run,)
         record = tuple(RdpBound(f.order, RECORD_OF_A_SILO * f.order * f.mu**2 / 2) for f in promised)
         return {HOSPITAL: promised, TRAIN: record, TEST: record}
 
     def noise(self) -> RunNoise:
-        """Return which results are noisy; without a global model nothing is measured."""
+        """Return the noise of the results; without a global model there are no evaluations."""
         terms = self.terms
         if terms.test_data == "public":
             return self._noise(None)
