@@ -35,7 +35,7 @@ ORDERS: tuple[float, ...] = (
 binomials overflow."""
 _PRECISION, _MAX_NOISE = 1e-4, 1e6
 _MIN_NOISE, _MAX_STEPS = 1e-6, 2**53
-"""Less noise counts as none, since its square underflows; larger numbers of steps are not exact in floats."""
+"""Smaller noise counts as 0, since its square underflows. Larger numbers of steps are not exact in floats."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -70,9 +70,9 @@ def aggregated(history: Iterable[Mechanism]) -> list[Mechanism]:
 
 
 def _analysis() -> Any:  # noqa: ANN401
-    """Return Opacus' analysis of RDP, which needs only numpy and scipy's special functions.
+    """Import Opacus' analysis of RDP alone, which needs only numpy and scipy's special functions.
 
-    A hospital's page and commands that add up spending take 50 MB this way, instead of 700 and some seconds.
+    So a hospital's page, and commands that add up spending, need 50 MB instead of 700 MB, and save some seconds.
     """
     postpone("opacus")
     postpone("opacus.accountants")
@@ -88,15 +88,15 @@ def rdp(history: Iterable[Mechanism], orders: Sequence[float] = ORDERS) -> NDArr
     return total
 
 
-@lru_cache(maxsize=4096)  # a hospital solves for the noise of one plan in every round, with the same calls
+@lru_cache(maxsize=4096)  # a hospital solves for the noise of its plan in every round, with the same calls
 def _rdp_of_a_step(noise: float, rate: float, orders: tuple[float, ...]) -> NDArray[np.float64]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         rdp_values = np.atleast_1d(
             _analysis().compute_rdp(q=rate, noise_multiplier=min(noise, _MAX_NOISE), steps=1, orders=list(orders))
         )
-    # Of much noise the difference of logarithms can come out below 0, of little as no number at all; noise above a
-    # bound, whose square would overflow, counts as that bound.
+    # For large noise the difference of logarithms can be below 0, for small noise NaN. Noise above `_MAX_NOISE` counts
+    # as that bound, since its square would overflow.
     rdp_values = np.where(np.isnan(rdp_values), math.inf, np.maximum(rdp_values, 0.0))
     rdp_values.flags.writeable = False
     return rdp_values
@@ -124,7 +124,7 @@ def epsilon_prv(history: Iterable[Mechanism], delta: float, error: float = 0.01)
     return _epsilon_prv(tuple((m.noise, m.rate, m.steps) for m in entries), _valid(delta), error)
 
 
-@lru_cache(maxsize=256)  # a page and a card name the same plan at many places, and each time takes a fifth of a second
+@lru_cache(maxsize=256)  # a page and a card show one plan at many places, and a call takes 0.2 s
 def _epsilon_prv(history: Sequence[tuple[float, float, int]], delta: float, error: float) -> float:
     from opacus.accountants import PRVAccountant
 
@@ -144,13 +144,16 @@ def gaussian_cost(history: Iterable[Mechanism]) -> float:
 
 
 def epsilon_of(history: Iterable[Mechanism], delta: float) -> float:
-    """Return epsilon at delta as budgets count it: exact for releases over all records, else by RDP."""
+    """Return epsilon at delta as budgets count it: exact if all releases are over all records, otherwise by RDP."""
     entries = aggregated(history)
     return _exact(entries, delta) if _all_over_all(entries) else epsilon_rdp(entries, delta)
 
 
 def epsilon_spent(history: Iterable[Mechanism], delta: float) -> float:
-    """Return epsilon at delta by the privacy loss of all releases: exact over all records, else PRV's upper bound."""
+    """Return epsilon at delta by the privacy loss of all releases.
+
+    It is exact if all releases are over all records; otherwise it is PRV's upper bound.
+    """
     entries = aggregated(history)
     return _exact(entries, delta) if _all_over_all(entries) else epsilon_prv(entries, delta)
 
@@ -180,7 +183,7 @@ RENYI: FilterName = "renyi"
 
 
 def filter_named(name: str) -> FilterName:
-    """Raise ConfigError (E-PRIV-20) on another name."""
+    """Return a filter's name with its type; raises ConfigError (E-PRIV-20) on an unknown name."""
     if name not in get_args(FilterName):
         raise ConfigError("E-PRIV-20", f"expected a filter of {', '.join(get_args(FilterName))}, found {name!r}")
     return cast(FilterName, name)
@@ -188,11 +191,11 @@ def filter_named(name: str) -> FilterName:
 
 @dataclass(frozen=True, slots=True)
 class PrivacyFilter:
-    """A budget (epsilon, delta), and the filter that keeps it.
+    """A budget (epsilon, delta), and the filter that enforces it.
 
-    order: of RDP   filter: "gaussian" admits releases over all records while sum 1 / z^2 is within the exact curve;
-    "renyi" admits any while RDP at `order` is at most `bound`; "auto": the first charge decides, before any record is
-    read. A first charge with a subsampled step makes it "renyi", another one "gaussian".
+    order: of RDP   filter: "gaussian" admits only releases over all records, while sum 1 / z^2 is within the exact
+    curve; "renyi" admits any releases while RDP at `order` is at most `bound`; "auto" becomes "renyi" if the first
+    charge has a subsampled step, otherwise "gaussian". The first charge is made before any record is read.
     """
 
     epsilon: float
@@ -207,7 +210,7 @@ class PrivacyFilter:
             raise ConfigError("E-PRIV-20", f"expected a finite budget epsilon > 0, found {epsilon}")
         log = math.log(1 / _valid(delta))
         rho = (math.sqrt(epsilon + log) - math.sqrt(log)) ** 2
-        wanted = 1 + math.sqrt(log / rho) if rho > 0 else ORDERS[-1]  # of less than a float can tell there is nothing
+        wanted = 1 + math.sqrt(log / rho) if rho > 0 else ORDERS[-1]  # rho is 0 if the budget is too small for floats
         return cls(epsilon, delta, min(ORDERS, key=lambda order: abs(order - wanted)), filter)
 
     @property
@@ -222,13 +225,14 @@ class PrivacyFilter:
 
     @property
     def closed(self) -> bool:
-        """Whether it is too small for any release."""
+        """Whether the budget is too small for any release under the filter "renyi"."""
         return self.filter == RENYI and self.bound <= 0
 
     def decided(self, spent: Iterable[Mechanism]) -> FilterName:
         """Return the filter in force after this spending; "auto" before the first charge.
 
-        A history with both kinds began with a step, or was merged from copies of a ledger: RDP counts both.
+        A history with both kinds of release began with a subsampled step, or was merged from copies of a ledger; it is
+        counted by RDP.
         """
         charged = list(spent)
         if self.filter != AUTO or not charged:
@@ -247,7 +251,7 @@ class PrivacyFilter:
         return gaussian_cost(everything) <= self.mu**2
 
     def used(self, spent: Iterable[Mechanism]) -> float:
-        """Return the share of the budget that is spent: infinite of one too small for any release."""
+        """Return the spent share of the budget; infinite if something was spent of a budget that admits nothing."""
         charged = list(spent)
         if self.decided(charged) == RENYI:
             cost, limit = float(rdp(charged, [self.order])[0]), self.bound
@@ -256,7 +260,7 @@ class PrivacyFilter:
         return cost / limit if limit > 0 else math.inf if cost else 0.0
 
     def remedy(self, spent: Iterable[Mechanism], requested: Iterable[Mechanism]) -> str:
-        """Say which filter would admit a request that this one refuses; empty if none would."""
+        """Suggest the other filter if it would admit a request that this one refuses; otherwise return ""."""
         before, more = list(spent), list(requested)
         other = GAUSSIAN if self.decided(before or more) == RENYI else RENYI
         if self.admits(before, more) or not replace(self, filter=other).admits(before, more):
@@ -266,7 +270,7 @@ class PrivacyFilter:
 
 @dataclass(frozen=True, slots=True)
 class RdpBound:
-    """A bound on RDP at one order: exactly the cost of a plan."""
+    """A bound on RDP at one order, equal to the cost of a plan."""
 
     order: float
     bound: float
@@ -276,7 +280,7 @@ class RdpBound:
         return cls(order, float(rdp(planned, [order])[0]))
 
     def admits(self, spent: Iterable[Mechanism], requested: Iterable[Mechanism]) -> bool:
-        """Return whether a request fits in addition to what is spent; the order of equal plans does not matter."""
+        """Return whether a request fits in addition to the spending, with a tolerance for the order of summation."""
         return float(rdp([*spent, *requested], [self.order])[0]) <= self.bound * (1 + _ROUNDING)
 
 

@@ -1,4 +1,4 @@
-"""Determines which sums and steps a method requests in a round, by a dry run on synthetic examples."""
+"""Dry run of a method on synthetic examples, which shows the sums and steps that it requests in a round."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ StepsOf = Callable[[float], int]
 SIZE = 100.0
 """Declared size of the dry run's silo."""
 _PROBED: set[Hashable] = set()
-"""Checks passed in this process: the hospitals and rounds of a simulation use the same losses."""
+"""Checks that passed in this process, since hospitals and rounds of a simulation use the same losses."""
 
 
 @dataclass(slots=True)
 class DataRequirements:
     """The requests of one round: steps of each training, sums over training examples, and whether counts are requested.
 
-    closing: steps of each training in the closing evaluation   weights: of the parts weighed by one number, for a silo
-    of `SIZE` examples   moments: the rounds that request second moments or a mean, with their shares of 1 / z^2
+    closing: steps of each training in the closing evaluation   weights: of parts with one weight, for a silo of `SIZE`
+    examples   moments: round -> share of 1 / z^2, for rounds that request second moments or a mean
     survey: the round that answers a survey, -1 for none.
     """
 
@@ -119,12 +119,12 @@ def dry_run(
     probe: bool = True,
     personal: bool = False,
 ) -> DataRequirements:
-    """Run two rounds of a method, the first of which gives it prototypes, and return the requests of the second.
+    """Run two rounds of a method and return the requests of the second. The first one gives the method prototypes.
 
-    For a method that ends after a fixed number of exchanges, all of them are run, and their requests returned together.
-    steps_of: epochs -> steps   probe: check that each example's loss is independent of the others, once per process
-    for one method, network and batch; raises as `check_independence`   personal: with personal models, which some
-    methods train further.
+    If a method has a fixed number of exchanges, all are run, and their requests are returned together.
+    steps_of: epochs -> steps   probe: also check that each example's loss is independent of the others, once per
+    process for a method, network and batch size; raises as `check_independence`   personal: include personal models,
+    which some methods train further.
     """
     context = RoundContext(n_silos=1, n_classes=len(schema.classes), rounds=4, cohort=1)
     needs, subject = DataRequirements(), (type(method), method, str(model), schema, train.batch_size, personal)

@@ -26,15 +26,15 @@ from collections.abc import Callable
 from functools import lru_cache
 
 _MOST = 1e6
-"""A larger mu, or epsilon, is none that a budget could mean."""
+"""Upper limits of mu and epsilon; no useful budget has larger ones."""
 _ROUNDING = 1e-12
 _ERROR = 4e-16
-"""Bound on the rounding of delta, a difference of two shares."""
+"""Bound on the rounding error of delta, which is a difference of two probabilities."""
 
 
 def delta_of(mu: float, epsilon: float) -> float:
     """Return the exact delta at epsilon >= 0 of Gaussian releases with sum 1 / z^2 = mu^2."""
-    from scipy.special import log_ndtr, ndtr  # imported late: services read budgets and compute none
+    from scipy.special import log_ndtr, ndtr  # imported on demand: services only read budgets
 
     if not 0 < mu < _MOST:
         return 0.0 if mu == 0 else 1.0
@@ -60,7 +60,7 @@ def epsilon_of(mu: float, delta: float) -> float:
 
 
 def _last(holds: Callable[[float], bool]) -> float:
-    """Return the largest number up to which `holds` is true, which it is first and then no longer."""
+    """Return the largest number for which `holds` is true; it must be true below some number and false above."""
     low, high = 0.0, _MOST
     while (middle := (low + high) / 2) not in (low, high):
         low, high = (middle, high) if holds(middle) else (low, middle)

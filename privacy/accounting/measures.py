@@ -1,4 +1,4 @@
-"""The measures of a model, each defined once: JSON, tables, pages, CSV, the card, comparisons and trackers list them.
+"""The measures of a model, each defined once for JSON, tables, pages, CSV, the card, comparisons and trackers.
 
 To add one, add an entry to `MEASURES`.
 """
@@ -19,10 +19,10 @@ from privacy.accounting.uncertainty import LEVEL, NOTHING, Estimate, EvaluationN
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """The counts of an evaluation.
+    """The results of an evaluation.
 
-    correct, examples: (C,) sums as released, with this noise   personal: scores of personal models
-    withheld: scores that noise hides.
+    correct, examples: (C,) sums as released   noise: on these sums   personal: scores of personal models
+    withheld: names of scores that are hidden because of noise.
     """
 
     correct: Sequence[float] = ()
@@ -35,7 +35,7 @@ class EvaluationResult:
 
     @classmethod
     def of(cls, record: RoundRecord, noise: RunNoise) -> EvaluationResult:
-        """Read a round's measurements, in a run with this noise."""
+        """Read a round's results. noise: of the run."""
         return cls(
             record.correct,
             record.examples,
@@ -65,11 +65,11 @@ class EvaluationResult:
 class Measure:
     """A measure of a model.
 
-    name: in JSON, CSV and trackers   label: for people   title: of its picture   estimate: its value, with the
-    uncertainty from noise or bins   interval: for the sampling of test images, of a value without noise
-    sums, of_sums: for a measure computed from sums over test images, the sums and the formula   percent: it is a share
-    personal: it measures personal models, after a round's training   json: the name of the field that marks it as
-    withheld; empty if JSON has the measure in another object.
+    name: in JSON, CSV and trackers   label: for people   title: of its figure   estimate: its value, with the
+    uncertainty from noise or bins   interval: of a value without noise, for the sampling of test images
+    sums, of_sums: the sums and the formula, for a measure computed from sums over test images   percent: whether it is
+    a share   personal: whether it measures personal models, after a round's training   json: name of the field that
+    marks it as withheld; empty if JSON has the measure in another object.
     """
 
     name: str
@@ -127,7 +127,7 @@ def _of_sums(
 def _measured(
     of_sums: SumsMeasure, correct: tuple[float, ...], examples: tuple[float, ...], noise: EvaluationNoise | None
 ) -> Estimate:
-    """Measure sums, with a cache: closed rounds do not change, and a noisy one takes half a millisecond per class."""
+    """Compute a measure from sums. Cached, since closed rounds do not change and noisy ones take 0.5 ms per class."""
     return of_sums(correct, examples, noise, LEVEL)
 
 

@@ -1,4 +1,4 @@
-"""Projects what a run will cost each hospital, from public facts only, before it starts."""
+"""Projection of a run's cost for each hospital before it starts, from public facts only."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from privacy.profiles.base import Projection
 
 
 class Preview(TypedDict):
-    """The projection of a run as plain values; epsilon and epsilon_most are the largest.
+    """The projection of a run as plain values. epsilon, epsilon_most: the largest of all silos.
 
-    silos: the `Projection` of each, and as noise_unreserved its noise without a reserve
+    silos: the `Projection` of each silo, with noise_unreserved: its noise in a run without a reserve.
     """
 
     profile: str
@@ -52,9 +52,9 @@ def preview(run: CompiledRun) -> Preview:
 
 
 def sampling_delta(manifest: RunManifest, silos: Sequence[Projection]) -> float:
-    """Bound the delta added by noise from tables of finite precision over a whole run: (1 + e^eps) t.
+    """Bound the delta that a whole run adds because noise is drawn from tables of finite precision: (1 + e^eps) t.
 
-    t: the distance of one number's noise from the discrete Gaussian, times all numbers of all releases.
+    t: the distance of one number's noise from the discrete Gaussian, times the number of all numbers in all releases.
     """
     numbers = sum(
         math.prod(shape) for part in manifest.layout.values() for shape in (*part.shapes.values(), part.weight_shape)

@@ -1,6 +1,6 @@
-"""Allowed ranges of the numbers of a private run: outside them, float arithmetic could break a proved bound.
+"""Allowed ranges of the numbers in a private run. Outside them, float arithmetic could break a proved bound.
 
-One table, checked by the coordinator when a run is frozen and by each hospital on the manifest that it received.
+The coordinator checks this table when a run is frozen, and each hospital checks it on the received manifest.
 `text()` is printed in the explanation of E-PRIV-20.
 """
 
@@ -19,7 +19,7 @@ from privacy.accounting.record_config import DpConfig
 
 
 class AllowedRange(NamedTuple):
-    """A range from `low` to `high`; off: 0 is allowed too, and switches the option off."""
+    """A range from `low` to `high`. off: whether 0 is allowed too, which switches the option off."""
 
     low: float
     high: float
@@ -110,10 +110,9 @@ def text() -> str:
 
 
 def check(manifest: RunManifest, terms: DpConfig) -> None:
-    """Raise RefusedError (E-PRIV-20) on a number of a private run that is outside its range.
+    """Raise RefusedError (E-PRIV-20) if a number of a private run is outside its range.
 
-    The converter has read the manifest, so its fields have their types; only options of the method and the model can be
-    any plain value.
+    The manifest's fields have their types already; options of the method and the model can have any plain value.
     """
     for name, value, key in _numbers(manifest, terms):
         if not RANGES[key].holds(value):
@@ -123,7 +122,7 @@ def check(manifest: RunManifest, terms: DpConfig) -> None:
 
 
 _Number = tuple[str, float, str]
-"""Its name in messages, its value, its key in the table."""
+"""A number's name in messages, its value, and its key in the table."""
 
 
 def _numbers(manifest: RunManifest, terms: DpConfig) -> Iterator[_Number]:
@@ -161,7 +160,7 @@ def _of_config(prefix: str, config: TrainConfig | DpConfig) -> Iterator[_Number]
 
 
 def _of_method(manifest: RunManifest) -> Iterator[_Number]:
-    """List a method's numbers: an option outside of the table counts as a strength, or as a count if it is whole."""
+    """List a method's numbers. An option that is not in the table counts as a strength, or a count if it is whole."""
     defaults = {f.name: f.default for f in fields(method_class(manifest.method.name))}
     for option, value in manifest.method.options.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -181,7 +180,7 @@ def _of_model(options: Mapping[str, object]) -> Iterator[_Number]:
 
 
 def _of_steps(manifest: RunManifest) -> Iterator[_Number]:
-    """List the steps of the longest call of `sgd` at the largest hospital, since planning lists them one by one."""
+    """List the steps of the longest call of `sgd` at the largest hospital; planning lists each step."""
     train, key = manifest.train, "epochs x units / train.batch_size"
     method_epochs = [v for k, v in manifest.method.options.items() if k.endswith("epochs") and isinstance(v, int)]
     most = max([train.epochs, *method_epochs]) * max(m.units for m in manifest.members)

@@ -23,7 +23,7 @@ from fl_core.validate import (
 COUPLED = ("split", "micro", "off")
 MAX_RESERVED = 1000
 WRITTEN = {"reserve_rounds": 1}
-"""What a manifest means that leaves an option out, where today's default is another."""
+"""Values of options that a manifest omits, if the present default differs from the one at that time."""
 Delta = Annotated[Positive, bounded(below, 1e-3)]
 Rng = Annotated[str, bounded(one_of, ("secure", "test"))]
 
@@ -38,9 +38,9 @@ class DpConfig:
         metric_noise: noise / sensitivity of evaluation
         test_data: "private" (evaluation is noisy and charged) or "public", if test examples are published anyway
         weights: "size" (hospitals count by declared size) or "uniform" (each counts once, whatever its size)
-        reserve_rounds: repetitions of the costliest round, after a crash, that fit into the budget besides the run; -1:
-            one in a run of several rounds, none in a run of one, which is submitted again instead
-        rng: "secure", or "test", which is reproducible and private to nobody
+        reserve_rounds: repetitions of the costliest round, after a crash, that the budget covers in addition to the
+            run; -1: one in a run of several rounds, none in a run of one round, which is submitted again instead
+        rng: "secure", or "test", which is reproducible and gives no privacy
         placement: "local" (each silo's noise is enough alone) or "distributed" (each adds a part, under masks)
     """
 
@@ -64,15 +64,15 @@ class DpConfig:
 
     @property
     def distributed(self) -> bool:
-        """Whether noise is shared, so that only sums have enough (`shared_noise`)."""
+        """Whether noise is shared, so that only sums over hospitals have enough noise (`shared_noise`)."""
         return self.placement == "distributed"
 
     def reserved(self, rounds: int) -> int:
-        """Return the repetitions that are kept in reserve in a run of so many rounds with a release."""
+        """Return the number of reserved repetitions. rounds: number of rounds with a release."""
         return int(rounds > 1) if self.reserve_rounds < 0 else self.reserve_rounds
 
     def derived(self, rounds: int) -> Mapping[str, float]:  # noqa: ARG002
-        """Return products of options that have a range of their own."""
+        """Return values derived from options that have ranges of their own, by name."""
         return {}
 
 
@@ -83,7 +83,7 @@ class RecordDpConfig(DpConfig):
     clip: C1, bound of one unit's gradient   physical_batch: examples whose gradients are computed at once
     coupled: treatment of losses that mix examples: "split" (clip C1 per unit, C2 = coupled_clip_ratio * C1 per
     microbatch; sensitivity C1 + 2 C2), "micro" (everything per microbatch; 2 C1) or "off" (such terms are left out)
-    statistics_bound, statistics_noise: without effect; manifests contain them
+    statistics_bound, statistics_noise: no effect, but manifests contain them
     microbatch: expected examples of a microbatch   coupled_every: steps from one coupled term to the next
     prototype_bound: R, bound of one unit's feature offset   count_weight: lambda / R, the weight of counts in the
     joint query   prototype_noise: noise / sensitivity of a prototype release   prototype_every: rounds between
@@ -127,20 +127,20 @@ class RecordDpConfig(DpConfig):
         }
 
     def sensitivity(self, coupled: bool) -> float:
-        """Return how far one unit can move the sum of a training step; coupled: the step has a coupled term."""
+        """Return the most that one unit can move the sum of a training step. coupled: with a coupled term."""
         if coupled and self.coupled == "micro":
             return 2 * self.clip
         return self.clip + (2 * self.coupled_clip if coupled and self.coupled == "split" else 0.0)
 
 
 MIN_NOMINAL = 100
-"""Smaller hospitals declare this size."""
+"""Smallest declared size, also of smaller hospitals."""
 
 
 def round_to_two_digits(n: int) -> int:
     """Round a number of units up to two significant digits, at least 100: the declared size of a hospital.
 
-    A size above the true one is safe: it is the divisor, and sets the sampling rate.
+    A size above the true one is safe: it is the divisor of sums and determines the sampling rate.
     """
     step = int(10 ** max(1, len(str(n)) - 2))
     return max(MIN_NOMINAL, -(-n // step) * step)

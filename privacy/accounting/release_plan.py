@@ -31,7 +31,7 @@ HOSPITAL = "hospital"
 class Release:
     """One planned release: its purpose, its collection of records, and its mechanism, as it is charged.
 
-    shared: how its noise is shared, None if all of it is the silo's own.
+    shared: the terms of shared noise; None if the silo adds all of the noise.
     """
 
     purpose: str
@@ -74,7 +74,7 @@ class ReleaseAllowance:
 
 @dataclass(frozen=True, slots=True)
 class SamplingSchedule:
-    """Sampling of a hospital with a declared number of units: q = min(1, B / N), and the steps of so many epochs."""
+    """Sampling at a hospital: the rate q = min(1, B / N) and the steps per call. units: N, the declared number."""
 
     train: TrainConfig
     units: int
@@ -91,13 +91,13 @@ class SamplingSchedule:
 
 @dataclass(frozen=True)
 class ReleasePlan:
-    """One hospital's part in a private run; steps_per_call: the steps of each call of `sgd` in a round.
+    """One hospital's part in a private run.
 
-    evaluates_global_model: the received model is evaluated, if the method has a global model   personal: personal
-    models are evaluated, on the test records, and on a public test set with class counts   closing_steps: of each call
-    of `sgd` in the closing evaluation   personal_at_end: personal models are evaluated only there
-    moment_shares: of the rounds that release second moments, or a mean before them, their shares of 1 / z^2
-    shared: how their noise is shared
+    steps_per_call: of each call of `sgd` in a round   closing_steps: of each call in the closing evaluation
+    evaluates_global_model: whether the received model is evaluated; False for a method without a global model
+    personal: whether personal models are evaluated on the test records, and on a public test set with class counts
+    personal_at_end: whether they are evaluated only in the closing evaluation   moment_shares: round -> share of
+    1 / z^2, for rounds that release second moments, or a mean before them   shared: the terms of their shared noise
     survey_round: the round that answers a survey, about records of both splits; -1 for none.
     """
 
@@ -132,7 +132,7 @@ class ReleasePlan:
         """Plan a run from a dry run of its method. units: the hospital's declared number of records or groups.
 
         Raises RefusedError (E-PRIV-16) if a loss mixes examples without declaring it or in a way that is no longer
-        offered, and if the method requests a sum without a bound, or more than one linear release of shared noise.
+        supported, if the method requests a sum without a bound, or more than one linear release with shared noise.
         """
         rates = SamplingSchedule(train, max(units, 1))
         needs = dry_run(method, model, schema, train, rates.steps, personal=personal)
@@ -194,7 +194,7 @@ class ReleasePlan:
 
     @cached_property
     def noise(self) -> float:
-        """Return z of the training steps, the moments or the survey: the smallest that fits the run into the budget."""
+        """Return z of the training steps, the moments or the survey: the smallest with which the run is in budget."""
         return solve_noise(self.terms.epsilon, self.terms.delta, self._history)
 
     @property
@@ -206,14 +206,14 @@ class ReleasePlan:
     def rows(self) -> int:
         """Return the fixed shape of the batches for per-unit gradients, a public constant.
 
-        It needs the fewest equal batches that `physical_batch` allows for a sample two standard deviations above the
-        expected one.
+        With it, a sample two standard deviations above the expected size needs as few equal batches as `physical_batch`
+        allows.
         """
         most, sample = self.terms.physical_batch, self.batch + 2 * math.sqrt(self.batch * (1 - self.rate))
         return min(most, 8 * math.ceil(sample / math.ceil(sample / most) / 8))
 
     def training(self, steps: int, noise: float | None = None) -> list[Release]:
-        """Plan one call of `sgd`: steps with and without a coupled term have different sensitivities, equal noise."""
+        """Plan one call of `sgd`. Steps with and without a coupled term have equal noise, different sensitivities."""
         z = self.noise if noise is None else noise
         with_term = sum(self.is_coupled(s) for s in range(steps))
         full = self.terms.sensitivity(self.coupled)
@@ -227,13 +227,13 @@ class ReleasePlan:
         return Release("prototypes", TRAIN, Mechanism(self.terms.prototype_noise))
 
     def moments(self, round: int, noise: float | None = None) -> Release:
-        """Plan the release of a round in `moment_shares`: all of them together have 1 / z^2."""
+        """Plan the release of a round in `moment_shares`. The rounds together cost 1 / z^2."""
         z = (self.noise if noise is None else noise) / math.sqrt(self.moment_shares[round])
         return Release("moments", TRAIN, Mechanism(z), self.shared)
 
     @property
     def survey(self) -> tuple[Release, ...]:
-        """The single answer to a survey, charged to both splits: a patient is in one of them."""
+        """The single answer to a survey, charged to both splits, since a patient can be in either one."""
         return self._survey(None)
 
     def _survey(self, noise: float | None) -> tuple[Release, ...]:
@@ -262,7 +262,8 @@ class ReleasePlan:
     ) -> list[Release]:
         """List the releases of one round.
 
-        prototypes: the hospital submits some; counts, surveys: not released before; public: there is a public test set.
+        prototypes: the hospital submits them   counts, surveys: they were not released before   public: there is a
+        public test set.
         """
         needed = (self.needs_class_counts and train) or (self._measures_personal(train) and public)
         return self._releases(round, train, prototypes, counts and needed, None, surveys)
@@ -289,13 +290,13 @@ class ReleasePlan:
 
     @property
     def costliest(self) -> list[Release]:
-        """Return the most that one repeated round releases; in a run that trains at its end, with that end."""
+        """Return the releases of the costliest round that may be repeated, with the closing training if any."""
         releases = self._releases(self._costliest_round, True, True, self.needs_class_counts or self.personal, None)
         return releases + (self._releases(self.rounds, False, False, False, None) if self.closing_steps else [])
 
     @property
     def reserve(self) -> int:
-        """Return how often the costliest round fits once more: a run of one release has no other round to save."""
+        """Return the number of reserved repetitions. A run with only moments or a survey counts as one round."""
         trains = self.steps_per_call or self.prototype_sums or self.closing_steps
         return self.terms.reserved(self.rounds if trains else 1)
 
@@ -304,7 +305,7 @@ class ReleasePlan:
         return max(self.moment_shares, key=self.moment_shares.__getitem__, default=max(0, self.survey_round))
 
     def _history(self, noise: float) -> History:
-        """List the whole run on the training records at training noise z: every round, its end, and the reserve."""
+        """List all mechanisms on the training records at noise z: of all rounds, the closing and the reserve."""
         counts, again = self.needs_class_counts or self.personal, self.reserve
         repeated = (*range(self.rounds), *[self._costliest_round] * again)
         rounds = [self._releases(t, True, True, t == 0 and counts, noise) for t in repeated]

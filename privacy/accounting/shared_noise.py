@@ -1,4 +1,4 @@
-"""Shared noise in a masked sum: each silo adds a part, and only the sum is ever seen.
+"""Shared noise in a masked sum: each silo adds a part, and only the sum is read.
 
 Every opened sum has at least m updates, which honest silos enforce. At most c of these belong to silos that reveal
 their noise to the coordinator, or add none. So with a discrete Gaussian of standard deviation

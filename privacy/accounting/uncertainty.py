@@ -37,15 +37,15 @@ IMPOSSIBLE = "no counts give these values"
 UNBOUNDED = "its noise has no bound"
 LEVEL = 0.95
 LAST = 5
-"""Rounds whose mean is shown beside the best one, which is chosen on test data."""
+"""Number of last rounds whose mean is shown next to the best round, which is chosen on test data."""
 WIDEST = 0.5
 """Wider intervals are withheld, since their numbers would mislead."""
 GRID_SLACK = 1.002
 """Factor by which rounding to a grid may increase the standard deviation of a release."""
 ROUNDED = 2e-3
-"""How much rounding each record's contribution toward zero may lower a sum, and so change a ratio of two."""
+"""Bound on the change of a ratio of two sums by rounding each record's contribution toward zero."""
 _MAX_NUMBER = 1e100
-"""Larger numbers are no counts, and their squares and sums overflow."""
+"""Largest number that counts as a count; squares and sums of larger ones overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class EvaluationNoise:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A share in [0, 1] and its interval; None: nothing was measured. withheld: why there is no number."""
+    """A share in [0, 1] and its interval. point: None if not measured or withheld   withheld: the reason, or empty."""
 
     point: float | None = None
     low: float | None = None
@@ -92,7 +92,7 @@ class Estimate:
         return "withheld" if self.withheld else self.text()
 
     def facts(self, name: str = "accuracy", prefix: str = "") -> dict[str, float | bool | None]:
-        """Convert it for machines: the number under `name`, with its interval and whether it is withheld."""
+        """Return it as JSON values: the number under `name`, its interval, and whether it is withheld."""
         return {
             name: self.point,
             f"{prefix}accuracy_low": self.low,
@@ -109,10 +109,10 @@ Sums = tuple[Sequence[float], Sequence[float], EvaluationNoise | None]
 def accuracy(
     correct: Sequence[float], examples: Sequence[float], noise: EvaluationNoise | None, level: float = LEVEL
 ) -> Estimate:
-    """Estimate sum(correct) / sum(examples) from noisy sums per class; without noise it is that ratio.
+    """Estimate sum(correct) / sum(examples) from noisy sums per class; without noise, return that ratio.
 
-    Guarantees: for any numbers, a share in [0, 1] within an interval in [0, 1], or none; the interval contains the
-    ratio of the sums without noise with probability `level`.
+    Guarantees: for any numbers, the result is a share in [0, 1] within an interval in [0, 1], or no number; the
+    interval contains the ratio of the sums without noise with probability `level`.
     """
     right, of = math.fsum(map(_finite, correct)), math.fsum(map(_finite, examples))
     if noise is None:
@@ -136,7 +136,7 @@ def by_class(
 def balanced(
     correct: Sequence[float], examples: Sequence[float], noise: EvaluationNoise | None, level: float = LEVEL
 ) -> Estimate:
-    """Estimate the mean accuracy over classes with test examples; withheld if that of one class is."""
+    """Estimate the mean accuracy over classes with test examples; withheld if the accuracy of one class is withheld."""
     each = 1 - (1 - level) / max(len(examples), 1)
     estimates = [e for e in by_class(correct, examples, noise, each) if e != NOTHING]
     return next((e for e in estimates if e.withheld), _mean(estimates))
@@ -149,8 +149,8 @@ SumsMeasure = Callable[[Sequence[float], Sequence[float], EvaluationNoise | None
 def best(rounds: Sequence[Sums], measure: SumsMeasure = accuracy) -> Estimate:
     """Estimate the largest accuracy over rounds.
 
-    The largest of noisy numbers tends to be a lucky one, so its interval comes from intervals that hold for all rounds
-    at once. A withheld round may have been the best.
+    The largest of noisy numbers tends to be too large. So its interval comes from intervals that hold for all rounds at
+    once. A withheld round may have been the best.
     """
     level = 1 - (1 - LEVEL) / max(len(rounds), 1)
     estimates = [e for e in (measure(*sums, level) for sums in rounds) if e != NOTHING]
@@ -168,8 +168,8 @@ def mean_of_last(
 ) -> Estimate:
     """Estimate the mean of a measure over the last `last` rounds, or all if there are fewer.
 
-    Empty if one of them has no test example, withheld if one is. Its interval comes from intervals that hold for all of
-    these rounds at once.
+    Not measured if one round has no test example, withheld if one round is withheld. The interval comes from intervals
+    that hold for all of these rounds at once.
     """
     newest = rounds[-last:]
     each = 1 - (1 - level) / max(len(newest), 1)
@@ -237,10 +237,10 @@ _NORMAL = NormalDist()
 def interval(
     right: float, of: float, std: float, rows: int, suppressed: bool, level: float
 ) -> tuple[float, float, float] | None:
-    """Return a point in [0, 1] and its interval for the ratio of `rows` rows; None if the noise permits none.
+    """Return a point in [0, 1] and its interval for the ratio of `rows` rows; None if there is too much noise.
 
     std: of the noise on one row, on both sums   suppressed: rows with a noisy count below 1 are zeros
-    Guarantees: with probability `level` the ratio without noise is in the interval, or there is none.
+    Guarantees: with probability `level`, the ratio without noise is in the interval, or the result is None.
     """
     row, wide = _rows_of(std, suppressed), _NORMAL.inv_cdf((1 + level) / 2) * math.sqrt(rows)
     if not of - rows * row.gained - wide * math.sqrt(row.spread) > 0:

@@ -1,8 +1,8 @@
 """Bounded contributions of units, and releases of their sums: rounded to integers, with integer noise.
 
-Proofs of privacy hold for real numbers; these functions bridge the gap to floats. All are total: whatever the floats of
-a unit are, NaN and infinity included, the unit contributes a finite vector within the bound, and nothing is raised,
-logged or counted, since that would leak information.
+Proofs of privacy hold for real numbers; these functions make them hold for floats. For any floats of a unit, also NaN
+and infinity, the unit contributes a finite vector within the bound. Nothing is raised, logged or counted, since that
+would leak information.
 
 contribution   v -> v min(1, C / ||v||), rounded down; the zero vector if an entry is not finite
 release        (round(S / g) + N) g,  N integer noise (discrete_gaussian.py) of parameter z Delta (1 + SLACK) / g
@@ -31,17 +31,17 @@ ROUNDING = 1e-3
 SLACK = FLOATS + ROUNDING
 _UNIT_ROUNDOFF = 2.0**-24
 _PIECE = 1024
-"""A float32 sum of this many squares, in any order, has a relative error of at most 6.2e-5."""
+"""Number of squares whose float32 sum, in any order, has a relative error of at most 6.2e-5."""
 _SAFE = 1.0 + 5e-5
-"""Norms are increased by this factor, which exceeds the errors of such pieces, the root and a product in float32."""
+"""Factor on norms that covers the errors of such sums, of the root and of a product in float32."""
 _LARGE = 1e18
-"""Squares of longer float32 vectors overflow: these are measured and added in float64."""
+"""Norm above which squares overflow in float32; such vectors are measured and added in float64."""
 EXACT = 1.0 + 1e-12
 """The same factor for norms and products in float64."""
 
 
 def step(bound: float, numbers: int) -> float:
-    """Return g, a power of two, for sums of so many numbers whose units are bounded by `bound`."""
+    """Return g, a power of two, for sums of `numbers` numbers whose units are bounded by `bound`."""
     return 2.0 ** math.floor(math.log2(ROUNDING * bound / math.sqrt(max(1, numbers))))
 
 
@@ -86,7 +86,7 @@ def square_norms(samples: Sequence[Tensor]) -> Tensor:
     Guarantees: relative error of at most 1e-4 for float32, in any order of the sums, despite overflow or underflow.
     """
     squares = torch.stack([_square(s.flatten(1)) for s in samples]).sum(0)
-    again = ~(squares < _LARGE**2)  # overflowed, or not finite: rare, so measured again in float64
+    again = ~(squares < _LARGE**2)  # overflow or not finite: rare, so compute again in float64
     if bool(again.any()):
         rows = [s[again].flatten(1).double().abs() for s in samples]
         large = torch.stack([r.square().sum(1) for r in rows]).sum(0)
@@ -95,7 +95,7 @@ def square_norms(samples: Sequence[Tensor]) -> Tensor:
 
 
 def block_of(units: int) -> int:
-    """Return how many of `units` contributions may be added in float32 before they are added in float64.
+    """Return the number of contributions that may be added in float32 before their sum is added in float64.
 
     The sum of n contributions in float32 blocks of b is off by at most 2^-24 b n of the bound: half of `FLOATS`.
     """
@@ -130,7 +130,7 @@ def weighted_sum(factor: Tensor, rows: Tensor, block: int) -> Tensor:
 
 
 def _square(rows: Tensor) -> Tensor:
-    """Return squared norms (u,), float64, of rows (u, P): of pieces in their own precision, added in float64."""
+    """Return squared norms (u,), float64, of rows (u, P). Pieces keep their own precision and are added in float64."""
     whole = rows.shape[1] // _PIECE * _PIECE
     squares: Tensor = torch.linalg.vector_norm(rows[:, whole:], dim=1).double().square()
     if whole:

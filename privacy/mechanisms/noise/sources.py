@@ -31,21 +31,21 @@ class NoiseSource(Protocol):
         ...
 
     def uniform_of(self, units: UnitKeys, *path: str | int) -> Tensor:
-        """Draw a uniform for each unit (n,); a reproducible source derives it only from the unit's key and `path`."""
+        """Draw a uniform for each unit (n,). A reproducible source derives it only from the unit's key and `path`."""
         ...
 
     def seed(self, *path: str | int) -> int:
-        """Draw a seed of 63 bits for a library's generator; a reproducible source derives it only from `path`."""
+        """Draw a seed of 63 bits for a library's generator. A reproducible source derives it only from `path`."""
         ...
 
 
 class UnitKeys(Protocol):
-    """Units with keys, by which a reproducible source identifies them, wherever they are."""
+    """Units with keys. A reproducible source identifies units by key, independent of their positions."""
 
     def __len__(self) -> int: ...
 
     def keys(self) -> NDArray[np.uint64]:
-        """Return a key per unit (n,); computed on demand, which a secret source never does."""
+        """Return a key per unit (n,). Secret sources never call this."""
         ...
 
 
@@ -62,7 +62,7 @@ class _Bytes(ABC):
         return torch.from_numpy(words.astype(np.float64) * 2.0**-53)
 
     def discrete_gaussian(self, shape: tuple[int, ...], sigma: float) -> Tensor:
-        """Draw int64 noise; raises ConfigError (E-PRIV-20) if the grid is too coarse or too fine for it."""
+        """Draw int64 noise; raises ConfigError (E-PRIV-20) if sigma is too small or too large for the grid."""
         return discrete.discrete_gaussian(self._bytes, math.prod(shape), sigma).reshape(shape)
 
 
@@ -92,13 +92,13 @@ class SecureNoise(_Bytes):
         return int.from_bytes(self._bytes(8), "little") >> 1
 
     def _bytes(self, n: int) -> bytes:
-        if os.getpid() != self._process:  # a fork has a copy of the stream
+        if os.getpid() != self._process:  # a forked process has a copy of the stream
             self._begin()
         return self._stream.update(bytes(n))
 
 
 class SeededNoise(_Bytes):
-    """Reproducible noise for tests and simulations; not private. Each path has its own noise."""
+    """Reproducible noise for tests and simulations; not private. Each path gives other noise."""
 
     private = False
 
@@ -107,11 +107,11 @@ class SeededNoise(_Bytes):
         self._generator = rng.numpy_stream(seed, *path)
 
     def uniform_of(self, units: UnitKeys, *path: str | int) -> Tensor:
-        """Derive each unit's uniform from its key: adding or removing a unit changes no other's."""
+        """Derive each unit's uniform from its key, so that adding or removing a unit does not change the others."""
         return torch.from_numpy((_mixed(units.keys() ^ np.uint64(self.seed(*path))) >> np.uint64(11)) * 2.0**-53)
 
     def seed(self, *path: str | int) -> int:
-        """Derive a seed; the same for the same `path`, whatever was drawn before."""
+        """Derive a seed from `path`, independent of earlier draws."""
         return rng.derive(self._seed, *self._path, *path)
 
     def _bytes(self, n: int) -> bytes:

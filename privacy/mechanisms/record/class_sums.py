@@ -17,7 +17,7 @@ from privacy.mechanisms.noise.sources import NoiseSource
 from privacy.mechanisms.record.draws import record_keys
 
 ROWS = 64
-"""Examples per batch of a query, also for the last batch: see `pad_batch`."""
+"""Rows per batch of a query; the last batch is padded to it, see `pad_batch`."""
 Subset = Callable[[Tensor], Tensor]
 """Selects some examples of one unit."""
 
@@ -44,7 +44,10 @@ class PrivacyUnits:
         return len(self.members)
 
     def chunks(self, drawn: Tensor, most: int | None, subset: Subset | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield whole units as (index (n,), unit (n,)), about `most` examples at a time; None: all, 0: one unit."""
+        """Yield chunks of whole units: (index (n,), unit (n,)).
+
+        most: largest number of examples in a chunk of several units; None: all units in one chunk, 0: one per chunk.
+        """
         waiting, size = list[Tensor](), 0
         for u in drawn.tolist():
             members = self.members[u] if subset is None else subset(self.members[u])
@@ -64,7 +67,7 @@ def _joined(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class KeyedUnits:
-    """Units with keys that follow from their contents; drawn: a selection of units, all if None."""
+    """Units with keys from their contents. drawn: a selection of units; None: all."""
 
     units: PrivacyUnits
     examples: Examples
@@ -74,7 +77,7 @@ class KeyedUnits:
         return len(self.units) if self.drawn is None else len(self.drawn)
 
     def keys(self) -> NDArray[np.uint64]:
-        """Return a key per unit, from its records in any order."""
+        """Return a key per unit, independent of the order of its records."""
         keys = np.zeros(len(self.units), dtype=np.uint64)
         np.add.at(keys, self.units.of_example.numpy(), record_keys(self.examples))
         return keys if self.drawn is None else keys[self.drawn.numpy()]
@@ -86,7 +89,8 @@ class KeyedUnits:
 def pad_batch(x: Tensor, rows: int) -> Tensor:
     """Fill a batch (n, ...) with zeros up to a multiple of `rows` rows.
 
-    Kernels add in another order for another shape, so one additional unit could change the bits of all others.
+    Kernels sum in an order that depends on the shape, so without this one additional unit could change the last bits of
+    all others.
     """
     return torch.cat((x, x.new_zeros(-len(x) % rows, *x.shape[1:]))) if len(x) % rows else x
 
@@ -108,8 +112,9 @@ def class_sums(
     classes adds the mean over its examples, split by class and clipped as a whole. So adding or removing a unit moves
     the joint vector by at most Delta = sqrt(R^2 + lambda^2), independent of the number of classes. Contributions are
     rounded toward zero to whole multiples of g (grid.py): the sum is exact, and rounding adds no sensitivity.
-    bound: R; weight: lambda; noise std: noise_multiplier * Delta on every entry of all classes, present or not
-    few: classes whose noisy count is below few + 2 std (and below 1) are rows of zeros.
+    Noise of std noise_multiplier * Delta is added to every entry of all classes, present or not.
+    bound: R   weight: lambda   few: rows of classes whose noisy count is below max(1, few + 2 std) are zeros; 0: of
+    classes whose noisy count is below 1.
 
     Returns {"sum": (C, d), "count": (C,)} float32. Guarantees: the result depends on the data only through the noisy
     values; a unit with a vector that is not finite adds nothing.
@@ -131,9 +136,9 @@ def class_sums(
 def class_counts(
     examples: Examples, units: PrivacyUnits, n_classes: int, noise_multiplier: float, noise: NoiseSource
 ) -> Tensor:
-    """Release the number of units per class (C,) float32, at least 0, with noise: a unit moves it by at most 1.
+    """Release the noisy number of units per class (C,) float32, at least 0; a unit moves the vector by at most 1.
 
-    A unit with several classes counts in each by its share of examples.
+    A unit with several classes counts in each class by its share of examples.
     """
     unit, label, share = _pairs(units, examples.labels, n_classes)
     shares = UnitShares(unit, label, share.new_zeros(len(unit), 0), share)
@@ -149,10 +154,10 @@ def sensitivity(bound: float, weight: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class UnitShares:
-    """Each unit's contribution to each of its classes, in float64: not to be released without noise.
+    """Each unit's contribution to each of its classes, in float64. Never release them without noise.
 
-    unit, label: (m,) of each pair of a unit and one of its classes   vectors: (m, d)   counts: (m,), 1 in total per
-    unit.
+    unit, label: (m,), for each pair of a unit and one of its classes   vectors: (m, d)   counts: (m,), at most 1 in
+    total per unit.
     """
 
     unit: Tensor
@@ -189,9 +194,9 @@ def unit_shares(
 
 
 def _pairs(units: PrivacyUnits, labels: Tensor, n_classes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """List the pairs of a unit and one of its classes: unit (m,), label (m,), the share of its examples there (m,).
+    """List the pairs of a unit and one of its classes: unit (m,), label (m,), the unit's share of examples there (m,).
 
-    Examples with coarse labels have no pair, but count as examples of their unit: its shares add up to at most 1.
+    Examples with coarse labels have no pair, but count as examples of their unit. So its shares add up to at most 1.
     """
     sizes = torch.bincount(units.of_example, minlength=len(units)).double()
     labelled = has_class(labels)

@@ -1,7 +1,7 @@
-"""Randomness inside a unit's contribution: augmentation, dropout, stochastic depth, a unit's own sub-sample.
+"""Randomness inside a unit's contribution: augmentation, dropout, stochastic depth, a sub-sample of the unit.
 
-It is secret, fresh, independent of other units, and never derived from the run's public seed. In tests with a
-reproducible source it is a function of (seed, step, the record's content), never of a position in a batch.
+It is secret, fresh, independent of other units, and never derived from the run's public seed. With a reproducible
+source, in tests, it depends on (seed, step, the record's content), never on the position in a batch.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from fl_core.types.values import Examples, LossFn
 from privacy.mechanisms.noise.sources import NoiseSource
 
 _KEYS: WeakKeyDictionary[Examples, NDArray[np.uint64]] = WeakKeyDictionary()
-"""Cached keys of records of in-memory data sets, whose contents are hashed once."""
+"""Cache of record keys, so that data sets in memory are hashed once."""
 _BATCH = 256
 _HEAD, _WORDS = 24, 624
-"""In the state of torch's Mersenne Twister: bytes before its words, and the number of 8-byte words."""
+"""Layout of the state of torch's Mersenne Twister: bytes before its words, and the number of 8-byte words."""
 DrawPath = tuple[str | int, ...]
 """The purpose of a draw, within a round of a silo: ("sgd", 0, "step", 12)."""
 
 
 class Draws:
-    """The draws of one call of `sgd` besides its sample and its noise.
+    """The random draws of one call of `sgd`, except its sample and its noise.
 
-    unit_by_unit: each unit is computed separately, so that a layer's draws can follow from its content; only if the
-    source is reproducible and the model draws at all.
+    unit_by_unit: whether each unit is computed separately, so that a layer's draws can follow from the unit's content:
+    if the source is reproducible and the model draws random numbers.
     """
 
     def __init__(self, noise: NoiseSource, examples: Examples, augment: bool, path: DrawPath, stochastic: bool) -> None:
@@ -48,7 +48,7 @@ class Draws:
         return layers_scope(self._noise, *self.path)
 
     def seed_of_units(self, index: Tensor, step: int) -> int | None:
-        """Derive the seed of what layers draw for units; None where they draw in secret."""
+        """Derive the seed of the layers' draws for units; None unless `unit_by_unit`."""
         if not self.unit_by_unit:
             return None
         keys = map(int, np.sort(self._keys(index)))
@@ -62,7 +62,7 @@ class Draws:
         return unit_scope(seed)
 
     def read(self, index: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Read the records at `index` (B,), augmented as the schedule says."""
+        """Read the records at `index` (B,), augmented if the schedule asks for it."""
         if not self._augment or not len(index):
             return self._examples.batch(index)
         if self._noise.private:
@@ -97,12 +97,12 @@ def layers_scope(noise: NoiseSource, *path: str | int) -> Iterator[None]:
 
 
 def unit_scope(seed: int | None) -> AbstractContextManager[None]:
-    """Let layers draw from a seed inside the block; None: as before."""
+    """Let layers draw from a seed inside the block; None changes nothing."""
     return nullcontext() if seed is None else rng.torch_scope(seed)
 
 
 def record_keys(examples: Examples) -> NDArray[np.uint64]:
-    """Return a key for each record (n,): of its file's name if it is a file, otherwise of its content."""
+    """Return a key for each record (n,): from its path if it is a file, otherwise from its content."""
     keys = _KEYS.get(examples)
     if keys is None:
         paths = getattr(examples, "paths", None)
@@ -113,7 +113,7 @@ def record_keys(examples: Examples) -> NDArray[np.uint64]:
 
 
 def _fill(generator: torch.Generator, noise: NoiseSource) -> None:
-    """Make all of a CPU generator's state secret: a seed would give it 32 bits, few enough to try them all."""
+    """Fill all of a CPU generator's state from `noise`. A seed has only 32 bits, which an attacker could try out."""
     state = generator.get_state()
     words = (noise.uniform(_WORDS) * 2.0**32).long()
     state[_HEAD : _HEAD + 8 * _WORDS] = words.view(torch.uint8)

@@ -1,10 +1,10 @@
-"""Tests whether an example's loss depends only on that example: adding or removing others may not change its gradient.
+"""Test whether an example's loss depends only on that example: adding or removing others must not change its gradient.
 
-A clip per example bounds the effect of one record only if no record changes another one's contribution. So examples are
-inserted at the front, in the middle and at the end of synthetic batches, including zeros, 1e30, infinite and NaN, in
-train mode, at the size of the run's batches and at the smallest, and the loss is computed again after all that.
-Gradients of the other examples are compared as a sum under random weights; next to examples that are not finite, by the
-rows of layers' outputs and of their gradients.
+A clip per example bounds the effect of one record only if no record changes the contribution of another. So the test
+inserts examples at the front, in the middle and at the end of synthetic batches, including zeros, 1e30, infinite and
+NaN. It does so in train mode, at the size of the run's batches and at the smallest size, and then computes the first
+loss again. Gradients of the other examples are compared as a sum with random weights; next to examples that are not
+finite, rows of the layers' outputs and of their gradients are compared.
 
 Layers that draw random numbers in training are in eval mode here; private training draws for each unit in secret. A
 loss that draws numbers itself is refused.
@@ -26,21 +26,21 @@ from fl_core.types.values import ClassSums, Losses, LossFn, MomentSums
 from privacy.mechanisms.record.model_check import validate
 
 MAX_BATCH = 64
-"""A run's batches are tested at their own size up to this one."""
+"""Largest batch size that is tested."""
 SMALL_BATCHES = (1, 2, 3)
 WORK = 64_000_000
-"""Multiplications of one forward pass over the largest batch, which is smaller for larger networks."""
+"""Most multiplications of a forward pass over the largest batch; larger networks are tested with smaller batches."""
 HEAVY = 20_000_000
-"""From this many multiplications per example, only one batch of two is tested, once, in float32."""
+"""With more multiplications per example, only one batch of two is tested, once, in float32."""
 PROBES = ((torch.float64, 1e-10), (torch.float32, 1e-4))
 """Precisions, and the tolerated rounding of a gradient, relative to its largest entry (at least 1)."""
 
 
 def check_independence(model: nn.Module, loss: LossFn, schema: Schema, batch_size: int = MAX_BATCH) -> None:
-    """Raise RefusedError (E-PRIV-16) if an example's contribution depends on others, or if the loss draws.
+    """Raise RefusedError (E-PRIV-16) if an example's contribution depends on others, or if the loss draws numbers.
 
-    Tested on synthetic examples, in float64, or in float32 if the loss itself contains float32 models. Raises
-    ConfigError (E-PRIV-14) on a model with a layer that mixes examples. Does not change the model.
+    The test uses synthetic examples in float64, or in float32 if the loss contains float32 models or the model is very
+    large. Raises ConfigError (E-PRIV-14) if a layer of the model mixes examples. Does not change the model.
     """
     validate(model)
     twin, drawn = copy.deepcopy(model).train(), DrawDetector(loss)
@@ -89,7 +89,7 @@ _Batch = tuple[Tensor, Tensor]
 
 @dataclass(slots=True)
 class _Observed:
-    """Observations of the other examples: losses, weighted gradient, layers' rows; and the coupled gradient of all."""
+    """Observations of the kept examples: losses, weighted gradient, layers' rows. coupled: the gradient of all."""
 
     losses: Tensor
     gradient: Tensor
@@ -112,7 +112,7 @@ class _Probe:
         return x.to(self.dtype), y
 
     def check(self, n: int, once: bool) -> None:
-        """Refuse if one of n examples changes with its neighbours; once: insert all finite ones together."""
+        """Raise RefusedError if one of n examples changes with its neighbours. once: insert finite ones together."""
         base, middle = self.batch(n, 99), n // 2
         stay = list(range(n))
         alone = self.observe(base, stay)
@@ -187,7 +187,10 @@ def _nonsense_examples(base: _Batch, classes: int) -> _Batch:
 
 
 def _inserted(base: _Batch, more: _Batch, places: Sequence[int]) -> tuple[_Batch, list[int]]:
-    """Insert examples of `more` before positions of `base`, in rising order; return the old positions too."""
+    """Insert examples of `more` into `base` before `places`, in rising order.
+
+    Returns the batch, and the positions in it of the examples of `base`.
+    """
     n, order = len(base[1]), list[int]()
     for k in range(n + 1):
         order += [n + j for j, place in enumerate(places) if place == k]
@@ -205,7 +208,7 @@ def _refused(problem: str) -> RefusedError:
 
 
 class _OutputHooks:
-    """While open, reports every output of a layer with trainable parameters of its own."""
+    """Reports, while open, every output of a layer that has trainable parameters itself."""
 
     def __init__(self, model: nn.Module, on_output: Callable[[nn.Module, Tensor], None]) -> None:
         self._layers = [m for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
@@ -243,7 +246,7 @@ def _multiplications(model: nn.Module, run: Callable[[], Losses]) -> int:
 # ---- where randomness enters a step ----------------------------------------------------------------------------------
 
 _DEEP = 6
-"""Search depth for a generator: a function's cells, their attributes, and so on."""
+"""Search depth for generators in a loss: a function's cells, their attributes, and so on."""
 
 
 def disable_random_layers(model: nn.Module, run: Callable[[], object]) -> None:
@@ -275,7 +278,7 @@ def _drawing(model: nn.Module, run: Callable[[], object]) -> list[nn.Module]:
 
 
 class DrawDetector:
-    """Detects whether a loss draws random numbers: from generators that it can reach, or from torch's own."""
+    """Detects whether a loss draws random numbers from torch's generator, or from generators that it refers to."""
 
     def __init__(self, loss: object) -> None:
         self._held = list(_generators(loss, set(), _DEEP))

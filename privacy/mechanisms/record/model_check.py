@@ -1,4 +1,4 @@
-"""Refuses models whose gradients cannot be bounded per example."""
+"""Check that a model's gradients can be bounded per example."""
 
 from __future__ import annotations
 

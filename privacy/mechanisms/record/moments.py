@@ -43,7 +43,7 @@ COARSEST = 2.0**-8
 """The largest h that a grid may require: entries of hundreds of features are about a sixteenth."""
 _EXACT = 2.0**53
 MOST_SENSITIVE = math.sqrt(2.0)
-"""How far a unit moves a release with second moments."""
+"""Sensitivity of a release with second moments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,14 @@ class ReleaseGrid:
 
     @classmethod
     def of(cls, format: FixedPointFormat, segments: Iterable[str]) -> ReleaseGrid:
-        """Choose the grid of each of these segments; raises ConfigError as `FixedPointFormat.bound`."""
+        """Choose a grid that fits all segments; raises ConfigError as `FixedPointFormat.bound`."""
         bounds, bits = zip(*((format.bound(s), format.frac_bits(s)) for s in segments), strict=True)
         return cls(2.0 ** -min(bits), min(bounds))
 
     def room(self, std: float) -> float:
-        """Return the bound on sums that keeps them on the grid with their noise.
+        """Return the bound on sums with which sum and noise stay within the grid.
 
-        Raises ConfigError (E-PRIV-20) on a grid that is too coarse for sums of moments, or too small for the noise.
+        Raises ConfigError (E-PRIV-20) if the grid is too coarse for sums of moments, or too small for the noise.
         """
         h = grid_of(std, self.step)
         if h > COARSEST or std / math.sqrt(2.0) < MIN_SIGMA * h**2 or std < MIN_SIGMA * h:
@@ -95,8 +95,8 @@ def moment_sums(
 
     few: sums of classes whose noisy count is below few + 2 std are rows of zeros   on: for shared noise, the grid of
     the sum over silos. Returns the tensors in `MomentSums`; raises as `ReleaseGrid.room`.
-    Guarantees: adding or removing a unit moves (svec(A), B), before the noise, by at most `sensitivity`, whatever its
-    numbers are; a record that is not finite adds nothing.
+    Guarantees: adding or removing a unit, with any numbers, moves (svec(A), B), before the noise, by at most
+    `sensitivity`; a record that is not finite adds nothing.
     """
     std = noise_multiplier * sensitivity(query)
     h = grid_of(std, on.step if on else 0.0)
@@ -130,7 +130,7 @@ def grid_of(std: float, step: float = 0.0) -> float:
 def exact_sums(
     query: MomentSums, examples: Examples, units: PrivacyUnits, h: float, device: torch.device | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums (D, D) in units of h^2 and (C, D) in units of h, int64: not to be released without noise."""
+    """Return the sums (D, D) in units of h^2 and (C, D) in units of h, int64. Never release them without noise."""
     a = torch.zeros(query.width, query.width, dtype=torch.long)
     b = torch.zeros(query.n_classes, query.width, dtype=torch.long)
     for index, unit in units.chunks(torch.arange(len(units)), ROWS):

@@ -40,7 +40,7 @@ _ROUNDOFF = 2.0**-53
 Gradients = list[Tensor]
 """One tensor per trainable parameter, in the order of `named_parameters`; sums are float64."""
 PADDING = -1
-"""The unit of a row that fills a batch up to its fixed shape: it is computed, but contributes nothing."""
+"""Unit number of rows that pad a batch to its fixed shape; they are computed, but contribute nothing."""
 MODES = ("bookkeeping", "hooks")
 
 
@@ -50,9 +50,9 @@ class ClippedGradientEngine(Protocol):
     def clipped_sum(self, losses: Callable[[], Tensor], units: Tensor, clip: float, in_all: int = 0) -> Gradients:
         """Sum over units of clip_C(mean over the unit's examples of the gradient), in float64.
 
-        losses: computes the examples' losses (n,) in one forward pass; units (n,) numbers their units from 0, rows of
-        `PADDING` at the end   in_all: number of units in the whole sum that this is a part of; by default these units.
-        Guarantees: a unit whose gradient is not finite contributes zero, and changes no other's share.
+        losses: computes the examples' losses (n,) in one forward pass   units: (n,), the number of each example's unit,
+        from 0; rows of `PADDING` are at the end   in_all: number of units in the whole sum, if this call computes only
+        a part of it. Guarantees: a unit whose gradient is not finite contributes zero and does not change others.
         """
         ...
 
@@ -81,7 +81,7 @@ class GhostClipping:
         short: list[tuple[_Call, Tensor]] = []
         samples: dict[nn.Parameter, Tensor] = {}
         for call, dy in zip(calls, grads, strict=True):
-            # If units may have several examples, one of them must not change how the rest of a batch is computed.
+            # If units may have several examples, a unit must not change the computation of the other units.
             if (
                 not self._grouped
                 and batch.one_row_each
@@ -119,7 +119,7 @@ class GhostClipping:
         return [call for call, _ in both], [dy for _, dy in both]
 
     def _note(self, layer: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> None:
-        if torch.is_grad_enabled():  # a reference pass without gradients does not belong to the batch
+        if torch.is_grad_enabled():  # a reference pass without gradients, not part of the batch
             self._calls.append(_Call(layer, inputs[0].detach(), out))
 
 
@@ -313,7 +313,7 @@ def ghost_norms(layer: nn.Module, x: Tensor, backprops: Tensor) -> Tensor:
 
 
 def weighted_gradient(layer: nn.Module, x: Tensor, backprops: Tensor, factor: Tensor) -> dict[nn.Parameter, Tensor]:
-    """Return sum_n factor_n g_n, float64, of per-example gradients g_n; one of factor 0 may contain anything."""
+    """Return sum_n factor_n g_n, float64, of per-example gradients g_n. A g_n with factor 0 may contain anything."""
     inputs, grads = _places(layer, x, backprops)
     grads = torch.where(factor.view(-1, 1, 1) > 0, grads * factor.view(-1, 1, 1), torch.zeros_like(grads))
     params = {name: p for name, p in layer.named_parameters(recurse=False) if p.requires_grad}

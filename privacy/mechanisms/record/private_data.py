@@ -71,9 +71,9 @@ class DpSgdLocalData:
     """`LocalData` under record-level differential privacy, for one round.
 
     Guarantees: every release is taken from `allowance` before an example is read; sizes and steps depend only on the
-    declared size; an empty sample gives an ordinary step; a unit whose numbers are not finite contributes zero and
-    raises nothing; no unit changes another's contribution. With infinite clips, no noise and the same batches the
-    gradients are those of `PlainLocalData`.
+    declared size; an empty sample gives an ordinary step; a unit whose numbers are not finite contributes zero without
+    an error; no unit changes another unit's contribution. With infinite clips, no noise and the same batches, the
+    gradients equal those of `PlainLocalData`.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class DpSgdLocalData:
         log: ReleaseLog | None = None,
         sum_grid: ReleaseGrid | None = None,
     ) -> None:
-        """Open a round; sum_grid: the grid of sums over silos, if these share the noise."""
+        """Open a round. sum_grid: the grid of sums over silos, if these share noise."""
         self._plain = PlainLocalData(replace(data, progress=None))
         self.lr, self.batch_size = self._plain.lr, self._plain.batch_size
         self._split = {Split.TRAIN: data.train, Split.TEST: data.test}
@@ -108,7 +108,7 @@ class DpSgdLocalData:
         return effective_steps(self._config, steps, self.lr * mu)
 
     def size(self) -> float:
-        """Return the declared number of units, or 1 with uniform weights: the true number never leaves."""
+        """Return the declared number of units, or 1 with uniform weights. The true number never leaves."""
         return 1.0 if self._plan.terms.weights == "uniform" else float(self._plan.units)
 
     def sgd(self, model: nn.Module, loss: LossFn, options: SgdOptions = AS_SCHEDULED) -> int:
@@ -186,7 +186,7 @@ class DpSgdLocalData:
         self._release(total, params, plan.groups if micro else plan.batch)
 
     def _part(self, draws: Draws, index: Tensor, unit: Tensor, rows: int, step: int, in_all: int) -> StepPart:
-        """Make what a helper needs to clip and add up a chunk of units."""
+        """Build the input with which a helper clips and adds up a chunk of units."""
         x, y = (pad_batch(rows_of, rows) for rows_of in draws.read(index, step))
         seed = draws.seed_of_units(index, step)
         return StepPart((x, y, padded(unit, rows)), (self._plan.terms.clip, in_all), seed)
@@ -267,7 +267,7 @@ class DpSgdLocalData:
         )
 
     def _survey(self, query: SurveySums) -> Tensors:
-        """Answer a survey once per data version; a repeated question gets the same answer at no cost."""
+        """Answer a survey once per data version. A repeated question gets the cached answer at no cost."""
         planned, noise = self._plan.survey, self._plan.survey[0].mechanism.noise
         train, test = self._split[Split.TRAIN], self._split[Split.TEST]
         query = known_patients(query, names_patients(train, test))
@@ -281,7 +281,7 @@ class DpSgdLocalData:
         return survey.as_answers(query, counts, noise)
 
     def _width(self, query: ClassSums) -> int:
-        """Return the width of a query's vectors without reading an example of the hospital."""
+        """Return the width of a query's vectors, without reading the hospital's examples."""
         shape = self._split[Split.TRAIN].batch(torch.zeros(0, dtype=torch.long))[0].shape[1:]
         blank = torch.zeros(2, *shape, device=self._device)
         return int(query.vectors(blank, torch.zeros(2, dtype=torch.long, device=self._device)).shape[1])
@@ -306,7 +306,7 @@ class DpSgdLocalData:
 
 
 class PrivateHelperData(HelperData):
-    """`LocalData` of a helper in a run with record-level privacy: it clips units and adds them up, without noise."""
+    """`LocalData` of a helper in a run with record-level privacy: it clips and sums units; the leader adds noise."""
 
     def __init__(self, *of_helper: Any, grouped: bool) -> None:  # noqa: ANN401
         super().__init__(*of_helper)
@@ -333,7 +333,7 @@ class PrivateHelperData(HelperData):
 
 
 def padded(unit: Tensor, rows: int) -> Tensor:
-    """Give each row of a chunk the number of its unit, or `PADDING` where `pad_batch` fills it up."""
+    """Extend unit numbers (n,) with `PADDING` for the rows that `pad_batch` adds."""
     return torch.cat((unit, unit.new_full((-len(unit) % rows,), PADDING)))
 
 

@@ -21,12 +21,12 @@ from privacy.mechanisms.noise.sources import NoiseSource
 
 
 def sensitivity(query: SurveySums) -> float:
-    """Return how far one patient moves the sum: the root of the number of questions, answered or not."""
+    """Return the most that one patient moves the sum: the root of the number of questions, answered or not."""
     return math.sqrt(len(query.questions))
 
 
 def release_name(query: SurveySums, noise_multiplier: float) -> str:
-    """Name a release: equal questions, with the same ones answered and equal noise, share one answer."""
+    """Name a release. Surveys with equal questions, equal answered questions and equal noise share one answer."""
     answered = ",".join(q.name for q in query.questions if query.answers(q))
     return f"survey {document_digest(query.questions)} of {answered} with noise {noise_multiplier!r}"
 
@@ -53,7 +53,7 @@ def survey_release(
 
 
 def as_answers(query: SurveySums, released: Tensor, noise_multiplier: float) -> Tensors:
-    """Return a release as an answer; variance: of the noise on each number."""
+    """Return a release in the form of an answer, with the variance of the noise on each number."""
     variance = torch.tensor((noise_multiplier * sensitivity(query)) ** 2, dtype=torch.float64)
     suppressed = refused_cells(query)
     return {PATIENTS: released, HELD: suppressed, UNNAMED: (1.0 - suppressed) * query.unnamed, VARIANCE: variance}

@@ -32,9 +32,9 @@ def initial_clip(terms: SiloDpConfig) -> Tensors:
 
 
 def clip_of(terms: SiloDpConfig, setting: Tensors | None) -> float | None:
-    """Read C_t from a broadcast; None if the plan fixes it.
+    """Read C_t from a broadcast; None if the clip is fixed.
 
-    Raises RefusedError (E-PRIV-15) on a clip that is not in the plan, on a missing one, and outside the range of clips.
+    Raises RefusedError (E-PRIV-15) if a clip was broadcast although it is fixed, is missing, or is out of range.
     """
     if not terms.adaptive:
         if setting is not None:

@@ -17,7 +17,7 @@ from privacy.accounting.accountant import Mechanism, solve_noise
 from privacy.accounting.record_config import WRITTEN, DpConfig
 
 BIT = 0.5
-"""How far a silo can move the sum of the bits, which are -1/2 and 1/2."""
+"""Sensitivity of the sum of the bits, which are -1/2 and 1/2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class SiloDpConfig(DpConfig):
 
     clip: C, bound of the joint norm of a silo's update in round 0; clip_decay: C_t = C * clip_decay^t, public
     clipping: "fixed", or "adaptive": C follows the quantile `target_quantile` of the silos' norms at the rate
-    `clip_rate` (adaptive_clipping.py), for which each silo releases a bit per round; bit_noise: std of the noise on it
+    `clip_rate` (adaptive_clipping.py); for this, each silo releases a bit per round   bit_noise: std of the bit's noise
     placement: "local" (each silo adds noise of std z C), "central" (the trusted coordinator adds it once) or
     "distributed" (each silo adds a part under masks; noise on evaluations stays its own)
     prototype_scale: public factor of parts with one weight per class, in units of the largest declared size, or of one
@@ -92,6 +92,6 @@ class SiloDpConfig(DpConfig):
         return releases + ([Mechanism(self.metric_noise, 1.0, measured)] if self.test_data == "private" else [])
 
     def noise(self, trained: int, measured: int) -> float:
-        """Return the smallest z of the update with which so many rounds and evaluations fit, including the reserve."""
+        """Return the smallest z of updates with which all rounds, evaluations and the reserve fit the budget."""
         more = self.reserved(trained)
         return solve_noise(self.epsilon, self.delta, lambda z: self.history(z, trained + more, measured + more))

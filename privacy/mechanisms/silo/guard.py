@@ -35,9 +35,9 @@ from privacy.mechanisms.silo import adaptive_clipping
 from privacy.mechanisms.silo.config import BIT, SiloDpConfig
 
 MAX_NUMBERS = 20_000
-"""With more coordinates, noise hides the signal of a few silos: that needs privacy.allow_large=true."""
+"""Most coordinates without privacy.allow_large=true; with more, noise hides the signal of a few silos."""
 _FINE_BITS = 20
-"""Bits of the noise's standard deviation below its grid: finer digits of the run's grid are not used."""
+"""Bits between the noise's standard deviation and the finest digit in use; finer digits of the grid are not used."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SiloDpGuard(Guard):
         sized: parts whose weight is a_k; that of others is 1 or 0
         scale: public factor of parts with weights per class
         broadcast_clip: C_t as broadcast, None if the clip is fixed
-        shared: how noise is shared, None if each silo's is enough
+        shared: terms of shared noise, None if each silo's noise is enough alone
 
     Guarantees: the bundle keeps its layout; everything that depends on data is clipped, and noisy unless noise is
     central; evaluation passes unchanged if test data are public.
@@ -72,7 +72,7 @@ class SiloDpGuard(Guard):
         return adaptive_clipping.initial_clip(self.terms)
 
     def with_setting(self, setting: Tensors | None) -> SiloDpGuard:
-        """Apply a round's clip; raises RefusedError (E-PRIV-15) on a missing one, or one that is not in the plan."""
+        """Return the guard with a round's clip; raises RefusedError (E-PRIV-15) as `adaptive_clipping.clip_of`."""
         return replace(self, broadcast_clip=adaptive_clipping.clip_of(self.terms, setting))
 
     def next_setting(self, setting: Tensors, answered: Part) -> Tensors:
@@ -102,7 +102,7 @@ class SiloDpGuard(Guard):
         return noisy
 
     def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
-        """Add central noise to the sum, which is still on the grid; with silos' noise there is nothing to do."""
+        """Add central noise to the sum, which is still on the grid; return it unchanged if silos add the noise."""
         if not self.terms.central:
             return total
         noisy = dict(total)
@@ -113,15 +113,15 @@ class SiloDpGuard(Guard):
         return noisy
 
     def sensitivity(self) -> Mapping[str, float]:
-        """Return, per part, how far all data of one silo can move the sum in round 0."""
+        """Return, per part, the most that all data of one silo can move the sum in round 0."""
         first = replace(self, broadcast_clip=self.terms.clip if self.terms.adaptive else None)
         blocks = first._blocks(self.layout, 0)
         return {name: clip * self._scale(name) for names, clip, _ in blocks for name in names}
 
     def require_room(self) -> None:
-        """Raise ConfigError (E-PRIV-20) unless shared noise fits the grid in round 0; each later round is checked anew.
+        """Raise ConfigError (E-PRIV-20) unless shared noise fits the grid in round 0. Later rounds check this again.
 
-        A number clipped to the grid's bound after its noise would make the sum of noises wrong.
+        If a noisy number had to be clipped to the grid's bound, the sum of the noises would be wrong.
         """
         first = replace(self, broadcast_clip=self.terms.clip if self.terms.adaptive else None)
         for names, clip, noise in first._blocks(self.layout, 0):
@@ -161,9 +161,9 @@ class SiloDpGuard(Guard):
         return bounds
 
     def _blocks(self, parts: Mapping[str, object], round: int) -> list[tuple[list[str], float, float]]:
-        """List (parts, clip, noise / clip) of the vectors that are clipped jointly: the update, its bit, evaluation.
+        """List the vectors that are clipped jointly (update, bit, evaluation) as (parts, clip, noise / clip).
 
-        noise: of one silo, or at the coordinator the central one.
+        noise: that of one silo; at the coordinator, the central noise.
         """
         alone = self.shared.alone if self.shared else float
         update = [name for name in sorted(parts) if name not in (*GLOBAL_PARTS, adaptive_clipping.PART)]
@@ -199,7 +199,7 @@ class SiloDpGuard(Guard):
         return dict(part.total) | ({"": part.weight} if part.weight.dim() else {})
 
     def _fine(self, segment: str, sigma: float) -> int:
-        """Return how many bits of the grid are left out, so that noise stays in the range of float64."""
+        """Return the number of low bits of the grid that are not used, so that noise stays in the range of float64."""
         return max(0, math.floor(math.log2(sigma)) + self.grid.frac_bits(segment) - _FINE_BITS)
 
     def _rounded(self, parts: Bundle, clip: float, noise: float) -> Bundle:
@@ -211,7 +211,7 @@ class SiloDpGuard(Guard):
                 segment = name if key else f"{name}.weight"
                 step = 2.0 ** (self._fine(segment, noise * clip * scale) - self.grid.frac_bits(segment)) / scale
                 slack += value.numel() * (step / 2) ** 2
-        finite = math.isfinite(norm)  # otherwise contribute zero: an error would reveal it
+        finite = math.isfinite(norm)  # if not, contribute zero: an error would reveal it
         bound = clip - math.sqrt(slack)
         if bound <= 0:
             raise ConfigError("E-PRIV-20", f"privacy.clip={clip}: the grid is too coarse for it; choose a larger one")
@@ -237,7 +237,7 @@ class SiloDpGuard(Guard):
         return self._mapped(parts, noisy, clip * noise)
 
     def _mapped(self, parts: Bundle, change: Callable[[str, Tensor, float], Tensor], sigma: float) -> Bundle:
-        """Change every tensor, in the order of names, since received tensors may be in another order."""
+        """Change every tensor, in the order of names: received tensors may be in another order."""
         parts_changed = {}
         for name, part in parts.items():
             s = sigma * self._scale(name)
@@ -253,7 +253,7 @@ class SiloDpGuard(Guard):
 
 
 def coordinates(layout: Layout) -> int:
-    """Count the numbers that an update's noise falls on."""
+    """Count the numbers of an update that get noise."""
     parts = [spec for name, spec in layout.items() if name not in (*GLOBAL_PARTS, adaptive_clipping.PART)]
     return sum(math.prod(s) for p in parts for s in (*p.shapes.values(), *([p.weight_shape] if p.weight_shape else [])))
 
