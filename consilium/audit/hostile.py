@@ -12,7 +12,7 @@ give a lower bound on epsilon (epsilon_bounds.py), which is compared with the le
 | each kind of layer, worst record | a clip that omits a layer, too little noise | the mechanism itself |
 | moments, class of one | a sum of products without a bound, with too little noise | the mechanism (moments.py) |
 | centred release | both exchanges of `analytic`, with one record as far from the mean as allowed | the same |
-| underflow | gradients and clips so small that their squares vanish | ranges of a run's numbers (ranges.py) |
+| underflow (`runner.dishonest`) | gradients and clips so small that their squares vanish | ranges (ranges.py) |
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def tracing(runs: Sequence[Sequence[TracingResult]], file: Path) -> None:
     axis.bar([p - 0.2 for p in places], traced, 0.4, label="tracing, AUC")
     axis.bar([p + 0.2 for p in places], inverted, 0.4, label="inversion, share found (top 1)")
     for place, (f, *_) in zip(places, cases, strict=True):
-        named = "" if place else "chance of the inversion"
+        named = "" if place else "inversion by guessing"
         axis.plot([place, place + 0.4], [f.chance] * 2, color="C3", linewidth=1.5, label=named)
     _chance(axis)
     axis.set_xticks(places, [case[0].case.replace(", ", "\n") for case in cases], fontsize="small")
@@ -90,7 +90,7 @@ def tracing(runs: Sequence[Sequence[TracingResult]], file: Path) -> None:
 def refuted(found: Mapping[str, tuple[float, float, float]], file: Path) -> None:
     figure, axis = _new(len(found) * 0.9 + 2)
     places = range(len(found))
-    for k, (label, style) in enumerate((("printed", "_"), ("lower bound, any mechanism", "o"), ("Gaussian", "x"))):
+    for k, (label, style) in enumerate((("claimed", "_"), ("lower bound, any mechanism", "o"), ("Gaussian", "x"))):
         axis.plot(places, [values[k] for values in found.values()], style, markersize=14 if k == 0 else 6, label=label)
     axis.set_xticks(places, list(found), rotation=30, ha="right", fontsize="small")
     axis.set_ylabel("epsilon")
@@ -109,7 +109,7 @@ def steps(
     axes[0].bar(list(scales), [s.ratio for s in scales.values()], color="C0")
     axes[0].set_title("AU-1: noise / claimed", fontsize="medium")
     axes[1].bar([name.replace(", ", "\n") for name in moved], [m.furthest for m in moved.values()], color="C0")
-    axes[1].set_title("AU-2: furthest move / sensitivity", fontsize="medium")
+    axes[1].set_title("AU-2: largest effect / sensitivity", fontsize="medium")
     for place, values in enumerate(refuted.values()):
         axes[2].plot(place + np.linspace(-0.15, 0.15, len(values)), values, "o", color="C0")
     axes[2].set_xticks(range(len(refuted)), list(refuted))
@@ -122,7 +122,7 @@ def steps(
 
 
 def _chance(axis: Axes) -> None:
-    axis.axhline(0.5, color="0.4", linewidth=1, linestyle="--", label="chance of an AUC")
+    axis.axhline(0.5, color="0.4", linewidth=1, linestyle="--", label="AUC of guessing")
 
 
 def _save(figure: Figure, axis: Axes, file: Path) -> None:

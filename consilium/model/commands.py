@@ -271,5 +271,5 @@ def _warnings(predictor: Predictor, examples: Inputs) -> list[str]:
     calibration, untaught = predictor.calibration, predictor.model.facts.untaught
     notes = [f"not trained: no hospital had {listed(untaught)}, so the model cannot recognise them"] if untaught else []
     if calibration is not None and examples.fingerprint and examples.fingerprint == calibration.facts.data:
-        notes.append("the model was calibrated with these examples: the share of right sets is no test of it")
+        notes.append("the model was calibrated with these examples, so they cannot test its sets")
     return notes

@@ -20,7 +20,7 @@ def simulate(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Settings, such as method=fedmr data=digits federation=p5c2.")
     ] = None,
-    data_root: Annotated[Path | None, typer.Option(help="Folder that holds the data sets.")] = None,
+    data_root: Annotated[Path | None, typer.Option(help="Folder with the data sets.")] = None,
     multirun: Annotated[
         bool, typer.Option("--multirun", "-m", help="Run all combinations of values: seed=0,1,2.")
     ] = False,
@@ -141,7 +141,7 @@ def models(
 
 @command
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the summary and the picture.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option(help="Folder for the summary, the page and the plot.")] = Path("runs/demo"),
     rounds: Annotated[
         int, typer.Option(help="Rounds of FedAvg and FedGELA. The other two models need one and two rounds.", min=1)
     ] = 20,
@@ -168,7 +168,7 @@ def split(
         list[str] | None,
         typer.Argument(help="Data and their division among silos, such as data=cifar10 federation=p10c3."),
     ] = None,
-    data_root: Annotated[Path | None, typer.Option(help="Folder that holds the data sets.")] = None,
+    data_root: Annotated[Path | None, typer.Option(help="Folder with the data sets.")] = None,
     published: Annotated[
         bool, typer.Option("--published", help="Use the published class counts. No data on disk are needed.")
     ] = False,

@@ -64,7 +64,7 @@ def preview(
     online: Annotated[
         bool, typer.Option("--online", help="Use the sizes that the connected hospitals declare.")
     ] = False,
-    data_root: Annotated[Path | None, typer.Option(help="Folder that holds the data sets.")] = None,
+    data_root: Annotated[Path | None, typer.Option(help="Folder with the data sets.")] = None,
     expected: Annotated[
         int,
         typer.Option(

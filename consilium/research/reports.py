@@ -88,7 +88,7 @@ def _short(value: str | None) -> str:
 @command
 def plot(
     runs: Runs,
-    out: Annotated[Path, typer.Option(help="The picture to write: a .png or a .svg file.")],
+    out: Annotated[Path, typer.Option(help="The plot to write: a .png or .svg file.")],
     measure: Annotated[
         list[str] | None,
         typer.Option(help=f"What to draw; may be repeated. One of {_NAMES}. Default: the first two."),
@@ -96,7 +96,7 @@ def plot(
     *,
     home: Place,
 ) -> CommandResult:
-    """Draw the curves of runs into one picture. A curve has a gap where noise hides the value."""
+    """Draw the curves of runs into one plot. A curve has a gap if noise hides the value."""
     from consilium.research import plots
 
     drawn = plots.plot(_details(home, runs), measure or (), out)

@@ -45,7 +45,7 @@ class Chart:
             if len(one.values) != len(self.x):
                 raise ValueError(f"{one.name}: expected {len(self.x)} values, found {len(one.values)}")
         if any(not b > a for a, b in pairwise(self.x)):
-            raise ValueError("x: expected increasing numbers")
+            raise ValueError(f"x: expected increasing numbers, found {list(self.x)[:10]}")
 
 
 @dataclass(frozen=True, slots=True)

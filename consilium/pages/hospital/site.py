@@ -272,7 +272,9 @@ class Decisions:
                 raise ChangedError(f"Run {run} was decided in the meantime.")
         name = f"{made.name} ({run})"
         return (
-            f"{name} is approved: it may train here." if approve else f"{name} is refused: it gets nothing from here."
+            f"{name} is approved: it may train here."
+            if approve
+            else f"{name} is refused: this hospital sends it nothing."
         )
 
 

@@ -103,13 +103,16 @@ def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
         return kind.answered, f"The same as a command: {kind.how_to_read(info.run_id)}"
     if info.state == "finished":
         if newest.withheld:
-            hint = "Each hospital reads its own images' number without noise: silo status."
+            hint = "Each hospital can see the accuracy on its own images without noise: silo status."
             return "Finished", f"The model's accuracy is withheld: {newest.withheld}. {hint}"
         if newest.point is None:
             return "Finished", "The model was not measured."
         best = "" if curve is None or not info.rounds else f" Best over rounds: {curve.scores.best.text()}."
         if balanced == NOTHING:
-            return f"Finished: accuracy {plain.text()}", f"Of all test images, classified correctly.{best}"
+            return (
+                f"Finished: accuracy {plain.text()}",
+                f"This is the share of all test images that are classified correctly.{best}",
+            )
         taught = accuracy.coverage(info).headline()
         guessing = f"guessing: {clinical_report.percent(accuracy.chance(info))}"
         return (
@@ -160,7 +163,7 @@ def _hospitals(members: Sequence[str], detail: pb.RunDetail, info: pb.RunInfo) -
                 seconds=format_duration(median(seconds[name])) if name in seconds else "",
                 policy="none stated" if said is None else said.policy_digest[:12] or "no policy",
                 ledger="" if said is None else f"entry {said.ledger_seq}" if said.ledger_seq else "no ledger",
-                restored="" if said is None or not said.ledger_restored else f"put back {said.ledger_restored} times",
+                restored="" if said is None or not said.ledger_restored else f"restored {said.ledger_restored} times",
             )
         )
     return rows

@@ -73,7 +73,7 @@ class WatchedRun:
     @cached_property
     def class_charts(self) -> tuple[Chart, ...]:
         """Charts of the accuracy by class. A class always has the same chart and colour, whichever others exist."""
-        names, title = self.compared.classes, "Of the test images of each class, classified correctly"
+        names, title = self.compared.classes, "Test images classified correctly, by class"
         curves = zip(names, by_class(self.detail.rounds, _MAX_CLASSES), strict=False)
         measured = {name: curve for name, curve in curves if curve.measured}
         charts = [chart_of(title, measured, group) for group in _sixes(names)]

@@ -22,8 +22,8 @@ POLICY = f"""\
 [privacy]
 epsilon = {EPSILON}
 delta = {DELTA}
-min_noise_alone = 0.27  # of this hospital's own, where hospitals share the noise out under masks
-public_test = true  # these test images are published, so that evaluating on them needs no noise
+min_noise_alone = 0.27  # least noise of this hospital, if hospitals share the noise under masks
+public_test = true  # these test images are published, so evaluation on them needs no noise
 """
 LEDGER_FILE, POLICY_FILE = "ledger.db", "policy.toml"
 

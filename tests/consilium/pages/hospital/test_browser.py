@@ -193,7 +193,7 @@ def test_the_keyboards_place_stays_when_the_page_takes_something_new_over(browse
 def test_without_javascript_everything_works_that_a_button_does(browser, server, home) -> None:
     visit = Visit(browser, server, java_script_enabled=False)
     button(visit.page, "Refuse").click()
-    assert "is refused: it gets nothing from here." in visit.page.locator("main").inner_text()
+    assert "is refused: this hospital sends it nothing." in visit.page.locator("main").inner_text()
     assert decided(home) is False
     assert visit.elsewhere == []
     visit.context.close()

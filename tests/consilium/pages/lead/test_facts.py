@@ -124,7 +124,7 @@ def test_what_hospitals_did_and_stated_is_counted_over_training_rounds() -> None
     assert (rows["north"].bytes_up, rows["north"].seconds, rows["north"].policy) == (20, "15 s", "none stated")
     assert (rows["south"].rounds, rows["south"].newest_reason) == ("1 of 2", "E-RUN-13: away")
     assert (rows["south"].policy, rows["south"].ledger) == ("p" * 12, "entry 7")
-    assert rows["south"].restored == "put back 2 times"
+    assert rows["south"].restored == "restored 2 times"
     assert facts.record.rounds[1].judged == (("south", "E-RUN-13: away"),)
     assert [chart.x for chart in facts.record.paces] == [[1, 2]]
 
@@ -251,8 +251,8 @@ def test_a_finished_run_whose_accuracy_noise_hides_says_so_in_a_sentence() -> No
     info.accuracy_estimate.withheld = "noise larger than signal"
     assert headline(info, None) == (
         "Finished",
-        "The model's accuracy is withheld: noise larger than signal. Each hospital reads its own images' number "
-        "without noise: silo status.",
+        "The model's accuracy is withheld: noise larger than signal. Each hospital can see the accuracy on its "
+        "own images without noise: silo status.",
     )
     nothing = pb.RunInfo(state="finished", accuracy=-1, best_accuracy=-1)
     assert headline(nothing, None) == ("Finished", "The model was not measured.")
