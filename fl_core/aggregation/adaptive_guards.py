@@ -1,7 +1,7 @@
 """Guards with a public setting that follows the releases of earlier rounds.
 
-The setting is a group of the server's state. So it is checkpointed with the model and broadcast with it; the silos'
-guards answer in the bundle's part of the same name. Methods see neither.
+The setting is a group of the server's state, so it is checkpointed and broadcast with the model. The silos' guards
+answer in the bundle's part of the same name. Methods see neither the group nor the part.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def guards_for_round(guards: Sequence[Guard], msg: State) -> list[Guard]:
 def current_settings(guards: Sequence[Guard], server: State, round: int) -> State:
     """Return the settings of a round: those in the server's state, or in round 0 the initial ones.
 
-    Raises StateError (E-STATE-22) if a later round's state has lost one: it never starts over.
+    Raises StateError (E-STATE-22) if the state of a later round lacks one: a setting is never started anew.
     """
     settings: dict[str, Tensors] = {}
     for guard in guards:

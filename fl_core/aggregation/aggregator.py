@@ -10,7 +10,7 @@ from fl_core.tensors import Tensor, torch
 from fl_core.types.values import Bundle, Layout, Part, PartSpec
 
 Factors = Mapping[tuple[str, str], "float | Tensor"]
-"""(part, tensor) -> the factor of its values, for all of them or for each row (C,)."""
+"""(part, tensor) -> factor of its values: one for all, or one per row (C,)."""
 NO_FACTORS: Factors = {}
 
 
@@ -19,8 +19,8 @@ class Aggregator:
 
     unsummed: parts that are kept one by one, for methods that need them.
 
-    Guarantees: the same updates in any order give the same bytes. Memory is the sum, one tensor of one update, and the
-    unsummed parts, whatever the number of silos.
+    Guarantees: the same updates in any order give the same bytes. Memory is needed for the sum, one tensor of one
+    update, and the unsummed parts; without unsummed parts it does not grow with the number of silos.
     """
 
     def __init__(self, layout: Layout, grid: FixedPointFormat, unsummed: Collection[str] = ()) -> None:
@@ -31,10 +31,10 @@ class Aggregator:
         self._unsummed: dict[str, dict[int, Part]] = {name: {} for name in layout if name in unsummed}
 
     def add(self, update: Bundle, silo: int = 0, factors: Factors = NO_FACTORS) -> None:
-        """Add a checked update, or some of its parts; floats are encoded here, integers are encoded already.
+        """Add a checked update, or some of its parts. Floats are encoded here; integers are encoded already.
 
         silo: its index in the roster, which orders unsummed parts   factors: multipliers of tensors
-        Raises ProtocolError (E-WIRE-06) if a file can no longer be read: the sum is then unusable.
+        Raises ProtocolError (E-WIRE-06) if a file can no longer be read; the sum is then unusable.
         """
         for name, part in update.items():
             if name in self._unsummed:
@@ -52,7 +52,7 @@ class Aggregator:
             self._add(self.grid.segment(name, None), split(part.weight), sums.weight)
 
     def add_weight(self, name: str, weight: Tensor) -> None:
-        """Add a weight without its values, for aggregators that `put` another result than the sum."""
+        """Add a weight without its values, for aggregators that set the values with `put`."""
         self._add(self.grid.segment(name, None), split(weight), self._sums[name].weight)
 
     def put(self, name: str, key: str, start: int, units: Tensor) -> None:
@@ -63,7 +63,7 @@ class Aggregator:
         self.clipped += add_units(self.grid, segment, numbers, into, factor)
 
     def total(self) -> Bundle:
-        """Return the sum so far in integer units, which later updates change; unsummed parts are stacked by roster."""
+        """Return the sum so far in integer units; later updates change it. Unsummed parts are stacked by roster."""
         total = dict(self._sums)
         for name, kept in self._unsummed.items():
             parts, empty = [kept[silo] for silo in sorted(kept)], _zeros(self.layout[name])

@@ -27,9 +27,9 @@ def census_layout(n_classes: int) -> Layout:
 
 
 def census(data: LocalData, context: RoundContext, rows: bool = True) -> Bundle:
-    """Return the classes of which a silo will contribute rows: `LocalData.contributes`, none if it submits none.
+    """Return the part of a census: the classes whose rows a silo will contribute; none if it submits none.
 
-    rows: the run's updates have rows of classes; otherwise the result is the classes that the silo trains.
+    rows: whether the run's updates have rows of classes; if not, the result is the classes that the silo trains.
     Guarantees: a class is counted only if no rule of the hospital suppresses its rows.
     """
     contributed = data.contributes().float()
@@ -40,7 +40,7 @@ def census(data: LocalData, context: RoundContext, rows: bool = True) -> Bundle:
 class ContributorFloor(Guard):
     """Leaves out rows of classes that fewer than `least` hospitals have.
 
-    parts: with rows of classes, one for each or equally many for each, those of one class together.
+    parts: those with rows of classes: one row per class, or equally many per class with those of a class together.
 
     Guarantees: without the run's census, every row is left out.
     """

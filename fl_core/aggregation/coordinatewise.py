@@ -1,8 +1,9 @@
 """Aggregators that do not add: coordinate-wise median and trimmed mean, and geometric median.
 
-All updates of a round are read tensor by tensor, from their files or from memory: one tensor of each is in memory at
-once. Weights are added as usual; the values become the aggregate of the silos' means times the sum of weights, which
-`merge` divides again. Silos count equally in the median and the trimmed mean, by weight in the geometric median.
+All updates of a round are read tensor by tensor, from their files or from memory, so that one tensor of each is in
+memory at once. Weights are added as usual. The values become the aggregate of the silos' means, times the sum of
+weights, since `merge` divides by it. Silos count equally in the median and the trimmed mean, and by weight in the
+geometric median.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def check_supported(method: Method, layout: Layout, aggregator: str) -> None:
 class CoordinatewiseSum(RoundSum):
     """A round's coordinate-wise or distance-based aggregate; updates wait until all have arrived.
 
-    Guarantees: a function of the set of updates; the weight of a part is the sum of its silos' weights.
+    Guarantees: the result depends only on the set of updates; the weight of a part is the sum of its silos' weights.
     """
 
     def __init__(self, sums: Aggregator, check: UpdateCheck, options: Median | TrimmedMean | GeometricMedian) -> None:

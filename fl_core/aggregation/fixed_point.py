@@ -25,7 +25,7 @@ from fl_core import validate
 from fl_core.errors import ConfigError, ProtocolError
 from fl_core.types.values import Bundle, Layout, PartSpec
 
-if TYPE_CHECKING:  # a manifest names a grid without computing on it
+if TYPE_CHECKING:  # manifests name grids without computing on them
     from torch import Tensor
 
 RING64_BOUND = 2.0**24
@@ -43,9 +43,9 @@ _LEAST_BITS = 16
 class FixedPointFormat:
     """The public grid of a run, frozen in its manifest.
 
-    bounds: segment -> B_s, where a segment is a part's name, "<part>.weight", or "<part>.buffers" for its batch norm
-    statistics, which otherwise belong to the part's own segment; other segments have 2^24 on ring64 and are an error on
-    ring32, which has no room to spare.
+    bounds: segment -> B_s. A segment is a part's name, "<part>.weight", or "<part>.buffers" for its batch norm
+    statistics; without this entry they belong to the part's own segment. Segments without an entry have the bound 2^24
+    on ring64, and are an error on ring32, which has too few bits.
     """
 
     ring: Ring = "ring64"
@@ -53,7 +53,7 @@ class FixedPointFormat:
     bounds: Mapping[str, float] = field(default_factory=dict)
 
     def check(self, silos: int) -> None:
-        """Raise ConfigError (E-CFG-02) if sums of so many silos do not fit on the grid."""
+        """Raise ConfigError (E-CFG-02) if sums of this number of silos do not fit on the grid."""
         if self.n_max < silos:
             raise ConfigError(
                 "E-CFG-02", f"expected a grid for {silos} silos, found one for {self.n_max}: make another"
@@ -91,7 +91,7 @@ class FixedPointFormat:
 
         if not value.is_floating_point():
             return value, 0
-        # NumPy: on busy cores, torch's threads would wait for each other many times longer than a step takes.
+        # NumPy, since torch's threads would wait for each other on busy cores, much longer than a step takes.
         bound, scale, exact = self.bound(segment), 2.0 ** self.frac_bits(segment), as_numpy(value).astype(np.float64)
         clipped = 0
         if not (exact.min(initial=0.0) >= -bound and exact.max(initial=0.0) <= bound):  # or NaN
@@ -99,7 +99,7 @@ class FixedPointFormat:
                 raise ProtocolError("E-WIRE-05", f"expected finite numbers in {segment!r}, found NaN or infinity")
             outside, top = np.abs(exact) > bound, float(math.floor(bound * scale)) / scale
             exact, clipped = np.where(outside, np.copysign(top, exact), exact), int(np.count_nonzero(outside))
-        exact *= scale  # in place, like the next: allocating memory would take most of the time
+        exact *= scale  # in place, as below: allocating memory would take most of the time
         np.rint(exact, out=exact)
         return torch.from_numpy(exact.astype(np.int64)).to(value.device), clipped
 

@@ -1,4 +1,4 @@
-"""The guard that puts updates on the fixed-point grid, and reads the sum back."""
+"""The guard that encodes updates on the fixed-point grid, and decodes the sum."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fl_core.types.values import Bundle, Part
 
 
 class FixedPoint(Guard):
-    """The guard that encodes: at the silo if a mask follows, on arrival in a plain run."""
+    """Encodes updates: at the silo if a mask follows, otherwise on arrival at the coordinator."""
 
     def __init__(self, grid: FixedPointFormat) -> None:
         self.grid = grid

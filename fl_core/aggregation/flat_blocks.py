@@ -1,9 +1,9 @@
 """A round's update as two flat blocks of ring words, equally long for every silo: the form that masks cover.
 
 `classes` has the parts that reveal single classes: those with a weight per row or with class counts, and evaluation
-results. `model` has everything else. Within a block, parts are ordered by name, within a part tensors by name, then the
-weight; row by row. Each block begins with `CHECK_WORDS` words of value 1, whose sums are the number of added updates:
-masks that did not cancel make random numbers of them.
+results. `model` has everything else. A block has its parts in the order of their names; a part has its tensors in the
+order of their names, row by row, then its weight. Each block begins with `CHECK_WORDS` words of value 1. Their sums are
+the number of added updates, or random numbers if masks did not cancel.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class FlatLayout:
         return torch.int32 if self.grid.ring == "ring32" else torch.int64
 
     def flatten(self, units: Bundle) -> Bundle:
-        """Lay out an update on the grid, in integer units; each number is within its ring."""
+        """Convert an update in integer units to its two blocks; each number must be within its ring."""
         blocks = {}
         for block, segments in self.segments.items():
             words = torch.empty(self.words(block), dtype=self.dtype)

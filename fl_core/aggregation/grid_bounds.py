@@ -1,4 +1,4 @@
-"""Bounds of a masked run's grid, made when the run is: ring32 has no room for what nobody bounds.
+"""Bounds of a masked run's grid, computed when the run is created. On ring32 every number needs a bound.
 
 | segment                                          | bound                                                   |
 |--------------------------------------------------|---------------------------------------------------------|
@@ -13,7 +13,7 @@
 | optimiser steps                                  | the most that the schedule makes, x that of the weight  |
 | vectors that silo-level privacy clips            | the clip, and 13.5 std of the noise                     |
 
-Where nobody declares a size it is a million. A standard normal number is beyond 13.5 once in 10^41 times.
+If no silo declares a size, it is a million. The probability of a standard normal number beyond 13.5 is 10^-41.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _WORD = {"ring32": 31, "ring64": 63}
 def bounded_grid(
     ring: Ring, silos: int, check: UpdateCheck, largest: DeclaredSize, clipped: Mapping[str, float | None]
 ) -> FixedPointFormat:
-    """Make the grid of a masked run of so many silos.
+    """Make the grid of a masked run with `silos` silos.
 
     check: of its updates, with their noise   largest: declared sizes, infinite if none is declared
     clipped: parts whose numbers a guard bounds, with the bound; None if the bound changes.
     Raises ConfigError (E-CFG-08) on a part without a bound on ring32.
 
-    Guarantees: ring64 is the grid of a plain run, so sums are equal to the bit. A census is counted in words of 1.
+    Guarantees: ring64 is the grid of a plain run, so sums are equal to the bit. A census counts in units of 1.
     """
     census = {CENSUS: 2.0 ** (_WORD[ring] - silos.bit_length())}
     if ring == "ring64":

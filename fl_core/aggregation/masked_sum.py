@@ -24,9 +24,9 @@ def unsigned(words: Tensor) -> NDArray[np.unsignedinteger]:
 
 
 Unmask = Callable[[Mapping[str, Tensor], Collection[str], Collection[str]], None]
-"""Takes the masks off a round's sums (words,), in place and once, given the names of the members whose updates were
-added, and of the blocks to open; other blocks stay masked. Raises FederationError if the members do not open this
-sum; nothing about it is known then."""
+"""Removes the masks from a round's sums (words,), in place and only once. Arguments also are the names of the members
+whose updates were added, and of the blocks to open; other blocks stay masked. Raises FederationError if the members do
+not open this sum; then it reveals nothing."""
 
 
 class MaskedSum(RoundSum):
@@ -35,8 +35,8 @@ class MaskedSum(RoundSum):
     Sums per class are opened if `each`, or if every member of the run sent an update: otherwise they are zeros of
     weight 0.
 
-    Guarantees: a sum that no set of honest members can produce is not merged. Single updates are checked at their
-    silos, so an error names no silo.
+    Guarantees: a sum that no set of honest members can produce is not merged. Errors name no silo, since single updates
+    are checked only at their silos.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class MaskedSum(RoundSum):
     ) -> None:
         """Prepare a round.
 
-        check: of the sum, in clear; `sizes` by member   everybody: the members of the run   unmask: None in a
-        simulation.
+        check: of the unmasked sum, with `sizes` by member   everybody: the members of the run   unmask: None in a
+        simulation without masks.
         """
         super().__init__(Aggregator({}, layout.grid), check)
         self._layout, self._everybody, self._unmask, self._each = layout, set(everybody), unmask, each

@@ -1,15 +1,14 @@
 """Bounded updates under masks: each silo clips its own update by the norms of earlier rounds.
 
-Besides its update, each silo sends for each block of it a histogram of 128 bins with a single 1: the bin of the norm of
-its mean values, before clipping. The sum shows the norms of the round without names, each to within 19 %:
+With its update, each silo sends a histogram of 128 bins per block. It has a single 1, in the bin of the norm of the
+block's mean values before clipping. The sum shows the norms of the round without names, each to within 19 %:
 
 bin = floor(4 log2 norm) + 64, within 0 to 127          upper edge of a bin = 2^((bin - 63) / 4)
 
-M_t is the upper edge of the lower median's bin. Each silo applies the rule of `NormClipped` for M_0 and later medians
-to
-itself: it clips its update to clip_at R_t, and sends none above refuse_above R_t. Before the first sum only the grid
-bounds an update. That stops accidents, not liars: only the ring bounds a silo that lies. Range proofs, as in ACORN
-(Bell et al., USENIX Security 2023) and PINE (Rothblum et al., 2023), are not in this version.
+M_t is the upper edge of the lower median's bin. Each silo applies the rule of `NormClipped` to its own update, with M_0
+and later medians: it clips the update to clip_at R_t, and sends none above refuse_above R_t. Before the first sum only
+the grid bounds an update. This stops accidents, not attackers: only the ring bounds the update of a dishonest silo.
+Range proofs, as in ACORN (Bell et al., USENIX Security 2023) and PINE (Rothblum et al., 2023), are not in this version.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ Blocks = Mapping[str, tuple[tuple[str, str], ...]]
 
 
 def blocks_of(layout: Layout, rules: Mapping[str, PartRule]) -> Blocks:
-    """Return the blocks of an update as in `Measured.norms`; without levels, which are no differences."""
+    """Return the blocks of an update as in `UpdateNorms.norms`, without levels, since these are no differences."""
     blocks: dict[str, tuple[tuple[str, str], ...]] = {}
     for part, spec in sorted(layout.items()):
         rule = rules.get(part, PartRule())
@@ -69,11 +68,11 @@ def upper_edge(bin: int) -> float:
 
 @dataclass(frozen=True)
 class NormGuard(Guard):
-    """Clips a silo's own update, or sends none, by the broadcast medians.
+    """Clips a silo's own update, or refuses to send it, according to the broadcast medians.
 
-    numbers: of each block   history: of the round, empty in the first
+    numbers: of each block   history: of earlier rounds, empty in the first
 
-    Guarantees: the silo's norms leave only in the sum of histograms; a refusal names no number of them.
+    Guarantees: the silo's norms leave only in the sum of histograms; a refusal does not contain them.
     """
 
     options: NormClipped
@@ -129,7 +128,7 @@ class NormGuard(Guard):
         return {**cut, NORMS: Part(histograms, torch.tensor(1.0))}
 
     def incoming(self, total: Bundle, cohort: int, round: int) -> Bundle:  # noqa: ARG002
-        """Check a sum against what silos may send; raises RefusedError (E-RUN-48), which names nobody."""
+        """Check that honest silos can have produced a sum; raises RefusedError (E-RUN-48), which names no silo."""
         if NORMS not in total:
             return total
         if any(bool((v < 0).any()) or float(v.sum()) > cohort for v in total[NORMS].total.values()):
@@ -143,7 +142,7 @@ class NormGuard(Guard):
         return total
 
     def next_setting(self, setting: Tensors, answered: Part) -> Tensors:
-        """Add the round's medians, of blocks with at least three norms, and none of 0."""
+        """Add the round's medians, for blocks with at least three norms; a median of 0 is not added."""
         medians = {block: _lower_median(answered.total[block]) for block in self.blocks}
         after = self.with_setting(setting).history.after(medians)
         return {

@@ -1,7 +1,7 @@
-"""Numbers of a tensor in blocks that stay in the processor's cache: what is computed on the way needs no new memory.
+"""Numbers of a tensor in blocks that stay in the processor's cache, so that intermediate results need no new memory.
 
-A tensor in a file is read block by block into one piece of memory. New memory costs several times what the arithmetic
-does.
+A tensor in a file is read block by block into the same memory. Allocating memory takes several times as long as the
+arithmetic.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from fl_core.types.values import Tensors
 
 Blocks = Iterator[NDArray[np.generic]]
 _ROUNDER = 1.5 * 2.0**52
-"""Units that are added to fewer than 2^51: the low bits of the sum are the nearest integer, of two the even one."""
+"""Added to numbers below 2^51: the low bits of the sum are then the nearest integer, and ties go to the even one."""
 _ROUNDED = 2.0**50
 
 
 def blocks(tensors: Tensors, name: str) -> Blocks:
-    """Give the numbers of a tensor in order, `BLOCK` at a time; a block is valid until the next one is asked for.
+    """Yield the numbers of a tensor in order, `BLOCK` at a time; a block is valid until the next one is requested.
 
-    Raises ProtocolError (E-WIRE-06) where a file cannot be read.
+    Raises ProtocolError (E-WIRE-06) if a file cannot be read.
     """
     if isinstance(tensors, StoredTensors):
         return (as_numpy(block) for block in tensors.blocks(name, BLOCK))
@@ -35,15 +35,15 @@ def blocks(tensors: Tensors, name: str) -> Blocks:
 
 
 def split(value: Tensor, size: int = BLOCK) -> Blocks:
-    """Give the numbers of a tensor as `blocks` does."""
+    """Yield the numbers of a tensor in memory, as `blocks` does."""
     flat = as_numpy(value).reshape(-1)
     return (flat[start : start + size] for start in range(0, len(flat), size))
 
 
 def sum_of_squares(numbers: Blocks, unit: Callable[[], float]) -> float:
-    """Sum squares in float64 block by block, in one order: equal bytes give equal sums on every machine.
+    """Sum squares in float64, block by block in a fixed order: equal bytes give equal sums on every machine.
 
-    unit: returns what an integer counts.
+    unit: returns the value of an integer's unit.
     """
     exact, sums = np.empty(0), list[float]()
     for block in numbers:
@@ -57,9 +57,9 @@ def sum_of_squares(numbers: Blocks, unit: Callable[[], float]) -> float:
 
 
 def add_units(grid: FixedPointFormat, segment: str, numbers: Blocks, into: Tensor, factor: float | None = None) -> int:
-    """Add the units of numbers x factor, as `FixedPointFormat.encode` makes them, to int64 sums; count what it clipped.
+    """Encode numbers x factor as `FixedPointFormat.encode`, add them to int64 sums, and return how many were clipped.
 
-    into: a tensor of as many numbers, in the memory of the processor. Raises as `FixedPointFormat.encode`.
+    into: the sums, a tensor of equal size in CPU memory. Raises as `FixedPointFormat.encode`.
     """
     sums, at, clipped, exact = into.view(-1).numpy(), 0, 0, np.empty(0)
     unit = 2.0 ** -grid.frac_bits(segment)
@@ -87,7 +87,7 @@ def add_units(grid: FixedPointFormat, segment: str, numbers: Blocks, into: Tenso
 
 
 class DecodedSums(StoredTensors):
-    """Sums in units as the float64 that `FixedPointFormat.decode` makes of them, each time they are asked for."""
+    """Sums in units, decoded to float64 as by `FixedPointFormat.decode` on each access."""
 
     def __init__(self, grid: FixedPointFormat, part: str, sums: Tensors) -> None:
         self.shapes = {name: tuple(value.shape) for name, value in sums.items()}
@@ -114,5 +114,5 @@ class DecodedSums(StoredTensors):
 
 
 def _room(memory: NDArray[np.float64], size: int) -> NDArray[np.float64]:
-    """Return memory for so many numbers: the same again, once there is enough of it."""
+    """Return memory for `size` numbers: the given memory if it is large enough, otherwise new memory."""
     return memory[:size] if len(memory) >= size else np.empty(size)

@@ -1,4 +1,4 @@
-"""The aggregators with their options, as a manifest names them: how the updates of a round are combined."""
+"""The aggregators, which combine the updates of a round, and their options in manifests."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class Mean:
 class NormClipped:
     """The weighted mean of updates whose norm is bounded by earlier rounds.
 
-    With M_t the lower median of the accepted norms of round t and M_0 the first one, R_t is the largest of them so far
-    and at most ceiling M_0; in the first round M_0. Before any round had three updates R_t is the norm of the initial
-    weights. An update above clip_at R_t is clipped to that. One above refuse_above R_t is refused, unless the first
-    round would have had to accept it in a run of two silos: up to clip_at norms of the initial weights.
+    M_t is the lower median of the accepted norms of round t, and M_0 the first one. R_t is the largest median so far,
+    at most ceiling M_0; in the first round it is M_0. Until a round has had three updates, R_t is the norm of the
+    initial weights. An update above clip_at R_t is clipped to that. An update above refuse_above R_t is refused, unless
+    its norm is at most clip_at times that of the initial weights, which a run of two silos would have accepted in its
+    first round.
 
     rows: those with a weight per class are clipped at this multiple of the median of the row's contributors
     signs: refuse an update that lowers the scores of its own classes.
@@ -66,7 +67,7 @@ class Median:
 class TrimmedMean:
     """The mean of each number without the smallest and the largest, from the same paper as Median.
 
-    trim: the share that is left out at each end, rounded down, at least one silo.
+    trim: the share of silos that is left out at each end, rounded down, but at least one silo.
     """
 
     name: ClassVar[str] = "trimmed_mean"
@@ -118,7 +119,7 @@ def warning(options: Options, holds: Collection[Collection[str]] = ()) -> str:
 _WRITTEN: Mapping[str, Mapping[str, object]] = {
     "norm_clipped": {"refuse_above": 5.0, "clip_at": 2.0, "ceiling": 2.0, "rows": 3.0},
 }
-"""First defaults of numbers whose default has changed since: the meaning of manifests that leave the number out."""
+"""First defaults of options whose default has changed since: the values in manifests that omit the option."""
 
 
 def read(name: str, options: Mapping[str, object]) -> Options:

@@ -23,7 +23,7 @@ from fl_core.types.values import Bundle, Part
 class NormHistory:
     """Medians of earlier rounds' accepted norms, by block: the first one that is not 0, and the largest.
 
-    initial: known from the manifest, the norm of the initial weights; 0 or missing if it gives none.
+    initial: norm of the initial weights, which follow from the manifest; 0 or missing if they do not.
     """
 
     first: Mapping[str, float] = field(default_factory=dict)
@@ -56,10 +56,10 @@ NO_HISTORY = NormHistory()
 
 @dataclass(slots=True)
 class AggregationDecision:
-    """The outcomes of a round's updates, by silo and in words; medians: of the accepted norms, by block.
+    """The outcomes of a round's updates, by silo and in words. medians: of the accepted norms, by block.
 
-    cut_rows: number of clipped rows, over all silos   unbounded: some part of the updates had no comparison in this or
-    an earlier round, so that only the initial weights bound it, and nothing bounds rows.
+    cut_rows: number of clipped rows, over all silos   unbounded: whether some part of the updates could not be compared
+    with other updates, of this or an earlier round. Then only the initial weights bound it, and rows are not bounded.
     """
 
     refused: dict[str, str] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class RoundSum:
         self.sums.add(update, silo)
 
     def finish(self) -> AggregationDecision:
-        """Add the parts that had to wait for other updates; raises as `add`."""
+        """Add the parts that waited for other updates, and return the decision; raises as `add`."""
         return AggregationDecision()
 
     def total(self) -> Bundle:
@@ -97,7 +97,7 @@ class RoundSum:
 
     @property
     def clipped(self) -> int:
-        """Number of values outside the grid's bounds, as far as known here."""
+        """Number of values that were clipped to the grid's bounds here."""
         return self.sums.clipped
 
 
@@ -183,7 +183,7 @@ class NormClippedSum(RoundSum):
         return {block: norm for block, norm in self._norms[name].items() if not self._is_level(block)}
 
     def _references(self) -> dict[str, float]:
-        """Return R_t by block: from earlier rounds, else this round's median of three or more, else the manifest."""
+        """Return R_t by block: from earlier rounds, else this round's median of at least three, else the manifest's."""
         references: dict[str, float] = {}
         for block, norms in self._by_block().items():
             reference, initial = self._history.reference(block, self._options.ceiling), self._history.initial.get(block)
@@ -196,15 +196,16 @@ class NormClippedSum(RoundSum):
         return references
 
     def _has_no_comparison(self) -> bool:
-        """Tell whether a median is missing that some part of this round's updates would be compared with."""
+        """Tell whether some part of this round's updates has no median to be compared with."""
         new = [norms for block, norms in self._by_block().items() if block not in self._history.first]
         late = 0 < len(self._late) < MIN_UPDATES_FOR_MEDIAN and not self.check.noise
         return late or any(len(norms) < MIN_UPDATES_FOR_MEDIAN for norms in new)
 
     def _moved(self, references: Mapping[str, float]) -> frozenset[str]:
-        """Return the blocks in which at least half of the updates exceed the limit: then the round changed, not a silo.
+        """Return the blocks in which at least half of the updates exceed the limit.
 
-        All of them are clipped then and none is refused: the bound holds, and the run continues.
+        Such an increase is a change of the whole round, not of a silo. So these updates are clipped, not refused: the
+        bound holds, and the run continues.
         """
         return frozenset(
             block
@@ -303,7 +304,7 @@ class NormClippedSum(RoundSum):
 
 
 def require_direction(measured: UpdateNorms, name: str, bias: Tensor | None) -> None:
-    """Raise RefusedError (E-RUN-44) on an update that lowers the score of its own classes; as `Measured.direction`."""
+    """Raise RefusedError (E-RUN-44) if an update lowers the score of its own classes; as `UpdateNorms.direction`."""
     if measured.direction(bias) < 0:
         raise RefusedError(
             "E-RUN-44", f"{name}: update lowers the score of its own classes: refused; check the label order"

@@ -1,4 +1,4 @@
-"""What an update may claim: the layout of its run, finite numbers, weights and counts within what the silo declared.
+"""Checks of an update: the run's layout, finite numbers, and weights and counts within the silo's declaration.
 
 | number                                   | range                                                                   |
 |------------------------------------------|-------------------------------------------------------------------------|
@@ -11,9 +11,9 @@
 | metrics of personal models               | accuracies and their squares, from 0 to 1                               |
 | anything of weight 0                     | 0                                                                       |
 
-n_k is what the silo declared before the run. In a private run weights are known exactly and counts are noisy: noise of
-a known size widens the ranges by twelve standard deviations, noise of unknown size lifts them. Where sums per class are
-released with noise of a known size, their lengths are bounded as well (`NoisyRows`).
+n_k is the size that the silo declared before the run. In a private run weights are known exactly and counts are noisy:
+noise of a known size widens the ranges by twelve standard deviations; with noise of unknown size there are no ranges.
+If sums per class have noise of a known size, their lengths are bounded as well (`NoisyRows`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fl_core.types.values import Bundle, Layout, Part, PartRule, Tensors
 
 _SIGMAS = 12.0
 _COUNT_ROUNDING = 1e-6
-"""Rounding of float32, in which counts are sent: exact up to 16 million."""
+"""Tolerance for float32, in which counts are sent; it is exact up to 16 million."""
 _ROUNDING = 1e-4
 _MIN_TESTED = 20
 _MIN_LACKED = 0.2
@@ -51,7 +51,7 @@ class DeclaredSize:
 
 
 def with_undeclared(sizes: Mapping[str, DeclaredSize]) -> dict[str, DeclaredSize]:
-    """Let undeclared sizes count as the largest declared one, and no size exceed the grid."""
+    """Replace undeclared sizes by the largest declared one, and limit all sizes to the grid."""
 
     def largest(values: Sequence[float]) -> float:
         return max((n for n in values if n < math.inf), default=RING64_BOUND)
@@ -62,9 +62,9 @@ def with_undeclared(sizes: Mapping[str, DeclaredSize]) -> dict[str, DeclaredSize
 
 @dataclass(frozen=True, slots=True)
 class NoisyRows:
-    """Sums and counts per class of a private run, in which a row is 0 unless its noisy count is positive.
+    """Noise on sums and counts per class of a private run, in which a row is 0 unless its noisy count is positive.
 
-    length: maximum of one unit's vector; also of a method's result from a row of count 1
+    length: maximum length of one unit's vector, and of a method's result from a row with count 1
     count, value: standard deviation of the noise on a count, and on each number of a sum
     """
 
@@ -73,7 +73,7 @@ class NoisyRows:
     value: float
 
     def longest(self, weight: float, numbers: int) -> float:
-        """Bound the length of an honest row, whose true count is hidden by noise of at most this size."""
+        """Bound the length of an honest row with `numbers` numbers and this noisy count."""
         return self.length * (weight + _SIGMAS * self.count) + self.value * (math.sqrt(numbers) + _SIGMAS)
 
 
@@ -84,9 +84,8 @@ class UpdateNorms:
     Attributes:
         norms: of each block, a part's values or its batch norm's buffers ("delta", "delta.buffers"); none of weight 0
         rows: per part with one weight per row (C,), NaN if the row has weight 0
-        bias: change of the head's bias (C,), empty if it carries no information about classes: also if the received
-            model classifies half of the silo's test images correctly, since the rest may be a class without a test
-            image
+        bias: change of the head's bias (C,); empty if it says nothing about classes, and also if the received model
+            classifies half of the silo's test images correctly, since the rest may be a class without test images
         tested: test examples per class (C,)
         decay: the largest share of the received bias that weight decay removed
     """
@@ -100,9 +99,9 @@ class UpdateNorms:
     def direction(self, received: Tensor | None = None) -> float:
         """Return a number below 0 if the head's bias fell for the silo's own classes; 0 without information.
 
-        received: the bias (C,) at the start of training. Weight decay reduces a large bias more, whatever the examples
-        are, and in a converged model nothing else changes it: so the result is below 0 only if no share of decay up to
-        `decay` explains the update. Between both ends the number is convex.
+        received: the bias (C,) at the start of training. Weight decay reduces a large bias more, independent of the
+        examples, and in a converged model it is the only change. So the result is below 0 only if no share of decay up
+        to `decay` explains the update. The number is convex in that share.
         """
         if not self.bias:
             return 0.0
@@ -114,7 +113,7 @@ class UpdateNorms:
 
 
 class MeasuredUpdate(dict[str, Part]):
-    """An update that its run's check has passed and measured before, with the same bytes."""
+    """An update that the run's check has already accepted and measured, with the same bytes."""
 
     def __init__(self, update: Bundle, measured: UpdateNorms) -> None:
         super().__init__(update)
@@ -149,7 +148,7 @@ class UpdateCheck:
     multi_label: bool = False
 
     def of(self, layout: Layout) -> UpdateCheck:
-        """Return the check of updates with only a part of the run's layout: those of one kind of round."""
+        """Return the check of updates with a part of the run's layout: those of one kind of round."""
         return replace(self, layout=layout)
 
     def of_sum(self, sizes: Sequence[DeclaredSize]) -> UpdateCheck:
@@ -239,7 +238,7 @@ class UpdateCheck:
         return self.noisy_rows if weight.dim() and name not in METRIC_PARTS else None
 
     def _slack(self, name: str, weight: Tensor) -> float:
-        """Return how far noise may move a count; a single weight is no noisy count."""
+        """Return the most that noise may move a count; 0 for a single weight, which has no noise."""
         std = self.noise.get(name, 0.0) if weight.dim() else 0.0
         return _SIGMAS * std if std else 0.0
 
@@ -279,7 +278,7 @@ class UpdateCheck:
         return square
 
     def _unit(self, name: str, key: str) -> float:
-        """Return what an integer counts."""
+        """Return the value of an integer's unit."""
         return 2.0 ** -self.grid.frac_bits(self.grid.segment(name, key))
 
     def _check_clinical(self, part: Part, metrics: Part, silo: str) -> None:
@@ -332,11 +331,11 @@ class UpdateCheck:
 def _sign(bias: Tensor, counts: Tensor) -> float:
     """Return a number below 0 if a bias fell for a silo's own classes; 0 without information.
 
-    The gradient of a cross-entropy lowers the bias of every class without an example, and their sum does not change: it
-    rises on average for the classes of an honest silo, however logits are scaled. Test examples, counted in every
-    update, show which classes it has; a class without one may still have had training examples. So the result is 0 with
-    fewer than 20 test examples or if fewer than a fifth of the classes lack one, and below 0 only if the covariance
-    with the classes' shares is below 0, too, in which a class of few examples has little weight.
+    The gradient of a cross-entropy lowers the bias of every class without an example, and the sum of all biases does
+    not change. So the bias of an honest silo's classes rises on average, for any scale of the logits. Test examples,
+    which every update counts, show these classes; a class without test examples may still have training examples. So
+    the result is 0 with fewer than 20 test examples, or if fewer than a fifth of the classes lack test examples. It is
+    below 0 only if the covariance with the classes' shares, in which small classes have little weight, is below 0, too.
     """
     present = counts > 0
     lacked = len(counts) - int(present.sum())
@@ -350,7 +349,7 @@ def _sign(bias: Tensor, counts: Tensor) -> float:
 
 
 def norms(part: str, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the norms of tensors in float64, by block as `Measured.norms`."""
+    """Return the norms of tensors in float64, by block as in `UpdateNorms.norms`."""
     squares = {
         key: torch.tensor(sum_of_squares(split(v), lambda: 1.0), dtype=torch.float64) for key, v in tensors.items()
     }
@@ -388,7 +387,7 @@ def _within(what: str, value: Tensor, low: float, high: float, together: float, 
 
 
 def _within_noise(name: str, lengths: Tensor, weight: Tensor, noisy: NoisyRows, numbers: int, silo: str) -> None:
-    """Raise ProtocolError (E-RUN-43) if a row of so many numbers is longer than clip and noise permit."""
+    """Raise ProtocolError (E-RUN-43) if a row of `numbers` numbers is longer than clip and noise permit."""
     for length, counted in zip(lengths.tolist(), weight.tolist(), strict=True):
         if counted > 0 and length > (most := noisy.longest(counted, numbers)):
             raise _refused(silo, f"a row of {name!r} of length {length:.3g}", f"at most {most:.3g}")
@@ -406,15 +405,15 @@ def _not_finite(segment: str) -> ProtocolError:
 
 
 def clinical_fault(total: Mapping[str, Tensor], weight: Tensor, correct: Tensor, examples: Tensor) -> str:
-    """Say what is wrong with a clinical part, in words that end with what was expected; empty where nothing is.
+    """Describe the first error of a clinical part, in words that end with the expectation; empty if it is correct.
 
     | tensor             | rule                                                                                |
     |--------------------|-------------------------------------------------------------------------------------|
     | all but confidence | whole numbers, 0 or more                                                            |
     | confusion          | row c adds up to the examples of class c in the part "metrics", its diagonal is the |
     |                    | correct answers there; of several labels each one's table likewise                  |
-    | positive, negative | row c adds up to the examples of class c, to all others; of several labels to those |
-    |                    | in which label c was found, or looked for and not found                             |
+    | positive, negative | row c adds up to the examples of class c, and to all others; of several labels to   |
+    |                    | those in which label c was found, and those in which it was not found               |
     | examples, correct  | add up to all examples, to all correct answers; correct <= examples in each bin     |
     | confidence         | in bin k between k / 15 and (k + 1) / 15 times its examples                         |
 
