@@ -232,7 +232,7 @@ def test_one_hospital_with_all_records_has_the_same_closed_form(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["method=fedmr"], "method fedmr does not go with several labels at once"),
+        (["method=fedmr"], "method fedmr cannot be used with several labels at once"),
         (["method=fedprox", "method.prototypes=mixture"], "set method.prototypes=off"),
         (["privacy=dp_record"], "expected privacy.test_data=public with several labels at once"),
         (
