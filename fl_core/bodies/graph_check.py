@@ -116,7 +116,7 @@ class _Reader:
             elif wire in (1, 5):
                 size = 8 if wire == 1 else 4
             else:
-                raise GraphError("bytes that are no ONNX model")
+                raise GraphError("bytes that are not an ONNX model")
             if size > end - at:
                 raise GraphError("bytes that are not an ONNX model, or a truncated file")
             yield number, data[at : at + size]
@@ -289,7 +289,7 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
         at += 1
         if byte < 128:
             return value, at
-    raise GraphError("bytes that are no ONNX model")
+    raise GraphError("bytes that are not an ONNX model")
 
 
 def _varints(data: memoryview) -> list[int]:
