@@ -33,9 +33,9 @@ _WHOLE = range(-(2**63), 2**63)
 
 
 class ConversionError(ValueError):
-    """A value does not fit its dataclass; the message says where, what was expected and what was found.
+    """A value does not fit its dataclass. The message names the place, the expected and the actual value.
 
-    unknown: the value had a name that the dataclass does not have.
+    unknown: whether the error is a name that the dataclass does not have.
     """
 
     def __init__(self, where: str, message: str, unknown: bool = False) -> None:
@@ -70,7 +70,7 @@ Value = TypeVar("Value")
 
 
 def stated(kind: type, options: Mapping[str, Value]) -> dict[str, Value]:
-    """Leave out options at their default that a method or a model got later: `omitted_at_default` of its class.
+    """Omit options that were added later and have their default value (`omitted_at_default` of the class).
 
     So digests of earlier manifests stay the same.
     """
@@ -86,7 +86,7 @@ def rename(kind: type, **names: str) -> None:
 
 
 def parse_json(text: str) -> object:
-    """Read JSON of unknown origin; raises ConversionError if it is invalid or repeats a name."""
+    """Read untrusted JSON; raises ConversionError if it is invalid or repeats a name."""
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:  # also for deep nesting, or a number of thousands of digits
@@ -94,7 +94,7 @@ def parse_json(text: str) -> object:
 
 
 def shown(value: object) -> str:
-    """Write a value shortly: without numbers of thousands of digits and deep nesting."""
+    """Format a value briefly, without very long numbers and deep nesting."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Reading CSV files that people and spreadsheets write."""
+"""Read CSV files written by people and spreadsheets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_BYTES = 4 << 30
 
 
 class CsvTable(NamedTuple):
-    """A CSV file: its rows with the line where each ends, and the lines of another length than the header."""
+    """A CSV file: its rows with their last lines, and the lines of rows whose length differs from the header's."""
 
     header: tuple[str, ...]
     rows: list[tuple[int, Row]]
@@ -42,7 +42,7 @@ def read_table(file: Path, required: Sequence[str]) -> list[Row]:
 
 
 def read_rows(file: Path, required: Sequence[str]) -> CsvTable:
-    """Read as `read_table`, and return the lines of another length instead of refusing the file."""
+    """Read as `read_table`, but return the lines of rows with another length instead of refusing the file."""
     header: list[str] = []
     rows: list[tuple[int, Row]] = []
     ragged: list[int] = []
@@ -96,7 +96,7 @@ def lines_of(file: Path) -> Iterator[tuple[int, list[str]]]:
             for cells in reader:
                 if any("\0" in cell for cell in cells):
                     raise csv.Error("a NUL, which no text or path has")
-                if reader.line_num == 1 and cells == ["sep=", ""]:  # how a file tells Excel that it has commas
+                if reader.line_num == 1 and cells == ["sep=", ""]:  # a line that tells Excel the separator
                     continue
                 if any(cell.strip() for cell in cells):
                     yield reader.line_num, [cell.strip() for cell in cells]

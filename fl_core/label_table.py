@@ -1,7 +1,7 @@
-"""A table of labels by a number of the hospital's, joined to images by what their source says of them.
+"""A hospital's table of labels, joined to images by an identifier from the images' source.
 
-The key is the column whose name is one of `KEYS`, the most exact one where there are several, or one that is declared.
-`PatientID` beside another key names the patient, and `split` says train or test. Imports no torch: a service reads it.
+The key is the column with a name in `KEYS` (the most specific one if there are several), or a declared column. If
+`PatientID` is not the key, it names the patient. `split` is train or test. Imports no torch, since a service reads it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SPLIT = "split"
 
 
 class LabelRow(NamedTuple):
-    """What the table says of an image. patient, split: empty if it does not say."""
+    """An image's row of the table. patient, split: empty without such a column."""
 
     label: str
     patient: str = ""
@@ -32,9 +32,9 @@ class LabelRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LabelTable:
-    """The rows by their key, but those without a label.
+    """The rows with a label, by key.
 
-    met: keys that an image had   source: what the labels are from, "table:" or "query:" and a digest.
+    met: keys that were found for an image   source: of the labels, "table:" or "query:" and a digest.
     """
 
     key: str
@@ -44,7 +44,7 @@ class LabelTable:
 
     @classmethod
     def read(cls, file: Path, column: str, keys: Sequence[str] = KEYS) -> LabelTable:
-        """Read a CSV file; raises DataError (E-DATA-02, E-DATA-07) as `read_table`, and on rows that contradict."""
+        """Read a CSV file; raises DataError (E-DATA-02, E-DATA-07) as `read_table`, and on contradictory rows."""
         _, header = next(lines_of(file), (0, []))
         used = [name for name in (column, *keys, PATIENT, _SPLIT) if name == column or name in header]
         rows = read_table(file, list(dict.fromkeys(used)))
@@ -64,7 +64,7 @@ class LabelTable:
         source: str = "",
         keys: Sequence[str] = KEYS,
     ) -> LabelTable:
-        """Join rows to their key; raises DataError (E-DATA-07) as `read`. where: what they are from."""
+        """Index rows by their key; raises DataError (E-DATA-07) as `read`. where: the source in error messages."""
         if (key := next((name for name in keys if name in header), None)) is None:
             raise DataError(
                 "E-DATA-07", f"expected one of the columns {', '.join(keys)} in {where}, found none: export one of them"
@@ -85,7 +85,7 @@ class LabelTable:
         return cls(key, labels, source=source)
 
     def find(self, facts: Mapping[str, str]) -> LabelRow | None:
-        """Return the row of an image, by what its source says of it; None if there is none."""
+        """Return the row of an image; None if there is none. facts: the image's identifiers, by name of the key."""
         row = self.rows.get(facts.get(self.key, ""))
         if row is not None:
             self.met.add(facts[self.key])

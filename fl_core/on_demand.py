@@ -1,4 +1,4 @@
-"""Classes by name, each imported when it is asked for: who only needs the names imports none, and no torch."""
+"""Classes by name, each imported on first access, so that code that needs only the names imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class OnDemand(Mapping[str, T]):
-    """places: `package.module:Class` of each name."""
+    """Mapping from names to classes. places: `package.module:Class` of each name."""
 
     def __init__(self, places: Mapping[str, str]) -> None:
         self.places = places

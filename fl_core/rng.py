@@ -45,10 +45,10 @@ def numpy_stream(seed: int, *path: str | int) -> np.random.Generator:
 
 @contextmanager
 def torch_scope(seed: int, *path: str | int) -> Iterator[None]:
-    """Seed torch's global generators inside the block, and put them back after it.
+    """Seed torch's global generators inside the block, and restore them after it.
 
-    For library code that takes no generator (weight initialisation, dropout). The generators are the process's, so
-    blocks of several threads follow one another.
+    For library code that takes no generator (weight initialisation, dropout). The generators belong to the process, so
+    blocks of several threads run one after another.
     """
     from fl_core.tensors import torch
 

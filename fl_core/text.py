@@ -1,4 +1,4 @@
-"""Reading text that people type or export, whatever editor or system wrote it."""
+"""Read text from any editor or system."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _OTHER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def composed(text: str) -> str:
-    """Return a name in one form (Unicode NFC), since a Mac writes it in another (NFD) that looks the same."""
+    """Normalise a name to Unicode NFC, since macOS writes it in NFD, which looks the same."""
     return unicodedata.normalize("NFC", text)
 
 
 def decoded(raw: bytes) -> str:
-    """Decode UTF-8, with or without a byte-order mark; raises ValueError that names another encoding."""
+    """Decode UTF-8, with or without a byte-order mark; raises ValueError with the likely encoding otherwise."""
     with _named_encoding():
         return _decoder(BytesIO(raw), None).read()
 

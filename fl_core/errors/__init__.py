@@ -1,4 +1,4 @@
-"""Errors grouped by what their reader can do; `coordinator explain CODE` explains each code offline.
+"""Errors, grouped by the action that they require; `coordinator explain CODE` explains each code offline.
 
 A message says what was expected, what was found and what to do. `extras` raises the one for a missing library.
 """
@@ -9,7 +9,7 @@ import copyreg
 from typing import Any
 
 REASON_CHARS = 500
-"""Length limit of a stored error whose text another side influences."""
+"""Length limit of a stored error with text from another party."""
 
 
 class FederationError(Exception):
@@ -58,7 +58,7 @@ class DataError(FederationError, ValueError):
 
 
 class SchemaError(DataError):
-    """A hospital's declared schema is not the run's.
+    """A hospital's declared schema differs from the run's.
 
     The message contains only the two declarations, never records, so that the coordinator may read it.
     """

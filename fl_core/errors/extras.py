@@ -1,6 +1,6 @@
 """Optional libraries: they are installed with an extra of the distribution, and imported when used.
 
-The rooms of `consilium`, which stand on the core, are found by name: each room is an extra.
+The subpackages of `consilium` build on the core and are found by name; each one is an extra.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fl_core.errors import ConfigError
 
 
 def installed(module: str) -> bool:
-    """Tell whether a module can be imported; it is not."""
+    """Tell whether a module can be imported, without importing it."""
     return find_spec(module) is not None
 
 
@@ -33,15 +33,15 @@ def require(module: str, extra: str, purpose: str) -> ModuleType:
 
 
 def require_installed(module: str, extra: str, purpose: str) -> None:
-    """Raise as `require` where a library is not installed; nothing is imported."""
+    """Raise as `require` if a library is not installed, without importing it."""
     if not installed(module):
         raise _missing(module, extra, purpose)
 
 
 def load(place: str, purpose: str) -> Any:  # noqa: ANN401 - whatever has that name
-    """Load `consilium.ROOM...:NAME`. purpose: its user.
+    """Load `consilium.SUBPACKAGE...:NAME`. purpose: its user.
 
-    Raises ConfigError (E-CFG-08) with the command that installs the room's libraries, if one of them is missing.
+    Raises ConfigError (E-CFG-08) with the command that installs the subpackage's libraries, if one is missing.
     """
     module, _, name = place.partition(":")
     with requires_extra(module.split(".")[1], purpose):
@@ -52,7 +52,8 @@ def load(place: str, purpose: str) -> Any:  # noqa: ANN401 - whatever has that n
 def requires_extra(extra: str, purpose: str) -> Iterator[None]:
     """Convert a missing library to ConfigError (E-CFG-08) with the command that installs the extra.
 
-    A missing module of ours, or of the standard library, is raised unchanged: no extra brings it.
+    The error for a missing module of this software or of the standard library is raised unchanged, since no extra
+    contains it.
     """
     try:
         yield

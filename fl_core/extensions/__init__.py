@@ -1,1 +1,1 @@
-"""Methods, models, data sets and partitions of other distributions: found, identified, imported where allowed."""
+"""Methods, models, data sets and partitions of other distributions: find, identify and import them if allowed."""

@@ -1,13 +1,13 @@
-"""Methods, models, data sets and partitions of other distributions: found, identified, and imported where allowed.
+"""Find, identify and import methods, models, data sets and partitions of other distributions, if they are allowed.
 
 A distribution declares them as entry points of the groups `consilium.methods`, `.models`, `.data` and `.partitions`; a
-researcher may also name one by its place, `package.module:Name`. That reference is the name under which a manifest has
-it, with the distribution, its version and a digest of the code.
+researcher may also name one by reference, `package.module:Name`. A manifest has this reference, the distribution, its
+version and a digest of the code.
 
-Nothing is imported because a message or a manifest names it. `load`, `load_allowed` and `load_distributions` are the
-only functions that import, and their callers decide: a researcher's process calls `load` for what its own command line
-names; a service calls `load_allowed` for what its administrator has installed and allows. Everything else looks at what
-was loaded (`registry`).
+A name in a message or a manifest alone never causes an import. Only `load`, `load_allowed` and `load_distributions`
+import, and their callers decide: a researcher's process calls `load` for names in its own command line; a service calls
+`load_allowed` for code that its administrator has installed and allows. Other code uses only loaded extensions
+(`registry`).
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from fl_core.methods.fedavg import FedAvg
 from fl_core.suggest import did_you_mean, suggest
 
 _LOCAL_PREFIXES = ("memory:", "__main__:")
-"""How names of what this process alone has begin: a notebook's classes, arrays."""
+"""Prefix of names that exist only in this process, such as a notebook's classes and arrays."""
 _MAX_FILES, _MAX_BYTES = 10_000, 512 << 20
 _IMPORTED: dict[str, str] = {}
-"""Digests of the packages that this process has imported, by their names."""
+"""Package name -> digest, for packages that this process has imported."""
 
 
 # ---- what is installed: nothing is imported -------------------------------------------------------------------------
 
 
 def reference_of(kind: str, word: str) -> str | None:
-    """Turn a word of the command line into a reference; None where it is neither one nor an entry point's name.
+    """Turn a word of the command line into a reference; None if it is neither a reference nor an entry point's name.
 
-    Raises ConfigError (E-CFG-08) where two distributions have an entry point of this name.
+    Raises ConfigError (E-CFG-08) if two distributions have an entry point of this name.
     """
     if is_reference(word):
         return word
@@ -59,9 +59,9 @@ def reference_of(kind: str, word: str) -> str | None:
 
 
 def identify(kind: str, reference: str) -> Extension:
-    """Say what a reference is, without importing it.
+    """Return the distribution, version and digest of a reference, without importing it.
 
-    Raises ConfigError: E-CFG-01 where there is no such package, E-CFG-02 where it is too large to be one.
+    Raises ConfigError: E-CFG-01 if there is no such package, E-CFG-02 if it is too large.
     """
     point = next((p for p in registry.entry_points([kind]) if p.reference == reference), None)
     distribution, version = (point.distribution, point.version) if point else ("", "")
@@ -69,10 +69,10 @@ def identify(kind: str, reference: str) -> Extension:
 
 
 def code_digest(package: str) -> str:
-    """Hash all files of a top-level package or module but compiled copies: their paths below it and their bytes.
+    """Hash all files of a top-level package or module: paths below it, and bytes. Compiled copies are left out.
 
-    Guarantees: equal for equal files, wherever they lie; not for another file, name or byte. It covers no other package
-    that this one imports.
+    Guarantees: equal files give equal digests in any folder; another file, name or byte gives another digest. Other
+    packages that this one imports are not covered.
     """
     hasher, bytes_left = blake3(), _MAX_BYTES
     for count, (name, file) in enumerate(_files(package), start=1):
@@ -105,7 +105,7 @@ def _files(package: str) -> list[tuple[str, Path]]:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """List the files that an import could read; raises ConfigError (E-CFG-02) on what a digest cannot cover."""
+    """List the files that an import could read; raises ConfigError (E-CFG-02) if a digest cannot cover one."""
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name != "__pycache__"]
         links = [name for name in folders if (Path(folder) / name).is_symlink()]
@@ -123,11 +123,11 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def load(kind: str, word: str) -> str | None:
-    """Import what a user named on the own command line, by reference or entry point; None where it is no such name.
+    """Import an extension that the user named on the command line, by reference or entry point.
 
-    Returns the reference, under which it is loaded from now on. The folder that the process runs in is looked at last,
-    so that it hides no installed package. Raises ConfigError: E-CFG-01 where there is no such package or name in it,
-    E-CFG-02 where it cannot be imported or is no such thing.
+    Returns the reference, which names it from now on; None if the word is no such name. The working folder is searched
+    last, so that it hides no installed package. Raises ConfigError: E-CFG-01 if there is no such package or name,
+    E-CFG-02 if it cannot be imported or is of another kind.
     """
     reference = reference_of(kind, word)
     if reference is None:
@@ -143,9 +143,9 @@ def load(kind: str, word: str) -> str | None:
 
 
 def load_of_reference(reference: str) -> str:
-    """Import the data set and the partition that a reference to data names, for a command's own words.
+    """Import the data set and the partition in a data reference from the user's own command line.
 
-    Returns the reference with both by their place: "mine/p5c2/3" -> "package:Mine/p5c2/3". Raises as `load`.
+    Returns the canonical reference, for example "mine/p5c2/3" -> "package:Mine/p5c2/3". Raises as `load`.
     """
     own_files = reference.startswith(tuple(f"{kind}:" for kind in FILES))
     head, sign, tail = reference.partition("#" if own_files else "/")
@@ -168,16 +168,16 @@ def importable(named: Sequence[Extension]) -> bool:
 
 
 def load_again(named: Sequence[Extension]) -> None:
-    """Import in a process of a simulation what the process that started it has loaded; raises as `load`."""
+    """Import, in a simulation's process, the extensions that its parent process has loaded; raises as `load`."""
     for extension in named:
         load(extension.kind, extension.name)
 
 
 def load_allowed(extension: Extension, allowed: Sequence[str]) -> None:
-    """Import what a manifest asks for, where `allowed` names its distribution ("name" or "name==version").
+    """Import an extension of a manifest if `allowed` has its distribution ("name" or "name==version").
 
-    Raises RefusedError (E-POLICY-15) where it is not allowed, where no distribution of this name and version is
-    installed or it does not declare this name, and where the code is other than the manifest's.
+    Raises RefusedError (E-POLICY-15) if it is not allowed, if no distribution of this name and version is installed, if
+    the distribution does not declare this name, or if its code differs from the manifest's digest.
     """
     wanted, version = normalised(extension.distribution), extension.version
     pins = [entry.partition("==") for entry in allowed]
@@ -195,14 +195,14 @@ def load_allowed(extension: Extension, allowed: Sequence[str]) -> None:
         raise _refused(f"expected {extension}, found {identified}")
     try:
         _import(identified)
-    except ConfigError as error:  # the run is sound, this installation is not
+    except ConfigError as error:  # the fault is in this installation, not in the run
         raise _refused(error.message) from error
 
 
 def load_distributions(names: Sequence[str] | None) -> list[Extension]:
-    """Import everything that these installed distributions declare; for a service, at its start.
+    """Import everything that these installed distributions declare; services call it at their start.
 
-    Raises ConfigError: E-CFG-01 where one is not installed or declares nothing, and as `load`.
+    Raises ConfigError: E-CFG-01 if one is not installed or declares nothing, and as `load`.
     """
     loaded, points = list[Extension](), registry.entry_points() if names else []
     for name in names or ():
@@ -249,10 +249,10 @@ def _import(extension: Extension) -> None:
 
 @contextmanager
 def registered(kind: str, value: object, name: str = "", digest: str = "") -> Iterator[str]:
-    """Register what a caller of this process holds in hand, for the time of the context; yields its name.
+    """Register an object of this process inside the context; yields its name.
 
-    A class keeps its place as its name, and is identified by its package, or by its own functions where that is a
-    notebook or a function; other values need `name` and `digest`. Raises as `check`.
+    The name of a class is its reference. A class is identified by its package, or by its own functions if it is defined
+    in a notebook or a function. Other values need `name` and `digest`. Raises as `check`.
     """
     check(kind, name or _place(value), value)
     extension = Extension(kind, name, digest=digest) if name else _identify_class(kind, value)
@@ -278,7 +278,7 @@ def _identify_class(kind: str, value: object) -> Extension:
 
 
 def class_digest(value: type) -> str:
-    """Hash a class that lies in no package: the text of its own functions and its plain values."""
+    """Hash a class outside of any package: the source of its own functions, and its plain values."""
     hasher = blake3(value.__qualname__.encode())
     for name, member in sorted(vars(value).items()):
         inner = getattr(member, "fget", None) or getattr(member, "__func__", None) or member
@@ -297,9 +297,9 @@ def class_digest(value: type) -> str:
 
 
 def check(kind: str, name: str, value: object) -> None:
-    """Refuse a wrong extension when it is loaded and not in round 3, and forget what was read under its name before.
+    """Check an extension when it is loaded, so that it does not fail in a later round; clear caches under its name.
 
-    Raises ConfigError (E-CFG-02) on what is no such thing.
+    Raises ConfigError (E-CFG-02) if the value is not of this kind.
     """
     if kind == "method":
         if not isinstance(value, type) or not issubclass(value, FedAvg):

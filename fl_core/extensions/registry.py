@@ -1,6 +1,6 @@
-"""What this process has loaded of other distributions, and what they declare that are installed; nothing here imports.
+"""The extensions that this process has loaded, and the entry points of installed distributions. Imports none of them.
 
-Methods, models, data sets and partitions ask here for a name that is not ours. `loading` fills it.
+Methods, models, data sets and partitions look up names here that are not built in. `loading` fills the registry.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ class Extension:
     Attributes:
         kind: one of KINDS
         name: `package.module:Name`
-        distribution, version: as installed; empty for code that lies somewhere and is installed nowhere, which
-            simulations alone may use
+        distribution, version: as installed; empty for code that is not installed, which only simulations may use
         digest: BLAKE3 of all files of the package
     """
 
@@ -60,24 +59,24 @@ _LOADED: dict[tuple[str, str], Entry] = {}
 
 
 def entry(kind: str, name: str) -> Entry | None:
-    """Return a loaded extension and what it is; None where none has this name."""
+    """Return a loaded extension with its identity; None if there is none of this name."""
     return _LOADED.get((kind, name))
 
 
 def loaded(kind: str, name: str) -> object | None:
-    """Return a loaded extension: a class, or an object that this process was given; None where none has this name."""
+    """Return a loaded extension, a class or an object of this process; None if there is none of this name."""
     pair = entry(kind, name)
     return pair and pair[0]
 
 
 def identity(kind: str, name: str) -> Extension | None:
-    """Return what a loaded extension is; None where none has this name."""
+    """Return the identity of a loaded extension; None if there is none of this name."""
     pair = entry(kind, name)
     return pair and pair[1]
 
 
 def register(kind: str, name: str, loaded_entry: Entry | None) -> None:
-    """Make an extension what its kind and name stand for in this process; None: nothing."""
+    """Set the extension of this kind and name in this process. loaded_entry: None removes it."""
     if loaded_entry is None:
         _LOADED.pop((kind, name), None)
     else:
@@ -89,7 +88,7 @@ def is_reference(word: str) -> bool:
 
 
 def unknown(kind: str, name: str, valid: Mapping[str, object] | Sequence[str]) -> ConfigError:
-    """Make the error (E-CFG-01) for a name that is neither ours nor that of a loaded extension."""
+    """Create the error (E-CFG-01) for a name that is neither built in nor a loaded extension."""
     if is_reference(name):
         return ConfigError(
             "E-CFG-01",
@@ -100,9 +99,9 @@ def unknown(kind: str, name: str, valid: Mapping[str, object] | Sequence[str]) -
 
 
 def require_named(method: str, model: str, named: Sequence[Extension]) -> None:
-    """Raise ConfigError (E-CFG-08) unless a manifest says whose code its method and its model are, and of nothing else.
+    """Raise ConfigError (E-CFG-08) unless a manifest lists exactly the extensions of its method and its model.
 
-    What it leaves out nobody could decide about.
+    A hospital could not decide about code that is missing in the list.
     """
     used = {(kind, name) for kind, name in (("method", method), ("model", model)) if is_reference(name)}
     if sorted(used) != sorted((extension.kind, extension.name) for extension in named):
@@ -114,9 +113,9 @@ def require_named(method: str, model: str, named: Sequence[Extension]) -> None:
 
 
 def require_same(method: str, model: str, named: Sequence[Extension]) -> None:
-    """Raise ConfigError (E-CFG-08) where this process has loaded other code than a manifest names, E-CFG-01 where none.
+    """Raise ConfigError: E-CFG-08 if this process has loaded other code than a manifest names, E-CFG-01 if none.
 
-    As `require_named`.
+    Also raises as `require_named`.
     """
     require_named(method, model, named)
     for wanted in named:
@@ -131,7 +130,7 @@ def require_same(method: str, model: str, named: Sequence[Extension]) -> None:
 
 
 class EntryPoint(NamedTuple):
-    """What an installed distribution declares. reference: `package.module:Name`."""
+    """An entry point of an installed distribution. reference: `package.module:Name`."""
 
     kind: str
     name: str
@@ -153,12 +152,12 @@ def entry_points(kinds: Sequence[str] = KINDS) -> list[EntryPoint]:
 
 
 def normalised(distribution: str) -> str:
-    """Write a distribution's name as indexes compare it: "My_Package" and "my-package" are one."""
+    """Normalise a distribution's name as package indexes do: "My_Package" and "my-package" are equal."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def installed(allowed: Sequence[str]) -> dict[str, str]:
-    """Say of each entry of an allow-list ("name" or "name==version") what is installed here; nothing is imported."""
+    """Describe, for each entry of an allow-list ("name" or "name==version"), the installed version; imports none."""
     points, states = entry_points(), {}
     for entry in allowed:
         name, _, version = (part.strip() for part in entry.partition("=="))

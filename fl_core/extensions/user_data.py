@@ -1,4 +1,4 @@
-"""A data set of somebody else's: a class below `ArrayData`, in another distribution or in a notebook."""
+"""Data sets of users: subclasses of `ArrayData` in another distribution or a notebook."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class ArrayData(ABC):
     Attributes:
         shape: of one example; (channels, height, width) of an image
         classes: the label space, in order
-        augmentation: what training does to images where `train.augment` is on
+        augmentation: of training images, if `train.augment` is on
         mean, std: per channel, of images in [0, 1]
-        model: the model that suits it, where no other is chosen
+        model: the default model
 
-    `read` is called once per process. Images are uint8, everything else float32; a hospital reads its own examples, and
-    a simulation divides the same among its silos.
+    `read` is called once per process. Images are uint8, everything else float32. A hospital reads its own examples; a
+    simulation divides the examples among its silos.
     """
 
     shape: ClassVar[tuple[int, ...]]
@@ -50,7 +50,7 @@ class ArrayData(ABC):
 
 
 def require(name: str, value: object) -> None:
-    """Raise ConfigError (E-CFG-02) on what is no data set: before anything is read."""
+    """Raise ConfigError (E-CFG-02) if a value is no valid data set, without reading its examples."""
     kind = value if isinstance(value, type) else type(value)
     if not issubclass(kind, ArrayData):
         raise ConfigError("E-CFG-02", f"{name}: expected a class below ArrayData, found {kind.__name__}")
@@ -73,18 +73,18 @@ def is_own(name: str) -> bool:
 
 
 def schema(name: str) -> Schema | None:
-    """Return the schema of a loaded data set; None where none has this name."""
+    """Return the schema of a loaded data set; None if there is none of this name."""
     dataset = registry.loaded("data", name)
     return None if dataset is None else schema_of(dataset)
 
 
 def clear_cache() -> None:
-    """Drop what was read: another data set or partition may have the same name from now on."""
+    """Clear the cache, since another data set or partition may get the same name."""
     arrays.clear_cache()
 
 
 def read(name: str, root: Path | None) -> FullDataset:
-    """Read a loaded data set; raises DataError (E-DATA-05, E-DATA-07) on arrays that are not what its class says."""
+    """Read a loaded data set; raises DataError (E-DATA-05, E-DATA-07) if its arrays do not match its class."""
     dataset = registry.loaded("data", name)
     made = dataset() if isinstance(dataset, type) else dataset
     assert isinstance(made, ArrayData)
@@ -126,7 +126,7 @@ def _split(name: str, expected: Schema, split: str, x: object, y: object) -> Spl
 
 
 def load_whole(name: str, root: Path | None, classes: Sequence[str] | None) -> arrays.ArrayShare:
-    """Take a whole data set as one hospital's own."""
+    """Return a whole data set as the data of one hospital."""
     whole = arrays.cached(read, name, root)
     indices = SiloIndices(np.arange(len(whole.train.y)), np.arange(len(whole.test.y)))
     return arrays.ArrayShare(whole, indices, tuple(classes or whole.classes), name)

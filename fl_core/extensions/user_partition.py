@@ -1,4 +1,4 @@
-"""A partition of somebody else's: a frozen dataclass with `silos` and `partition`, in another package or a notebook."""
+"""Partitions of users: frozen dataclasses with `silos` and `partition`, in another package or a notebook."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from fl_core.errors import ConfigError
 from fl_core.extensions import registry
 
 Shares = Sequence[tuple[ArrayLike, ArrayLike] | ArrayLike]
-"""One entry per silo: positions in the train and in the test labels; or those in the train labels alone, and the test
-examples of each class are then divided as its training examples were."""
+"""One entry per silo: positions in the train and in the test labels, or only in the train labels. In the second case
+the test examples of each class are divided in proportion to its training examples."""
 _TEXT = re.compile(r"([\w.]+:\w+)(?:\(([^()/#@]*)\))?", re.ASCII)
 
 
 class OwnPartition(Protocol):
     """How the examples of a data set are divided among silos; its fields are its options.
 
-    silos: how many there are.
+    silos: number of silos.
     """
 
     silos: int
 
     def partition(self, train: Labels, test: Labels, n_classes: int, seed: int) -> Shares:
-        """Divide: a function of these arguments alone, the same in every process; seed: `federation.partition_seed`."""
+        """Divide the examples. The result must depend only on these arguments. seed: `federation.partition_seed`."""
         ...
 
 
 def require(name: str, value: object) -> None:
-    """Raise ConfigError (E-CFG-02) on what is no partition."""
+    """Raise ConfigError (E-CFG-02) if a value is no partition."""
     made = value() if isinstance(value, type) else value
     if not callable(getattr(made, "partition", None)) or not _is_count(getattr(made, "silos", None)):
         raise ConfigError(
@@ -50,7 +50,7 @@ def _is_count(value: object) -> bool:
 
 
 def parse_partition(body: str) -> tuple[OwnPartition, str] | None:
-    """Read "package:Name(silos=5,alpha=0.3)" where it names a loaded partition; None where it is no such text.
+    """Read a loaded partition from "package:Name(silos=5,alpha=0.3)"; None if the text has another form.
 
     Returns the partition and its canonical text: options that differ from their defaults, in the order of the fields.
     """
@@ -60,7 +60,7 @@ def parse_partition(body: str) -> tuple[OwnPartition, str] | None:
     partition = registry.loaded("partition", match[1])
     if partition is None:
         raise registry.unknown("partition", match[1], ())
-    if not isinstance(partition, type):  # what the process was given has no options
+    if not isinstance(partition, type):  # objects of this process have no options
         return partition, match[1]  # type: ignore[return-value]
     options = {}
     for entry in filter(None, (match[2] or "").split(",")):
@@ -101,9 +101,9 @@ def _plain(name: str, option: str, value: object) -> str:
 def checked(
     text: str, shares: Shares, silos: int, labels: tuple[Labels, Labels], n_classes: int, seed: int
 ) -> list[tuple[Indices, Indices]]:
-    """Take what a partition answered: pairs of positions.
+    """Check a partition's result, and return pairs of positions.
 
-    Raises ConfigError (E-CFG-08) on another number of silos, and on positions that are no whole numbers, outside the
+    Raises ConfigError (E-CFG-08) if the number of silos is wrong, or if positions are no whole numbers, outside the
     data or twice in one silo.
     """
     entries = list(shares)
@@ -136,7 +136,7 @@ def _positions(text: str, silo: int, raw: ArrayLike, labels: Labels) -> Indices:
 
 
 def divided_alike(train: Sequence[Indices], labels: tuple[Labels, Labels], n_classes: int, seed: int) -> list[Indices]:
-    """Divide the test examples of each class in the proportions of its training examples; nobody's stay out.
+    """Divide the test examples of each class in proportion to its training examples; omit classes of no silo.
 
     Guarantees: the parts are disjoint, and a silo without training examples of a class gets no test example of it.
     """

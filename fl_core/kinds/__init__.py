@@ -1,4 +1,4 @@
-"""The kinds of runs. All differences between them are in these objects. Nothing here loads torch.
+"""The kinds of runs. All differences between them are defined in these objects. Nothing here loads torch.
 
 base         the interface of a kind
 training     hospitals train one model together
@@ -26,7 +26,7 @@ def kinds() -> tuple[RunKind, ...]:
 
 
 def register(kind: RunKind) -> None:
-    """Add a kind, which is tried before the existing ones; it replaces one of its name."""
+    """Add a kind, which is tried before the existing ones; it replaces a kind of the same name."""
     _KINDS[:] = [kind, *(other for other in _KINDS if other.name != kind.name)]
 
 

@@ -20,8 +20,8 @@ class RunKind:
 
     name: ClassVar[str]
     program: ClassVar[str] = ""
-    """Without training by a method: `package.module:Class` of the hospitals' program, named in manifests by the kind's
-    name. A kind in which everybody answers once inherits `fl_core.kinds.one_answer.OneAnswer`."""
+    """For kinds without a method: `package.module:Class` of the hospitals' program; manifests name it by the kind's
+    name. A program in which each hospital answers once inherits `fl_core.kinds.one_answer.OneAnswer`."""
     trains: ClassVar[bool] = False
     """Whether hospitals train: then their consent to training is needed, and classes are counted."""
     updates: ClassVar[bool] = True
@@ -33,7 +33,7 @@ class RunKind:
     parts: ClassVar[Mapping[str, str]] = {}
     """Descriptions of the parts of an update that no other kind has."""
     answered: ClassVar[str] = ""
-    """What hospitals have done at the end of a run with answers instead of a model; otherwise empty."""
+    """Text about the end of a run with answers, such as "Hospitals have answered"; empty for a run with a model."""
 
     def recognises(self, method: str, rounds: int) -> bool:  # noqa: ARG002
         return method == self.name
@@ -55,11 +55,11 @@ class RunKind:
         return ""
 
     def check(self, manifest: ManifestFacts) -> None:
-        """Raise ConfigError on a manifest that is impossible for this kind."""
+        """Raise ConfigError if a manifest is impossible for this kind."""
 
     def check_start(self, manifest: ManifestFacts) -> None:
         """Raise ConfigError (E-CFG-02) if a run cannot begin with its start."""
 
     def question(self, method: Any, n_classes: int) -> SurveySums | None:  # noqa: ANN401, ARG002
-        """Return the questions about records, if the run asks for nothing else. method: the run's program."""
+        """Return the questions about records if this is a survey, otherwise None. method: the run's program."""
         return None

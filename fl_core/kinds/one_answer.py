@@ -1,4 +1,4 @@
-"""The program of a kind of run in which every hospital answers once; nobody trains, and answers are summed."""
+"""The program of a kind of run in which every hospital answers once, without training; answers are summed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fl_core.types.interfaces import LocalData
 from fl_core.types.values import Bundle, LocalResult, Part, PartRule, RoundContext, State, Tensors
 
 HOSPITALS = "hospitals"
-"""The number of hospitals that answered, beside the sum of their answers."""
+"""The tensor with the number of hospitals that answered, next to the sum of their answers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""A survey: hospitals answer questions about their records once, and nobody trains (docs/survey.md)."""
+"""A survey: hospitals answer questions about their records once, without training (docs/survey.md)."""
 
 from __future__ import annotations
 

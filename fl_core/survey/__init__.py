@@ -1,4 +1,4 @@
-"""A survey: counts of hospitals' records, asked for before training (docs/survey.md).
+"""A survey: counts of hospitals' records, requested before training (docs/survey.md).
 
 facts      properties of a record, read from files and rows
 answers    from records to the numbers of each cell, and their suppression

@@ -7,15 +7,15 @@ patients   patients with a record that has a share in the cell
 held       1 if the number is suppressed; both numbers are 0 then
 unnamed    1 if the data name no patients, so that each record counts as one, in cells that are not suppressed
 
-A cell of 1 to `least` - 1 patients is suppressed. So that it cannot be computed from the total of a question, which
-other questions share, further cells are suppressed: those of the fewest patients, until the suppressed cells have
+A cell of 1 to `least` - 1 patients is suppressed. It must not follow from the total of the question, which other
+questions share. So further cells are suppressed, those of the fewest patients first, until the suppressed cells have
 `least` patients together, or no cell is left. A question with fewer than `least` patients in total is suppressed as a
-whole, with its empty cells. An empty cell of another question is 0: that is a number about nobody.
+whole, with its empty cells. An empty cell of any other question is shown as 0, since it is about no patient.
 
-With noise (in private data) a patient adds the mean of its records' shares, so cells have patients, not images, and
-those of a question sum to all patients; only questions that the hospital does not answer are suppressed.
+With noise (in private data) a patient adds the mean of its records' shares. So cells count patients, not images, and
+the cells of a question sum to all patients. Only questions that the hospital does not answer are suppressed.
 
-Guarantees: suppression, and all numbers, follow from patients; a patient counts once, whatever the number of records.
+Guarantees: suppression and all numbers depend on patients; a patient counts once, for any number of records.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def withhold(answers: Tensors, cells: Tensor) -> Tensors:
 
 
 def known_patients(query: SurveySums, named: bool) -> SurveySums:
-    """Return the questions that the data can answer: without patient names, none about images per patient."""
+    """Return the questions that the data can answer. Without patient names, images per patient are not answered."""
     if named or query.records_are_patients:
         return query
     answered = frozenset(q.name for q in query.questions if query.answers(q))

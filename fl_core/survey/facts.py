@@ -1,8 +1,8 @@
-"""Each record's shares in the cells of questions; nothing is sent from here.
+"""Each record's shares in the cells of questions. This module sends nothing.
 
-Of a file, the header is read, and for intensities also its pixels as used in training, with the file's own window: a
-run's window could make bins arbitrarily narrow. Of DICOM, the tags are those of `dicom.described`, which contain
-nothing about a patient. Unreadable values count as not stated.
+It reads the header of a file and, for intensities, the pixels as used in training, with the file's own window: a run's
+window could make bins arbitrarily narrow. DICOM tags are those of `dicom.described`, which contain nothing about a
+patient. Unreadable values count as not stated.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fl_core.types.targets import is_multi_label
 from fl_core.types.values import Examples, Progress
 
 STEP = 2.0**-10
-"""Shares are whole multiples of it, so that their sums are exact."""
+"""Unit of shares: they are whole multiples of it, so that their sums are exact."""
 _ROWS = 256
 _GREYS = 256
 
@@ -84,7 +84,7 @@ def surveyed(
     n_classes: int,
     progress: Progress | None = None,
 ) -> SurveyedRecords:
-    """Read the properties that the questions ask for from all records, and nothing else."""
+    """Read, from all records, only the properties that the questions need."""
     splits, names = (train, test), {question.name for question in questions}
     patient = _patients(splits)
     total, facts = len(patient), list[RecordFacts]()
@@ -99,7 +99,7 @@ def surveyed(
 
 
 def names_patients(*splits: Examples) -> bool:
-    """Tell whether data name patients; where they do not, each record counts as one."""
+    """Tell whether the data name patients; if not, each record counts as a patient."""
     return all(examples.groups is not None for examples in splits)
 
 
@@ -173,7 +173,7 @@ def make_of(stated: str) -> str | None:
 def _of_tensors(
     examples: TensorExamples | ArrayExamples, bare: Sequence[RecordFacts], greys: bool
 ) -> Iterable[RecordFacts]:
-    """Describe in-memory images; a tensor that is no image, or has values outside [0, 1], states less."""
+    """Describe in-memory images; for other tensors, or values outside [0, 1], some properties are not stated."""
     for index in torch.split(torch.arange(len(bare)), _ROWS):
         stored = examples.stored(index)
         if stored.dim() != 4 or stored.shape[1] not in (1, 3):

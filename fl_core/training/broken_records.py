@@ -1,8 +1,8 @@
-"""Listed records that cannot be read: named in the log, left out, counted; the run continues without them.
+"""Listed records that cannot be read: they are logged, left out and counted, and the run continues without them.
 
-Whether a record is left out depends only on its own file. So a private run without it is the run of a hospital that
-never had it: sampling rates and charges follow from the declared size, which stays. One of ONE_IN records may be
-broken; with more the task fails, since the rest may not be the agreed data.
+Whether a record is left out depends only on its own file. So a private run without it equals the run of a hospital that
+never had it: sampling rates and charges follow from the declared size, which does not change. One of ONE_IN records may
+be broken; with more, the task fails, since the rest may not be the agreed data.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Notice = Callable[[Sequence[int]], None]
 
 
 def require_few(broken: int, n: int) -> None:
-    """Raise DataError (E-DATA-04), without a number, if more of n records are broken than may be left out."""
+    """Raise DataError (E-DATA-04) if too many of n records are broken; the message does not contain the number."""
     if broken > allowed_broken(n):
         raise DataError(
             UNREADABLE,
@@ -84,10 +84,10 @@ def readable(examples: Examples) -> Examples:
 
 
 class EmptyWhereBroken(Examples):
-    """Image files of a private run; one that breaks during a round becomes NaN.
+    """Image files of a private run; a file that breaks during a round is read as NaN.
 
-    A unit whose numbers are not finite adds nothing to a private sum, and the draws of all others stay the same, so the
-    round continues within its charge. notice: called with the positions of broken ones.
+    A unit whose numbers are not finite adds nothing to a private sum, and the draws of all others stay the same. So the
+    round continues within its charge. notice: called with the positions of broken files.
     """
 
     def __init__(self, examples: ImageExamples, notice: Notice) -> None:
@@ -98,14 +98,14 @@ class EmptyWhereBroken(Examples):
         return self.prepared(self.stored(index), augment), self.labels[index]
 
     def prepared(self, x: Tensor, augment: torch.Generator | None = None) -> Tensor:
-        """Finish the output of `stored`; augmentation draws for broken ones as well, and leaves them NaN."""
+        """Finish the output of `stored`. Augmentation also draws for broken images, which stay NaN."""
         broken = torch.isnan(x).flatten(1).any(1) if x.is_floating_point() else torch.zeros(len(x), dtype=torch.bool)
         made = self._examples.prepared(x.nan_to_num(0.0) if x.is_floating_point() else x, augment)
         made[broken] = torch.nan
         return made
 
     def stored(self, index: Tensor) -> Tensor:
-        """Return squares as `ImageExamples.stored`; in float32 if one of them is broken."""
+        """Return images as `ImageExamples.stored`; in float32 if one of them is broken."""
         try:
             return self._examples.stored(index)
         except DataError as error:

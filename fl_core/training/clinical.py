@@ -12,12 +12,13 @@ With p = softmax(logits), y the class of a test example and B = SCORE_BINS,
 | confidence  | (15,): the sum of their confidences, the only one that is no count                              |
 
 The weight is the number of test examples; a silo that withholds the part sends zeros of weight 0. An example whose
-logits have no probabilities (NaN, +inf) lies in the lowest bins, with confidence 0; its answer is argmax's, as in the
-part "metrics".
+logits have no probabilities (NaN, +inf) lies in the lowest bins, with confidence 0; its answer is that of argmax, as in
+the part "metrics".
 
-With several labels at once each answer about a label that was looked for counts as an example does above. With p_l =
-sigmoid(logit l), s_l = ln(p_l / (1 - p_l)) and the confidence max(p_l, 1 - p_l), "confusion" is (L, 2, 2): label, not
-found or found, not said or said (logit > 0), and the weight is the number of answers. A logit that is NaN says no.
+With several labels at once, each answer about a known label counts like an example above. With p_l = sigmoid(logit l),
+s_l = ln(p_l / (1 - p_l)) and the confidence max(p_l, 1 - p_l), "confusion" is (L, 2, 2): label, true value (not found,
+found), predicted value (not found, found: logit > 0). The weight is the number of answers. A logit that is NaN counts
+as "not found".
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from fl_core.types.values import BatchSums, Part, Tensors
 
 
 def clinical_part(model: nn.Module, data: LocalData, n_classes: int, split: Split = Split.TEST) -> Part:
-    """Count on the silo's test split. The examples must not be private: nothing is noisy or charged."""
+    """Count on the silo's test split. The examples must not be private, since counts have no noise and no charge."""
     model.eval()
 
     count = label_counts if data.multi_label else clinical_counts
@@ -117,7 +118,7 @@ def answers(confusion: Tensor) -> tuple[Tensor, Tensor]:
 def score_bins(p: Tensor, alternatives: int) -> Tensor:
     """Return the bin of each probability's score: p (n, C) float64 in [0, 1] -> (n, C) int64, increasing with p.
 
-    alternatives: C, or 2 for a label: a model without knowledge says 1 / alternatives, and has a score of 0
+    alternatives: C, or 2 for a label; the probability 1 / alternatives, of a model without knowledge, has score 0.
     """
     score = torch.log(p) - torch.log1p(-p) + math.log(max(alternatives - 1, 1))
     x, end = torch.asinh(score.clamp(-SCORE_LIMIT, SCORE_LIMIT) / SCORE_UNIT), math.asinh(SCORE_LIMIT / SCORE_UNIT)

@@ -1,4 +1,4 @@
-"""Clinical metrics in words and tables, as both services and the model card print them."""
+"""Clinical metrics in words and tables, for both services and the model card."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fl_core.types.clinical import BinnedRange, ClinicalMetrics
 from fl_core.types.intervals import Interval
 
 FEW = 10
-"""With fewer test examples a number says almost nothing: its interval is a third of the whole range, or more."""
+"""With fewer test examples a number has almost no meaning: its interval is at least a third of the whole range."""
 NOT_MEASURED = (
     "specificity, AUC, confusion matrix and calibration are not measured with the noise of a private run; sensitivity "
     "is the accuracy of the class (docs/metrics.md)"
@@ -21,13 +21,13 @@ NOT_SENT = (
 _TWO_BY_TWO = ("absent", "absent, but predicted", "present, but not predicted", "present and predicted")
 _BOTH = "were found in some test examples and not in others"
 _MISLEADING = 0.1
-"""From this expected calibration error on, probabilities must not be used uncorrected."""
+"""Expected calibration error from which probabilities must be corrected before use."""
 
 
 def sentence(metrics: ClinicalMetrics, tested: float = 0.0) -> str:
-    """Describe the results over all classes; tested: the examples that accuracy was measured on, if these may be fewer.
+    """Describe the results over all classes. tested: number of test examples that accuracy was measured on.
 
-    If they are, balanced accuracy is left out: that of all test examples is shown elsewhere.
+    If `metrics` cover fewer examples, balanced accuracy is left out: that of all test examples is shown elsewhere.
     """
     what, have = ("classes", "have test examples") if not metrics.labels else ("labels", _BOTH)
     missing, over = round(tested) - metrics.examples, f"{metrics.classes_present} of {len(metrics.tables)} {what}"
@@ -88,7 +88,7 @@ def confusion_rows(metrics: ClinicalMetrics, classes: Sequence[str]) -> list[tup
 
 
 def reliability_rows(metrics: ClinicalMetrics) -> list[tuple[str, ...]]:
-    """Return (confidence, examples, mean confidence, share right) of the bins that have examples."""
+    """Return (confidence, examples, mean confidence, share of correct answers) for each bin with examples."""
     width = 1 / len(metrics.bins)
     return [
         (

@@ -1,4 +1,4 @@
-"""Training with kernels of `torch.compile`: only the model's features, which take most of the time."""
+"""Training with `torch.compile`, for the model's features only, which take most of the time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def compiled(model: nn.Module, wanted: bool) -> Iterator[None]:
     for module, name in places:
         setattr(module, name, torch.compile(getattr(module, name), backend=BACKEND))
     try:
-        # Otherwise torch stops compiling after several versions, and reports it only in its log.
+        # Otherwise torch stops compiling after some versions and reports this only in its log.
         with config.patch(recompile_limit=MAX_VERSIONS, fail_on_recompile_limit_hit=True):
             yield
     except (TorchDynamoException, FailOnRecompileLimitHit) as error:

@@ -1,24 +1,24 @@
-"""Two models on the same images: the difference of their macro AUC and its variance, without a model of the scores.
+"""The difference of two models' macro AUC on the same images, and its variance, without a model of the scores.
 
-With the classes c that have two images or more, m_c images of each and n_c others, and D = (first - second) of the
-placements of an image i among those that it is ordered against,
+Let c be the classes with at least two images, m_c the number of images of class c and n_c that of all others. Let D be
+the difference (first - second) of an image's placements among the images that it is compared with. Then
 
     difference = 1/C sum_c (A_c(first) - A_c(second))
     h(i) = 1/C ( D_g(i) / m_g + sum_{c != g} D_c(i) / n_c )      g the class of i
     variance = sum_g m_g S_g^2                                   S_g^2 the sample variance of h over the images of g
 
-which of two classes is that of DeLong, DeLong and Clarke-Pearson, Biometrics 44, 1988; of more it counts that the same
-images are in all areas. It needs each image's scores, so it is computed where the images are. What leaves is summed
-over hospitals: of each n (its images), n d and n^2 v, so that the mean of the hospitals' differences, weighted by
-images, has the variance sum n^2 v / (sum n)^2. Pairs of images of two hospitals are in no area.
+For two classes, this is the variance of DeLong, DeLong and Clarke-Pearson, Biometrics 44, 1988. For more classes, it
+takes into account that all areas use the same images. It needs each image's scores, so each hospital computes it. Only
+sums over hospitals of n (number of images), n d and n^2 v leave. The mean of the hospitals' differences, weighted by
+images, has the variance sum n^2 v / (sum n)^2. No area contains pairs of images of two hospitals.
 
-Of L labels at once, each known of some images, an image may be on either side of each:
+With L labels at once, each known for some images, an image is on one of the two sides of each label:
 
     difference = 1/L sum_l (A_l(first) - A_l(second))
     h(i) = 1/L sum_l (D_l(i) - its mean over the side of i) / sqrt(k (k - 1))      k the images on the side of i
     variance = sum_i h(i)^2
 
-which of one label is the same.
+For one label, this is the same as above.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from fl_core.tensors import Tensor, torch
 from fl_core.types.targets import FOUND, NOT_FOUND, UNKNOWN, is_multi_label
 
 LEAST = 2
-"""Images of a class: fewer have no variance."""
+"""Minimum number of images of a class; with fewer there is no variance."""
 
 
 class PairedAuc(NamedTuple):
-    """The difference first - second of macro AUC, its variance, and on how many images of how many classes."""
+    """The difference first - second of macro AUC, its variance, and the numbers of images and classes."""
 
     difference: float
     variance: float
@@ -42,10 +42,10 @@ class PairedAuc(NamedTuple):
 
 
 def paired_auc(first: Tensor, second: Tensor, labels: Tensor) -> PairedAuc | None:
-    """Compare two models' scores (n, C), of each class the higher the likelier, on images of `labels` (n,) or (n, C).
+    """Compare two models' scores (n, C) on images with `labels` (n,) or (n, C); a higher score is a likelier class.
 
-    None where fewer than two classes have two images, no label was found in two and not found in two, or a score is
-    NaN.
+    None if fewer than two classes have two images, if no label was both found in two images and not found in two, or if
+    a score is NaN.
     """
     first, second = first.double(), second.double()
     if bool(torch.isnan(first).any()) or bool(torch.isnan(second).any()):
@@ -92,9 +92,10 @@ def _of_labels(first: Tensor, second: Tensor, labels: Tensor) -> PairedAuc | Non
 
 
 def _placements(scores: Tensor, mine: Tensor) -> Tensor:
-    """Return of each image of a class the share of others below it, and of each other the share of the class above it.
+    """Return the placement of each image; ties count half.
 
-    Ties count half.
+    For an image of the class, it is the share of other images with a lower score; for any other image, the share of
+    images of the class with a higher score.
     """
     placements = torch.empty(len(scores), dtype=torch.float64)
     for group, others, sign in ((mine, ~mine, 1.0), (~mine, mine, -1.0)):

@@ -1,4 +1,4 @@
-"""The device of models: chosen by name, deterministic kernels, and data on the device."""
+"""The device of models: choose it by name, use deterministic kernels, and move data to it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SHARE_OF_MEMORY = 0.5
 def choose_device(name: str) -> torch.device:
     """Read cpu, cuda, cuda:N or auto (a GPU if there is one).
 
-    Raises ConfigError (E-CFG-02) on another word, or if this machine has no such device. Guarantees: float32 is
-    float32: cuDNN may not round it to the ten bits of TF32, as it does by default; for speed, use bfloat16.
+    Raises ConfigError (E-CFG-02) on another word, or if this machine has no such device. Guarantees: cuDNN does not
+    round float32 to the ten bits of TF32, as it does by default; use bfloat16 for speed.
     """
     torch.backends.cudnn.allow_tf32 = False
     if name == "auto":
@@ -67,15 +67,16 @@ def cudnn_benchmark(wanted: bool) -> Iterator[None]:
 
 
 class OnDevice(Examples):
-    """Examples read once onto a device. as_stored: without their last steps, so that they can be augmented there.
+    """Examples that were read once onto a device.
 
-    Otherwise augmented examples are read from their source.
+    as_stored: whether they are kept as `Examples.stored`, so that they can be augmented on the device; if not,
+    augmented examples are read from their source.
     """
 
     def __init__(self, source: Examples, device: torch.device, as_stored: bool = False) -> None:
         self.labels, self.groups = source.labels, source.groups
         if (paths := getattr(source, "paths", None)) is not None:
-            self.paths = paths  # a record's name is the same wherever it lies
+            self.paths = paths  # a record keeps its name on any device
         self._source, self._as_stored = source, as_stored
         read = source.stored if as_stored else lambda index: source.batch(index)[0]
         self._x = torch.cat([read(index).to(device) for index in torch.split(torch.arange(len(source)), 512)])

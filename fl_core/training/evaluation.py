@@ -1,4 +1,4 @@
-"""What a silo measures of a model, as weighted sums like every other part: nobody sees one silo's numbers alone.
+"""A silo's measurements of a model, as weighted sums like every other part of an update.
 
 | part            | total                              | weight                                                   |
 |-----------------|------------------------------------|----------------------------------------------------------|
@@ -59,9 +59,9 @@ _SCORES = {PERSONAL: ("pa",), PERSONAL_PUBLIC: ("pm_l", "pm_v"), PERSONAL_GA: ("
 def evaluate(model: nn.Module, data: LocalData, n_classes: int, split: Split = Split.TEST) -> Part:
     """Count correct answers per class on the silo's test split, as one joint query.
 
-    Returns Part({"correct": (C,)}, weight = test examples per class (C,)): an accuracy is a mean of parts, taken over
-    the union of all silos' test sets and never a mean of accuracies. With several labels at once, each is counted over
-    the examples in which it was looked for, and found by a logit above 0; never private.
+    Returns Part({"correct": (C,)}, weight = test examples per class (C,)). So the accuracy of a sum of parts is over
+    the union of all silos' test sets, not a mean of accuracies. With several labels at once, each label is counted over
+    the examples in which it is known, and a logit above 0 predicts it; such test examples must not be private.
     """
     model.eval()
     if data.multi_label:
@@ -100,7 +100,7 @@ def evaluate_global(model: nn.Module | None, data: LocalData, n_classes: int, cl
 
 
 def consent() -> Part:
-    """Create the part by which a silo allows its own numbers to be shown; `withheld` creates that of a refusal."""
+    """Create the part by which a silo allows its own numbers to be shown; apply `withheld` to it for a refusal."""
     return Part({"shown": torch.tensor(1.0)}, torch.tensor(1.0))
 
 
@@ -184,7 +184,7 @@ def shown_result(update: Bundle) -> HospitalResult | None:
 
 
 def withheld(part: Part) -> Part:
-    """Return the part of a silo that withholds it: zeros of weight 0, as for a silo without test examples."""
+    """Return zeros of weight 0 in the form of a part, as from a silo without test examples."""
     return Part({name: torch.zeros_like(v) for name, v in part.total.items()}, torch.zeros_like(part.weight))
 
 
@@ -216,7 +216,8 @@ def weighted_accuracy(correct: Tensor, count: Tensor, weight: Tensor) -> float:
 def _scored(part: str, measured: Sequence[tuple[Part, Tensor]]) -> Part:
     """Combine one silo's accuracies and their squares.
 
-    A standard deviation is the difference of two near numbers, so the float32 rounding of a square is kept beside it.
+    The float32 rounding error of each square is also kept: a standard deviation is the difference of two similar
+    numbers.
     """
     values = [weighted_accuracy(p.total["correct"], p.weight, a) for p, a in measured]
     total: dict[str, Tensor] = {}
@@ -248,7 +249,7 @@ def personal_scores(total: Bundle) -> dict[str, float]:
 def scarce_classes(labels: Tensor, n_classes: int, least: int) -> Tensor:
     """Return the classes (C,) that have test examples, but fewer than `least`.
 
-    For several labels at once: labels found, or looked for and not found, in so few examples.
+    For several labels at once: labels that were found, or not found, in fewer than `least` examples.
     """
     tested = class_counts(labels, n_classes)
     few = (tested > 0) & (tested < least)
@@ -265,7 +266,7 @@ def scarce_class_names(labels: Tensor, classes: Sequence[str], least: int) -> li
 
 
 class WithoutScarceClasses(Examples):
-    """Test examples without the classes of fewer than `least`, for every measurement of a model."""
+    """Test examples without the classes that have fewer than `least`, for every measurement of a model."""
 
     def __init__(self, examples: Examples, n_classes: int, least: int) -> None:
         self._examples, labels, few = examples, examples.labels, scarce_classes(examples.labels, n_classes, least)

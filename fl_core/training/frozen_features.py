@@ -1,13 +1,13 @@
-"""Frozen features: a run whose examples are the output of the body that its model begins with.
+"""Frozen features: in such a run, the examples are the outputs of the model's frozen body.
 
-With `train.freeze=features` the body is the same function everywhere: in eval mode, with the weights of the run's start
-or seed, on batches of one public shape, padded with zeros, or on each image alone (`FrozenBody`). So an example has the
-same d0 numbers in every batch and at every hospital. The part after the body (the projection of `model.adapter`, and
-the head) is the model of the run: to methods, privacy, layouts and messages nothing else exists.
+With `train.freeze=features` the body is the same function at every hospital: in eval mode, with the weights of the
+run's start or seed, on batches of one public shape, padded with zeros, or on each image alone (`FrozenBody`). So an
+example has the same d0 numbers in every batch and at every hospital. The part after the body (the projection of
+`model.adapter`, and the head) is the run's model for methods, privacy, layouts and messages.
 
-With `train.views` there are as many features for each of a few fixed views of an example, drawn from its content: the
-same image has the same views at any hospital and in any run. All views are one record; a step draws one of them. Sums
-and evaluations read the original example.
+With `train.views=V` an example has V fixed views, drawn from its content: the same image has the same views at any
+hospital and in any run. All views are one record; a step draws one of them. Sums and evaluations read the original
+example.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fl_core.types.values import Examples, Layout
 log = logging.getLogger(__name__)
 
 FEW = 32
-"""Examples that a body from a file gets at once, which may take a second for each: progress is told between them."""
+"""Examples per call of a body from a file. One may take a second, so progress is reported between calls."""
 
 
 class TrainedPart(NamedTuple):
@@ -96,10 +96,10 @@ class FeatureBatch(NamedTuple):
 
 
 class FixedViews(Examples):
-    """Examples with a few fixed views each, rows (n, V, *shape): the first is the original example.
+    """Examples with a few fixed views each, rows (n, V, *shape); the first view is the original example.
 
-    A generator draws one view of each instead of augmenting it.
-    at: the row of each example, where some rows are of none; rows may be a file, which is then read as it is asked for
+    With a generator, one view of each example is drawn instead of an augmentation. rows: may be mapped from a file and
+    is then read on access   at: the row of each example, if some rows belong to no example.
     """
 
     def __init__(
@@ -125,10 +125,10 @@ def feature_batches(
 ) -> Iterator[FeatureBatch]:
     """Pass all examples through a frozen body once, in order, a batch at a time; the body is moved to the device.
 
-    views: V, of each example   Guarantees: views follow only from the content of their example. An example that cannot
-    be read (E-DATA-04), or whose features are not finite, is named in the log and left out, whatever the others are.
-    Raises DataError (E-DATA-04) as `require_few`, if too many cannot be read. Features that are not finite never raise:
-    a malicious body could otherwise query records without a charge.
+    views: V, of each example. Guarantees: views depend only on the content of their example. An example that cannot be
+    read (E-DATA-04), or whose features are not finite, is logged and left out, independent of all others. Raises
+    DataError (E-DATA-04) as `require_few`, if too many cannot be read. Features that are not finite never raise an
+    error: otherwise a malicious body could query records without a charge.
     """
     blank, _ = examples.batch(torch.zeros(0, dtype=torch.long))
     size, body, alone = eval_batch(blank.shape[1:]), body.to(device), isinstance(body, FrozenBody)
@@ -161,7 +161,7 @@ def in_memory(examples: Examples, batches: Iterable[FeatureBatch]) -> Examples:
 def with_rows(examples: Examples, positions: Tensor, rows: Tensor, at: Tensor | None = None) -> Examples:
     """Return the examples at `positions` (m,) with features (m, V, d0) instead of their original values.
 
-    at: their rows (m,), where there are others
+    at: their rows (m,); None: rows 0 to m - 1.
     """
     groups = None if examples.groups is None else tuple(examples.groups[i] for i in positions.tolist())
     if rows.shape[1] > 1 or at is not None:
@@ -170,7 +170,7 @@ def with_rows(examples: Examples, positions: Tensor, rows: Tensor, at: Tensor | 
 
 
 def _views(examples: Examples, index: Tensor, x: Tensor, number: int) -> Iterator[Tensor]:
-    """Read views (b, *shape) of the examples at `index` (b,), which are x, one after the other; x is the first."""
+    """Yield the views (b, *shape) of the examples at `index` (b,), one after the other; the first is x."""
     yield x
     if number == 1 or not len(index):
         yield from [x] * (number - 1)

@@ -40,7 +40,7 @@ if TORCH:  # without it there are sums, and no steps
 
 EVAL_BATCH = 512
 EVAL_NUMBERS = EVAL_BATCH * 3 * 64 * 64
-"""Size of a batch of examples for a sum, in numbers: fewer than `EVAL_BATCH` images if larger than 64 pixels."""
+"""Numbers in a batch of examples for a sum. Batches of images above 64 pixels have fewer than `EVAL_BATCH` images."""
 
 NO_MICRO_BATCH = "expected train.micro_batch=0, since parts of a batch do not add up to it; lower train.batch_size"
 
@@ -52,7 +52,7 @@ NOTHING_TO_TRAIN = (
 
 
 class _EmptyExamples(Examples):
-    """No example, of the shape of others."""
+    """An empty set of examples with the shape of others."""
 
     def __init__(self, like: Examples) -> None:
         self.labels = like.labels[:0]
@@ -135,21 +135,21 @@ class PlainLocalData:
                 descent.step()
                 taken += 1
                 self._progress(done, len(batches))
-            descent.clear()  # an update is made next, as large as the gradient
+            descent.clear()  # the update is created next and is as large as the gradient
         self._team.finish(moved)
         if self._config.channels_last:
             model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         return taken
 
     def _refuse(self, error: RefusedError) -> None:
-        """Handle a training without a step, which depends on this silo's number of examples."""
+        """Handle a training without a step. Silo-level privacy overrides this, since the error reveals the data."""
         raise error
 
     def _parts(self, x: Tensor, y: Tensor, scale: float, path: Sequence[str | int]) -> list[StepPart]:
-        """Divide a batch into micro-batches, each of which any process may compute: the bits are the same.
+        """Divide a batch into micro-batches. Any process may compute each one, with the same bits.
 
-        So the draws of each follow from its place, and it lies in memory of its own, as the kernels of products add in
-        another order where rows begin at another multiple of 64 bytes.
+        For this, the draws of a micro-batch follow from its position, and it has its own memory: matrix kernels sum in
+        an order that depends on the alignment of rows to 64 bytes.
         scale: of the objectives   path: of the step's draws.
         """
         if not (size := self._config.micro_batch):
@@ -168,9 +168,9 @@ class PlainLocalData:
         penalty: PenaltyFn | None,
         params: Sequence[nn.Parameter],
     ) -> Iterator[Tensor]:
-        """Yield the objectives of a step: one, or one for each micro-batch, whose sum is minimised.
+        """Yield the objectives of a step: one, or one for each micro-batch. Their sum is minimised.
 
-        Helpers compute those that follow each one meanwhile, and their gradients are added after it.
+        While this process computes one, helpers compute the following ones; their gradients are added after it.
         Raises as `part_objective`.
         """
         for number in range(0, len(parts), self._team.size):
@@ -185,7 +185,7 @@ class PlainLocalData:
     def _stream(self, batches: Sequence[Tensor], augment: torch.Generator | None) -> Iterator[tuple[Tensor, Tensor]]:
         """Read training batches in order; on a GPU one thread reads ahead into pinned memory.
 
-        One thread reads and one finishes at a time, so augmentation draws in the same order, and the bits are the same.
+        One thread reads and one thread finishes at a time, so augmentation draws in the same order with the same bits.
         """
         examples = self._examples[Split.TRAIN]
         on_device = augment if self._config.augment_on_device else None
@@ -232,8 +232,8 @@ class PlainLocalData:
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:  # noqa: ARG002
         """Sum a query over one split, without augmentation; `bound` is for private data and has no effect here.
 
-        A survey is over both splits; its noisy form is suppressed as a whole, since no noise is added here. Records
-        with coarse labels are left out if a query asks for classes.
+        A survey is over both splits; its noisy form is suppressed as a whole, since no noise is added here. If a query
+        needs classes, records with coarse labels are left out.
         """
         if isinstance(query, SurveySums) and query.private:
             return fully_withheld(query)
@@ -308,14 +308,14 @@ def _of_one_class(query: Query, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def eval_batch(shape: Sequence[int]) -> int:
-    """Return how many examples of a shape are read at once for a sum."""
+    """Return the batch size for sums over examples of this shape."""
     return max(1, min(EVAL_BATCH, EVAL_NUMBERS // max(1, math.prod(shape))))
 
 
 def draw_batches(n: int, size: int, order: torch.Generator, steps: int, *, drop_last: bool = False) -> list[Tensor]:
-    """Draw the batches of so many steps over n examples.
+    """Draw the batches of `steps` steps over n examples.
 
-    Raises DataError (E-DATA-08) without any example; RefusedError (E-RUN-52), with drop_last, without a whole batch.
+    Raises DataError (E-DATA-08) if there are no examples; RefusedError (E-RUN-52) if drop_last leaves no batch.
     """
     if n == 0:
         raise DataError("E-DATA-08", "expected at least one training example at this silo, found none")

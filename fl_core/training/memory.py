@@ -10,10 +10,10 @@ from fl_core.tensors import torch
 
 CPU = torch.device("cpu")
 FEW = (2, 4)
-"""Examples in the two steps whose memory is measured: it is a line in their number."""
+"""Numbers of examples in the two measured steps; memory is assumed to be linear in the number of examples."""
 _MIB = 1 << 20
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-_BY_VERSION = {  # folder below _CGROUPS, limit, usage, and what of that the system gives back by itself
+_BY_VERSION = {  # folder below _CGROUPS, files with the limit, the usage, and the reclaimable part of the usage
     1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("", "memory.max", "memory.current", "inactive_file"),
 }
@@ -34,7 +34,7 @@ def free_memory(device: torch.device) -> int | None:
 def require(need: int, device: torch.device, what: str, remedy: str, disclose: bool = False) -> None:
     """Raise RefusedError (E-RUN-38) if less than `need` bytes are free on a device.
 
-    disclose: state how much is free, which a hospital does not tell the lead.
+    disclose: whether the message has the free memory, which a hospital does not reveal to the lead.
     """
     free = free_memory(device)
     if free is None or need <= free:
@@ -46,7 +46,7 @@ def require(need: int, device: torch.device, what: str, remedy: str, disclose: b
 
 
 def mib(count: int) -> str:
-    """Write a number of bytes, rounded up."""
+    """Format a number of bytes in MiB, rounded up."""
     return f"{-(-count // _MIB)} MiB"
 
 
@@ -85,5 +85,5 @@ def _cgroup_headroom(folder: Path, limit: str, usage: str, reclaimable: str) -> 
         most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
         stats = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         return most - used + int(stats.get(reclaimable, 0))
-    except (OSError, ValueError):  # no such group is seen from here, or its limit is "max"
+    except (OSError, ValueError):  # the group is not visible here, or its limit is "max"
         return None

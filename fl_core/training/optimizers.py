@@ -19,10 +19,10 @@ AMP = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class _NeverCompiled(Optimizer):
-    """The methods of torch's optimizers, without the wrapper that keeps them out of compiled code.
+    """The methods of torch's optimizers, without the wrapper that excludes them from compilation.
 
-    The wrapper imports the compiler, which takes a second: a third of a short run. Only features are ever compiled
-    here.
+    The wrapper imports the compiler, which takes a second: a third of a short run. It is not needed, since only
+    features are compiled here.
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ def split_by_momentum(
 def make_optimizers(
     named: Mapping[str, nn.Parameter], lr: float, config: TrainConfig, no_momentum: Callable[[str], bool] | None = None
 ) -> list[Optimizer]:
-    """Make the optimizers of a pass: the schedule's, and plain SGD for what `no_momentum` selects."""
+    """Make the optimizers of a pass: the schedule's, and plain SGD for parameters that `no_momentum` selects."""
     scheduled, plain = split_by_momentum(named, no_momentum)
     return ([make_optimizer(scheduled, lr, config)] if scheduled else []) + ([_Sgd(plain, lr)] if plain else [])
 
@@ -68,13 +68,13 @@ def make_optimizers(
 def correct_gradient(named: Mapping[str, nn.Parameter], clip_norm: float, options: SgdOptions) -> None:
     """Clip the gradient of a step to a norm (0: no clipping), then add the shift; for plain and private data.
 
-    | term                                                  | `clip_norm` |
-    |-------------------------------------------------------|-------------|
-    | loss, in private data as it was clipped and noised    | in the norm |
-    | penalty: added to the loss in the objective           | in the norm |
-    | shift: a correction of the step                       | not         |
-    | weight decay, momentum: the optimizer's               | not         |
-    | all of parameters without momentum (`no_momentum`)    | not         |
+    | term                                                  | clipped |
+    |-------------------------------------------------------|---------|
+    | loss (in private data: after its clip and noise)      | yes     |
+    | penalty, which is added to the loss                   | yes     |
+    | shift: a correction of the step                       | no      |
+    | weight decay, momentum of the optimizer               | no      |
+    | all terms of parameters in `no_momentum`              | no      |
     """
     if clip_norm:
         scheduled, _ = split_by_momentum(named, options.no_momentum)
@@ -103,7 +103,7 @@ class GradientDescent:
 
     @property
     def scale(self) -> float:
-        """By what objectives are multiplied in float16; else 1."""
+        """Factor on objectives in float16; otherwise 1."""
         return float(self._scaler.get_scale())
 
     def clear(self) -> None:
@@ -119,7 +119,7 @@ class GradientDescent:
             self._scaler.unscale_(optimizer)
 
     def step(self) -> None:
-        """Take a step along the present `grad`; none if float16 overflowed."""
+        """Take a step along the present `grad`; skip it if float16 overflowed."""
         for optimizer in self._optimizers:
             self._scaler.step(optimizer)
         self._scaler.update()

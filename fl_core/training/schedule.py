@@ -1,4 +1,4 @@
-"""What follows from a schedule alone: the effective number of its steps, and what only plain training supports."""
+"""Properties of a schedule: its effective number of steps, and its options that only plain training supports."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def of_plain_training(config: TrainConfig) -> tuple[str, str] | None:
 def effective_steps(config: TrainConfig, steps: int, proximal: float = 0.0) -> float:
     """Return A, the effective number of steps: how far they move a scalar of constant gradient 1, in units of -lr.
 
-    Found by running the optimizer's own recursion, so it covers heavy-ball and Nesterov momentum; weight decay is part
-    of the objective and left out. proximal: lr * mu of a proximal term, whose gradient enters like the loss's.
+    It is computed by the optimizer's own recursion, so it covers heavy-ball and Nesterov momentum. Weight decay is part
+    of the objective and left out. proximal: lr * mu of a proximal term, whose gradient is added to the loss's.
     SGD gives A = K; momentum rho gives (K - rho (1 - rho^K) / (1 - rho)) / (1 - rho); a proximal term p without
     momentum gives (1 - (1 - p)^K) / p. Wang, Liu, Liang, Joshi and Poor, "Tackling the Objective Inconsistency Problem
     in Heterogeneous Federated Optimization", NeurIPS 2020, section 4.

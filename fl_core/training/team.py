@@ -1,11 +1,11 @@
 """The processes that compute the steps of one silo: a leader, which has the records, and its helpers.
 
 A step is divided as in one process: into the micro-batches of a batch, or the chunks of units of a private step. The
-leader reads them all, deals them out in turn, and adds the gradients in the order of the parts. So the number of
-processes changes no bit on a CPU, and a simulation needs one process for the bytes of any hospital.
+leader reads all parts, distributes them in turn, and adds the gradients in the order of the parts. So on a CPU the
+result has the same bits for any number of processes, and a simulation gets them with one process.
 
-A helper runs the same method on the same message and state. It has no records: what `LocalData` answers is what it
-answered the leader, and only in `sgd` does it compute, the gradient of one part after the other.
+A helper runs the same method on the same message and state. It has no records: its `LocalData` repeats the leader's
+answers. It computes only in `sgd`: the gradients of its parts, one after the other.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fl_core.types.records import TrainConfig
 from fl_core.types.values import AS_SCHEDULED, LossFn, SgdOptions
 
 _ANSWERS = ("planned_steps", "effective_steps", "sum", "size", "class_counts", "contributes")
-"""What `LocalData` answers beside `sgd` and `multi_label`."""
+"""The methods of `LocalData` except `sgd`; `multi_label` is a property."""
 
 
 class LeaderData(LocalDataWrapper):
-    """The leader's local data. tell: passes each answer on to the helpers, which ask for it at the same place."""
+    """The leader's local data. tell: sends each answer to the helpers, which make the same calls in the same order."""
 
     def __init__(self, data: LocalData, tell: Callable[[object], None]) -> None:
         super().__init__(data)
@@ -50,16 +50,16 @@ class Leader(Protocol):
     """A helper's end of the line to its leader."""
 
     def answer(self) -> Any:  # noqa: ANN401
-        """Return what the leader's data answered next."""
+        """Return the next answer of the leader's data."""
 
     def parts(self, params: Sequence[nn.Parameter]) -> Iterator[StepPart]:
-        """Yield the parts of one call of `sgd`, each after the parameters became those of its step.
+        """Yield the parts of one call of `sgd`; `params` are set to those of the step before each part.
 
-        At the end they are the trained ones.
+        At the end, `params` are the trained ones.
         """
 
     def send(self, gradients: Gradients) -> None:
-        """Answer the last part."""
+        """Send the gradients of the last part."""
 
 
 class HelperData(LocalDataWrapper):
@@ -90,7 +90,7 @@ class HelperData(LocalDataWrapper):
     def computing(
         self, model: nn.Module, loss: LossFn, params: Sequence[nn.Parameter]
     ) -> Iterator[Callable[[StepPart], Gradients]]:
-        """Give what computes the gradients of a part, for the time of a call of `sgd`."""
+        """Yield the function that computes the gradients of a part, during one call of `sgd`."""
 
         def gradients(part: StepPart) -> Gradients:
             x, y = (t.to(self.device) for t in part.tensors)
