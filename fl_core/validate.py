@@ -1,8 +1,8 @@
 """Checks of ranges, each in one line: `validate.positive("E-CFG-02", "fedprox", mu=self.mu)`.
 
-The name of an argument is the one in the message. Each check raises ConfigError with the code it is given. NaN is in no
-range, and infinity only where the name says so. Dataclasses of options declare theirs in the types of their fields,
-which `declared` checks: `mu: NonNegative = 0.01`, `form: Literal["a", "b"] = "a"`.
+The message has the name of the argument. Each check raises ConfigError with the given code. NaN is in no range, and
+infinity is only in ranges whose name says so. Dataclasses of options declare ranges in the types of their fields, which
+`declared` checks: `mu: NonNegative = 0.01`, `form: Literal["a", "b"] = "a"`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _out_of_range(code: str, owner: str, name: str, wanted: str, value: object, 
 def bounded(check: Callable[..., None], *bounds: object) -> Callable[..., None]:
     """Declare a range for `Annotated`: `bounded(at_least, 1)`, or words: `bounded(one_of, ("a", "b"))`.
 
-    A wrong word of a `Literal` is refused by the converter, with its code; of `one_of` with the dataclass's own.
+    The converter refuses a wrong word of a `Literal` with its own error code; `one_of` uses the dataclass's code.
     """
 
     def checked(code: str, owner: str, **found: object) -> None:

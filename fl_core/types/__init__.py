@@ -1,4 +1,4 @@
 """The basic types of all packages.
 
-Nothing is re-exported here: commands that need enums or records must not load torch.
+Nothing is re-exported here, since commands that need enums or records must not load torch.
 """

@@ -1,7 +1,7 @@
-"""Class coverage: which classes a run trains, at how many hospitals, and on how many test images a model was measured.
+"""Class coverage: the classes of a run, the hospitals that train each, and the test images of each.
 
-Computed once before round 1, so that every display has the same wording. It names classes and never a hospital. Imports
-no torch.
+It is computed once before round 1, so that every display has the same wording. It names classes and never a hospital.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 NAMED = 20
-"""A sentence names this many classes; of more it gives the number."""
+"""Most classes that a sentence names; for more it gives the number."""
 LEFT_OUT = "E-RUN-53"
-"""Code of the question to the lead about a run that would leave classes out."""
+"""Error code for a run that would leave classes out; the lead has to confirm it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClassCoverage:
-    """At how many hospitals each class of a run is trained, and the consequence for classes that few of them have.
+    """The number of hospitals that train each class of a run, and the consequence for classes of few hospitals.
 
     hospitals: (C,), including those of the run's ancestors; empty: unknown, with the reason in `why`
-    partial: some hospitals did not declare, so that 0 may be more   least: hospitals that a class needs for its rows
-    to leave
+    partial: some hospitals did not declare their classes, so that 0 may be more   least: number of hospitals that a
+    class needs for its rows to leave
     masked: updates leave under masks   tested: test images (C,) of the newest evaluation; empty: unknown.
     """
 
@@ -62,7 +62,7 @@ class ClassCoverage:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Classes at too few hospitals for their rows to leave."""
+        """Classes that too few hospitals have for their rows to leave."""
         return self._where(lambda n: 0 < n < self.least)
 
     @property
@@ -81,7 +81,7 @@ class ClassCoverage:
     # ---- in words ------------------------------------------------------------------------------------------------
 
     def sentences(self) -> list[str]:
-        """Describe the consequence for classes that few hospitals have; empty if there is nothing special."""
+        """Describe the consequence for classes that few hospitals have; empty if there are none."""
         if not self.hospitals:
             return [f"at how many hospitals each class is trained is not known: {self.why}"] if self.why else []
         nobody = [name for name in self.untaught if name not in self.left_out]
@@ -120,12 +120,12 @@ class ClassCoverage:
         return [*filter(None, [self.headline()]), *self.sentences()]
 
     def over(self) -> str:
-        """Name the number of classes behind a number, if these are not all; follows the number."""
+        """Return a text to follow a number that covers only some of the classes; empty if it covers all."""
         n = sum(of > 0 for of in self.tested)
         return f" over {n} of {len(self.tested)} classes" if self.tested and n < len(self.tested) else ""
 
     def as_json(self) -> dict[str, object]:
-        """Return it for machines; null: unknown."""
+        """Return it as JSON values; None for unknown ones."""
         return {
             "names": list(self.classes),
             "hospitals": list(self.hospitals) or None,
@@ -142,7 +142,7 @@ class ClassCoverage:
 
 
 def _each(text: str, number: int) -> str:
-    """Turn a sentence about one class into one about several."""
+    """Return a sentence about one class in the plural if `number` is above 1."""
     if number == 1:
         return text
     for one, several in (("trained at", "each trained at"), ("have it", "have them"), ("know it", "know them")):
@@ -151,7 +151,7 @@ def _each(text: str, number: int) -> str:
 
 
 def listed(names: Collection[str]) -> str:
-    """Name classes; of many the first ones."""
+    """List the names of classes; if there are many, only the first ones."""
     first = ", ".join(list(names)[:NAMED])
     return first if len(names) <= NAMED else f"{first} and {len(names) - NAMED} more"
 

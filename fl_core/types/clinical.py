@@ -11,7 +11,7 @@ BASIC, CLINICAL = "basic", "clinical"
 METRICS_KINDS = (BASIC, CLINICAL)
 """What evaluations of a run send: correct answers per class, or also everything in `ClinicalMetrics`."""
 SUGGESTED_CLASSES, MAX_CLASSES = 50, 100
-"""Most classes for which a run measures them by default, and at all: they are C^2 + 256 C numbers in each update."""
+"""Most classes for which a run measures clinical metrics by default, and at all: an update has C^2 + 256 C numbers."""
 SCORE_BINS, SCORE_UNIT, SCORE_LIMIT = 128, 0.03, 16.0
 """Bins of a score s, which is 0 for a model without knowledge: equal width in asinh(s / 0.03), so 0.003 wide at 0 and
 11 % of |s| far from it, up to |s| = 16; the outer two contain the rest. ADR 0040 compares them with others."""
@@ -34,8 +34,8 @@ def balanced_counts(
 ) -> Counts:
     """Return the counts whose mean share is an evaluation's balanced accuracy.
 
-    They are by class. With several labels at once, a model that never finds any is mostly right: then the counts of the
-    clinical metrics are used, and none without them.
+    They are by class. With several labels at once, a model that never finds any label is mostly right. So the counts of
+    the clinical metrics are used then; without clinical metrics, there are none.
     """
     if not several_labels:
         return correct, examples
@@ -83,12 +83,12 @@ class ReliabilityBin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClinicalMetrics:
-    """Counts of one evaluation, and derived metrics. A number that a class does not have is None.
+    """Counts of one evaluation, and derived metrics. A number that is undefined for a class is None.
 
-    confusion: (C, C) test examples by class and prediction; empty with several labels at once   auc: one class against
-    the rest, by class, or present against absent labels; the true area (ties count half) lies in the range   bins: of
-    confidence, CALIBRATION_BINS from 0 to 1   labels: of several at once, the test examples in which each was looked
-    for.
+    confusion: (C, C) test examples by class and prediction; empty with several labels at once   auc: by class, one
+    class against the rest, or by label, present against absent; the true area (ties count half) lies in the range
+    bins: of confidence, CALIBRATION_BINS from 0 to 1   labels: with several labels at once, the table of each label,
+    over the test examples in which it is known.
     """
 
     confusion: tuple[tuple[int, ...], ...]
@@ -114,12 +114,12 @@ class ClinicalMetrics:
 
     @property
     def examples(self) -> int:
-        """Test examples; with several labels at once, the answers about labels that were looked for."""
+        """Number of test examples; with several labels at once, of answers about known labels."""
         return sum(map(sum, self.labels)) if self.labels else sum(self.per_class)
 
     @property
     def classes_present(self) -> int:
-        """Classes with a test example, labels both present and absent in some: the basis of the macro means."""
+        """Number of classes with a test example, or of labels both present and absent: the basis of the macro means."""
         return sum(bool(t.present and (t.absent or not self.labels)) for t in self.tables)
 
     @property
@@ -134,14 +134,15 @@ class ClinicalMetrics:
 
     @property
     def specificity(self) -> list[float | None]:
-        """Return TN / (TN + FP) by class: the share of all other examples that are not taken for it."""
+        """Return TN / (TN + FP) by class: the share of all other examples that are not assigned to it."""
         return [t.tn / t.absent if t.absent else None for t in self.tables]
 
     @property
     def balanced_counts(self) -> Counts:
-        """Return correct and all answers: balanced accuracy is the mean of their shares.
+        """Return correct answers and all answers; balanced accuracy is the mean of their ratios.
 
-        One share for each class; with several labels two for each label that is present in some and absent in others.
+        There is one entry for each class. With several labels there are two for each label that is present in some
+        examples and absent in others.
         """
         if not self.labels:
             return tuple(t.tp for t in self.tables), tuple(self.per_class)
@@ -155,7 +156,7 @@ class ClinicalMetrics:
 
     @property
     def macro_auc(self) -> BinnedRange | None:
-        """Return the mean AUC over the classes with examples and with others; exact up to the range."""
+        """Return the range of the mean AUC, over classes with examples and with other examples."""
         present = [r for r in self.auc if r is not None]
         if not present:
             return None
@@ -178,7 +179,7 @@ class ClinicalMetrics:
         )
 
     def facts(self) -> dict[str, object]:
-        """Return it for machines, lists in the order of the run's classes; None for missing numbers."""
+        """Return it as JSON values, lists in the order of the run's classes; None for missing numbers."""
         auc = self.macro_auc
         return {
             "examples": self.examples,
@@ -207,9 +208,9 @@ class ClinicalMetrics:
 
 
 def binned_auc(positive: Sequence[int], negative: Sequence[int]) -> BinnedRange | None:
-    """Return the range of P(score of a positive > of a negative), ties half, from scores in ascending bins.
+    """Return the range of P(score of a positive > score of a negative), ties half, from counts in ascending bins.
 
-    Pairs in one bin may be in either order. None without a positive or without a negative.
+    Pairs in one bin may be in either order. None if there are no positives or no negatives.
     """
     pairs = sum(positive) * sum(negative)
     if not pairs:

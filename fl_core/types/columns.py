@@ -1,4 +1,4 @@
-"""The columns of a table that a model uses: declared in public, equal at every hospital of a run."""
+"""The columns of a table that a model uses. They are declared in public and equal at every hospital of a run."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class Column:
 
 
 def check_columns(columns: Sequence[Column]) -> None:
-    """Raise ConfigError (E-CFG-02) on no column, too many, or two of one name."""
+    """Raise ConfigError (E-CFG-02) if there are no columns, too many, or two with the same name."""
     names = [column.name for column in columns]
     if not 1 <= len(names) <= MAX_COLUMNS or len(set(names)) != len(names):
         raise ConfigError("E-CFG-02", f"expected 1 to {MAX_COLUMNS} columns of different names: correct the schema")
 
 
 def width(columns: Sequence[Column]) -> int:
-    """Return how many numbers a row becomes."""
+    """Return the number of inputs that a row is converted to."""
     return sum(column.width for column in columns)
 
 

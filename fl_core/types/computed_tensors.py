@@ -1,7 +1,7 @@
-"""Tensors that lie in a file, or are computed from others block by block, each time they are read.
+"""Tensors that are read from a file, or computed from others block by block, on each access.
 
-A mean and the model after it need no memory of the model's size, and what is computed stays in the processor's cache
-until it is written. The obvious version, whole tensors in memory, is the oracle of the tests.
+So a mean and the model computed from it need no memory of the model's size, and intermediate results stay in the
+processor's cache. The tests compare with the simple version, whole tensors in memory.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from abc import ABC
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # as in `values`, which these are
+if TYPE_CHECKING:  # as in `values`
     import torch
     from torch import Tensor
 
 BLOCK = 1 << 15
-"""Numbers that are computed at a time."""
+"""Numbers per block."""
 
 
 class StoredTensors(Mapping[str, "Tensor"], ABC):
-    """Tensors that are read or computed each time they are asked for; `shapes` are known before."""
+    """Tensors that are read or computed on each access; `shapes` are known without reading them."""
 
     shapes: Mapping[str, tuple[int, ...]]
 
@@ -44,7 +44,7 @@ class StoredTensors(Mapping[str, "Tensor"], ABC):
 
 
 class ComputedTensors(StoredTensors):
-    """Tensors that `compute` makes. compute: as `StoredTensors.blocks`, in the dtype of `dtypes`."""
+    """Tensors computed by `compute`, which yields blocks as `StoredTensors.blocks`, in the dtype of `dtypes`."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ def mean_of(total: StoredTensors, weight: Tensor) -> ComputedTensors:
 
 
 def sum_of(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return a + b, computed when it is read if `b` is."""
+    """Return a + b; it is computed on access if `b` is."""
     if not isinstance(b, StoredTensors):
         return {name: value + b[name] for name, value in a.items()}
 

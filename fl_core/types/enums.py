@@ -1,4 +1,4 @@
-"""Enums, apart from the tensors: a command that only needs these does not load torch."""
+"""Enums. They are in a module without tensors, so that commands that only need enums do not load torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Coupling(Enum):
 
 
 class TaskKind(Enum):
-    """What a silo is asked to do in a round. The values are on disk and in digests.
+    """A silo's task in a round. The values are stored on disk and used in digests.
 
-    TRAIN: the silo's half of a round; the received model is measured too   EVALUATE: the last task of every run, which
-    only measures   CENSUS: before round 0 of a masked run, state the classes of which it will contribute rows.
+    TRAIN: train, and measure the received model   EVALUATE: the last task of every run: only measure   CENSUS: before
+    round 0 of a masked run, state the classes whose rows the silo will contribute.
     """
 
     TRAIN = "train", "training", "round {}"
@@ -45,16 +45,16 @@ class TaskKind(Enum):
 
     @property
     def census(self) -> bool:
-        """Whether it is only about records: no model is sent with it."""
+        """Whether the task needs only records, so that no model is sent with it."""
         return self is TaskKind.CENSUS
 
     def rounds(self, number: int) -> range:
-        """Return the rounds with this task in a run of so many rounds."""
+        """Return the rounds with this task in a run of `number` rounds."""
         last = {TaskKind.TRAIN: range(number), TaskKind.EVALUATE: range(number, number + 1)}
         return last.get(self, range(1))
 
     def drawn(self, cohort: int) -> int:
-        """Return the cohort size, in a run that draws `cohort` silos; 0: all are asked."""
+        """Return the cohort size, in a run that draws `cohort` silos; 0: all silos."""
         return cohort if self.trains else 0
 
     def label(self, round: int) -> str:
@@ -65,7 +65,7 @@ class TaskKind(Enum):
 class Split(Enum):
     """Which of a silo's examples a `sum` query uses.
 
-    GLOBAL is a public test set, equal at every silo: no silo's secret. It may be empty.
+    GLOBAL is a public test set, equal at every silo. It may be empty.
     """
 
     TRAIN = "train"
@@ -74,7 +74,7 @@ class Split(Enum):
 
 
 class Capability(Enum):
-    """What a run can ask of a method, and a method can lack."""
+    """A capability that a run can need and a method can lack."""
 
     SECURE_AGGREGATION = "secure aggregation"
     DIFFERENTIAL_PRIVACY = "record-level differential privacy"
@@ -92,8 +92,8 @@ ANY_TARGET: Targets = frozenset({Capability.COARSE_LABELS, Capability.MULTI_LABE
 class Weighing(Enum):
     """The meaning of a silo's weight for a part, which the coordinator checks.
 
-    EXAMPLES: a number of its training examples, in total or per row   ONCE: 1, or 0 if it has nothing to send QUALITY:
-    a number per row that the method computes, of at most e or the silo's examples.
+    EXAMPLES: a number of its training examples, in total or per row   ONCE: 1, or 0 if it has nothing to send
+    QUALITY: a number per row that the method computes, at most e or the number of the silo's examples.
     """
 
     EXAMPLES = "examples"

@@ -1,4 +1,4 @@
-"""The interfaces: access to the examples, a method, a guard, a port. They define guarantees, not only types."""
+"""The interfaces for access to examples, methods, guards and ports. They define guarantees as well as types."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class LocalData(Protocol):
     def sum(self, query: Query, *, bound: float | None = None, split: Split = Split.TRAIN) -> Tensors:
         """Sum a query over the examples of a split, without augmentation; a charged release under DP.
 
-        bound: l2 norm of one example's contribution; None takes the privacy plan's.
+        bound: l2 norm of one example's contribution; None for that of the privacy plan.
         """
         ...
 
@@ -77,9 +77,10 @@ class LocalData(Protocol):
 
 
 class StepPart(NamedTuple):
-    """What one process computes of a training step.
+    """The part of a training step that one process computes.
 
-    tensors: with a row for each example   numbers: of all of it   seed: of what layers draw; None for secret draws.
+    tensors: with a row for each example   numbers: for the part as a whole   seed: of the layers' draws; None if they
+    are secret.
     """
 
     tensors: tuple[Tensor, ...]
@@ -88,11 +89,11 @@ class StepPart(NamedTuple):
 
 
 Gradients = Sequence["Tensor | None"]
-"""One tensor per parameter; None where the loss does not depend on it."""
+"""One tensor per parameter; None if the loss does not depend on it."""
 
 
 class Team:
-    """The processes that compute a silo's steps; this class is a process that computes alone."""
+    """The processes that compute a silo's steps. This base class is a single process without helpers."""
 
     size: int = 1
 
@@ -100,7 +101,7 @@ class Team:
         """Give each helper at most one part of a step, to be computed with these parameters."""
 
     def collect(self) -> Iterator[Gradients]:
-        """Return the gradients of the parts that were dealt, in their order; each is valid until the next is dealt."""
+        """Yield the gradients of the dealt parts, in their order; they are valid until the next parts are dealt."""
         return iter(())
 
     def finish(self, params: Sequence[nn.Parameter]) -> None:
@@ -134,23 +135,23 @@ class Method(Protocol):
     """One federated method, both halves: a frozen dataclass of hyper-parameters without state.
 
     Required properties, each checked by the contract suite for every method: `local` mutates none of its arguments
-    except `model`; one exchange per round, a State down and a Bundle up; the bundle's layout is the same for every silo
-    and every round. `model` has the run's initial weights on entry, except for `personal` after a round's training,
-    which gets it as `local` left it.
+    except `model`; there is one exchange per round, a State down and a Bundle up; the bundle's layout is the same for
+    every silo and every round. `model` has the run's initial weights on entry, except in a call of `personal` after a
+    round's training, in which it is as `local` left it.
     """
 
     name: ClassVar[str]
     has_global_model: ClassVar[bool] = True
-    """Whether the federation has a global model; otherwise no global accuracy is measured and nothing exported."""
+    """Whether the federation has a global model. If not, no global accuracy is measured and no model is exported."""
     ga_is_personal: ClassVar[bool] = False
-    """Whether papers compute its generic accuracy (GA) from personal models, on the whole test set: a global model may
-    exist, but no silo would use it."""
+    """Whether papers compute its generic accuracy (GA) from personal models, on the whole test set. A global model may
+    exist, but silos would not use it."""
     personal_at_end: ClassVar[bool] = False
     """Whether personal models are made once, from the final global model: they are measured only in the closing
     evaluation."""
     server_tracks_state: ClassVar[bool] = False
-    """Whether the server keeps a sum of silo states: then a silo whose update was not included discards its new state;
-    otherwise it keeps it."""
+    """Whether the server keeps a sum of silo states. If so, a silo whose update was not included discards its new
+    state; if not, it keeps the new state."""
 
     bias_follows_classes: ClassVar[bool] = False
     """Whether training raises the head's bias for the silo's own classes, as plain cross entropy does: updates that
@@ -163,11 +164,11 @@ class Method(Protocol):
 
     @property
     def exchanges(self) -> int:
-        """Return after how many rounds the method ends; 0 if every round improves the model."""
+        """Return the number of rounds after which the method ends; 0 if every round improves the model."""
         return 0
 
     def fingerprint(self, update: Bundle) -> str:  # noqa: ARG002
-        """Return a digest of an update's contribution to a sum; empty if it cannot be taken out of it again."""
+        """Return a digest of an update's contribution to a sum; empty if the contribution cannot be removed later."""
         return ""
 
     def expects(self, round: int) -> str:  # noqa: ARG002
@@ -180,7 +181,7 @@ class Method(Protocol):
 
     @property
     def unsummed_parts(self) -> frozenset[str]:
-        """Return the parts that `merge` sees one by one: total (n, ...) and weight (n, ...) in the roster's order."""
+        """Return the parts that `merge` gets unsummed: total (n, ...) and weight (n, ...) in the roster's order."""
         return frozenset()
 
     @property
@@ -190,9 +191,9 @@ class Method(Protocol):
 
     @property
     def unsupported(self) -> Mapping[Capability, str]:
-        """Return what the method cannot do, with the remedy; a run that needs it is refused before round 0.
+        """Return the capabilities that the method lacks, with remedies; a run that needs one is refused before round 0.
 
-        Properties of the private form are missing without it; methods that lack more name the remedy.
+        By default the method lacks differential privacy until its options have the private form.
         """
         wanted = " and ".join(f"method.{option}={value}" for option, value in self.private_form.items())
         return {Capability.DIFFERENTIAL_PRIVACY: f"set {wanted}"} if wanted else {}
@@ -203,9 +204,10 @@ class Method(Protocol):
         return {}
 
     def for_noise(self, width: int, records: float, noise: float) -> Mapping[str, str | int]:  # noqa: ARG002
-        """Return options of a private run that follow from features, records and noise, never from data; empty if none.
+        """Return options of a private run that follow from public numbers, never from data; empty if none.
 
-        noise: standard deviation on a sum over all hospitals to which a record adds a vector of length 1
+        width: number of features   records: declared number of all records   noise: standard deviation on a sum over
+        all hospitals to which a record adds a vector of length 1.
         """
         return {}
 
@@ -235,11 +237,11 @@ class Method(Protocol):
         ...
 
     def global_model(self, model: nn.Module, msg: State) -> nn.Module:
-        """Load the broadcast into `model`: the model that is evaluated and exported."""
+        """Load the broadcast into `model` and return the model that is evaluated and exported."""
         ...
 
     def exported(self, server: State) -> Tensors:
-        """Return the tensors of an exported model: everything learnt or drawn for classification."""
+        """Return the tensors of an exported model: all that were learnt or drawn for classification."""
         ...
 
     def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:
@@ -253,8 +255,8 @@ class Method(Protocol):
 class Guard:
     """One privacy or coding layer: `outgoing` at the silo, `incoming` on the sum; it never sees the method.
 
-    An adaptive guard has a public setting that follows the releases of earlier rounds (adaptive_guards.py). A guard
-    without one is an adaptive guard that never changes: this class, which does nothing.
+    An adaptive guard has a public setting that follows the releases of earlier rounds (adaptive_guards.py). The methods
+    of this class are those of a guard that has no setting and changes nothing.
     """
 
     group: ClassVar[str] = ""
@@ -267,15 +269,15 @@ class Guard:
         return total
 
     def sensitivity(self) -> Mapping[str, float]:
-        """Return the l2 sensitivity per part; empty for a guard that is no privacy mechanism."""
+        """Return the l2 sensitivity per part; empty if the guard is no privacy mechanism."""
         return {}
 
     def initial_setting(self) -> Tensors:
-        """Create the setting of round 0; empty if nothing adapts in the plan."""
+        """Create the setting of round 0; empty if the guard does not adapt."""
         return {}
 
     def with_setting(self, setting: Tensors | None) -> Guard:  # noqa: ARG002
-        """Create the guard of a round; raises RefusedError on a setting, or none, against the plan."""
+        """Create the guard of a round; raises RefusedError if a setting is missing, or is not planned."""
         return self
 
     def next_setting(self, setting: Tensors, answered: Part) -> Tensors:  # noqa: ARG002
@@ -284,7 +286,7 @@ class Guard:
 
 
 class SiloPort(Protocol):
-    """Where a silo's round runs: in this process or at a hospital. Both run the same `run_silo_round`."""
+    """The place where a silo's round runs: this process or a hospital. Both run the same `run_silo_round`."""
 
     @property
     def name(self) -> str: ...

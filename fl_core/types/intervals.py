@@ -13,7 +13,8 @@
 With m examples of the class and n others, V(t) = t (1 - t) (1 + N (1 - t) / (2 - t) + N t / (1 + t)) / (m n), N = (m +
 n) / 2 - 1, which needs no scores and is valid for small sets and for an area of 1.
 
-All assume independently drawn images: several of one patient give less information than they seem to.
+All intervals assume independently drawn images. Several images of one patient give less information, so the intervals
+are then too narrow.
 
 [1] Clopper and Pearson, Biometrika 26, 1934.
 [2] Newcombe, Statistics in Medicine 17, 1998; Zou and Donner, Statistics in Medicine 27, 2008.
@@ -48,11 +49,11 @@ class Interval(NamedTuple):
 def share(right: float, of: float, level: float = LEVEL) -> Interval | None:
     """Return the interval of the probability behind `right` of `of`; None for an empty sample.
 
-    Guarantees: covers it in at least `level` of all samples, whatever it is.
+    Guarantees: for any probability, the interval contains it in at least a share `level` of all samples.
     """
     if not 0 <= right <= of or of <= 0:
         return None
-    from scipy.special import betaincinv  # imported late: most commands that import this module compute no interval
+    from scipy.special import betaincinv  # on demand: most commands that import this module compute no interval
 
     tail = (1 - level) / 2
     low = 0.0 if right == 0 else float(betaincinv(right, of - right + 1, tail))
@@ -80,7 +81,7 @@ def difference(first: float, of_first: Interval, second: float, of_second: Inter
 
 
 def auc(measured: BinnedRange | None, positives: int, negatives: int, level: float = LEVEL) -> Interval | None:
-    """Return the interval of an area measured on so many examples of the class and others; None without any."""
+    """Return the interval of an area measured on `positives` and `negatives` examples; None if either is 0."""
     if measured is None or positives < 1 or negatives < 1:
         return None
     z = NormalDist().inv_cdf((1 + level) / 2)
@@ -137,7 +138,7 @@ def macro_auc(metrics: ClinicalMetrics, level: float = LEVEL) -> Interval | None
 
 
 def facts(metrics: ClinicalMetrics) -> dict[str, object]:
-    """Return an evaluation for machines, with the intervals of its numbers; None for missing ones."""
+    """Return an evaluation as JSON values, with the intervals of its numbers; None for missing ones."""
     return {
         **metrics.facts(),
         "balanced_accuracy_interval": mean_of_shares(*metrics.balanced_counts),

@@ -44,21 +44,21 @@ class Schema:
 class TrainConfig:
     """The local schedule, equal at every silo.
 
-    lr is per step and falls by `lr_decay` per round; max_steps cuts an `sgd` call short (0: never);
-    clip_norm bounds the gradient of a step, of the loss and the method's penalty together, without shifts, weight decay
-    and parameters that move without momentum (0: off; `optimizers.correct_gradient` has the table);
-    optimizer: "sgd" (momentum, nesterov) or "adam", which methods that count effective steps refuse; amp: "bf16" or
-    "fp16" computes losses in mixed precision (weights, sums and evaluations stay float32), "off" does not;
-    channels_last: the order of memory that GPUs convolve fastest; cudnn_benchmark: a GPU tries its kernels for each
-    shape and takes the fastest; compile: the model's features in kernels of torch.compile; augment_on_device: examples
-    are augmented where the model is trained, by the same draws. These four change results within float noise alone.
-    micro_batch: examples of a step whose loss is computed at once (0: all of them); gradients of the parts add up to
-    the step's, so less memory is taken, a hospital's processes can share them, and results change within float noise
-    and by other draws of dropout. Not with batch norm or a loss that mixes examples. freeze: "features" leaves the
-    model's body as the run begins with it: examples are its output, made of each once, and what stands behind it is the
-    model that is trained and sent (`training/frozen_features.py`); views: of each image, itself among them, of which a
-    step draws one. drop_last: leave out the last batch of an epoch where it is shorter, as the programs of FedMR's and
-    FedGELA's authors do; private steps draw examples one by one.
+    lr: per step; it is multiplied by `lr_decay` per round   max_steps: limit of an `sgd` call (0: none)
+    clip_norm: bound of the gradient of a step, of the loss and the method's penalty together, without shifts, weight
+    decay and parameters without momentum (0: off; `optimizers.correct_gradient` has the table)
+    optimizer: "sgd" (momentum, nesterov) or "adam", which methods that count effective steps refuse
+    amp: "bf16" or "fp16" computes losses in mixed precision (weights, sums and evaluations stay float32); "off"
+    channels_last: memory order in which GPUs convolve fastest   cudnn_benchmark: a GPU tests its kernels for each shape
+    and uses the fastest   compile: use torch.compile for the model's features   augment_on_device: augment examples on
+    the model's device, with the same draws. These four change results only within float noise.
+    micro_batch: examples of a step whose loss is computed at once (0: all). The gradients of the parts add up to that
+    of the step, so less memory is needed and a hospital's processes can share the parts. Results change within float
+    noise and by other draws of dropout. Not with batch norm or a loss that mixes examples.
+    freeze: "features" keeps the model's body as at the start of the run. Its outputs, computed once, are the examples;
+    the rest of the model is trained and sent (`training/frozen_features.py`)   views: of each image, including itself;
+    a step draws one of them   drop_last: leave out the last batch of an epoch if it is shorter, as the code of FedMR's
+    and FedGELA's authors does; private steps draw examples one by one.
     """
 
     lr: Annotated[Positive, bounded(at_most, MAX_STRENGTH)] = 0.01
@@ -128,9 +128,9 @@ _LATER: Mapping[str, object] = {
 class OwnModels:
     """Results of hospitals' local models, each on its own test images, and of the measured model on the same.
 
-    own, measured, examples: correct answers and test examples (C,)   images, difference, square: over the hospitals
-    that compared scores, sums of n, of n d and of n^2 v, as in training/delong.py; d is of the measured model's macro
-    AUC minus the local one's.
+    own, measured, examples: correct answers of both and test examples (C,)   images, difference, square: sums of n, n d
+    and n^2 v over the hospitals that compared scores, as in training/delong.py; d is the macro AUC of the measured
+    model minus that of the local model.
     """
 
     own: tuple[float, ...]
@@ -147,7 +147,7 @@ class OwnModels:
 
     @property
     def auc_ahead(self) -> tuple[float, float] | None:
-        """Return by how much the measured model's macro AUC is higher, and the standard error; None if unknown."""
+        """Return the measured model's macro AUC minus the local models', and its standard error; None if unknown."""
         return (self.difference / self.images, math.sqrt(self.square) / self.images) if self.images > 0 else None
 
 
@@ -204,7 +204,7 @@ class RoundRecord:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> RoundRecord:
-        """Read the output of `to_dict`, through JSON: numbers are unchanged, including infinite ones."""
+        """Read the output of `to_dict` after JSON; numbers are unchanged, including infinite ones."""
         lists = {name: tuple(value) for name, value in raw.items() if isinstance(value, list)}
         clinical = raw.get("clinical")
         each = {name: HospitalResult.of(metrics) for name, metrics in raw.get("by_hospital", {}).items()}
@@ -218,7 +218,7 @@ class RoundRecord:
 
     @property
     def trained(self) -> bool:
-        """Whether the measured model has a round of this run behind it, or is all that the run measures."""
+        """Whether the measured model was trained in this run, or the record is of the closing evaluation."""
         return self.round > 0 or self.kind.ends_run
 
     @property
@@ -253,7 +253,7 @@ NO_BOUND = (
     "too few updates to compare: only the length of the initial weights bounds them, and nothing bounds prototypes"
 )
 _REFUSALS = ("E-RUN-43", "E-RUN-44", "E-WIRE-05", "E-WIRE-06")
-"""Codes of refusals by an update's check; other silos without an update sent none."""
+"""Codes of refusals by the check of an update. Silos that are missing for another reason sent no update."""
 
 
 class HasUpdateOutcomes(Protocol):

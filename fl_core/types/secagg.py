@@ -17,14 +17,15 @@ from fl_core.errors import ConfigError
 from fl_core.validate import between, bounded, one_of
 
 MIN_MASKED, MAX_MASKED = 3, 240
-"""Members of a masked run: two could read each other off the sum; the packages of more than 240 exceed a message."""
+"""Range of the number of members in a masked run. With two, each can compute the other's update from the sum; with
+more than 240, packages exceed a message."""
 MAX_ROUNDS = 10_000
-"""Rounds of a masked run: a coordinator that names the last round first makes a hospital step its keys this often."""
+"""Most rounds of a masked run. If a coordinator names the last round first, a hospital steps its keys this often."""
 MODEL, CLASSES = "model", "classes"
 BLOCKS = (MODEL, CLASSES)
 """The blocks of a masked update (`fl_core.aggregation.flat_blocks`)."""
 MASKS = "masks"
-"""The part of a masked update besides its blocks: the data with which others help to take the masks off a sum."""
+"""The part of a masked update besides its blocks: data with which other members help to unmask a sum."""
 SECRET, SHARE, TAG = 32, 33, 16
 """Bytes of a seed, a digest, a salt and a public key; of a share; of the overhead of an encrypted package."""
 READ_ALONE = "the coordinator reads this hospital's update by itself"
@@ -33,17 +34,17 @@ CLASS_SUMS = (COMPLETE, EACH)
 
 
 def answers(cohort: int) -> int:
-    """Return t: how many members of a round open its sum."""
+    """Return t, the number of a round's members that must answer to open its sum."""
     return -(-2 * cohort // 3)
 
 
 def tolerated_colluders(cohort: int) -> int:
-    """Return c: how many may collude with the coordinator; with three members, who have only one set, 1."""
+    """Return c, the number of members that may collude with the coordinator; 1 of three members: they have one set."""
     return 1 if cohort == MIN_MASKED else 2 * answers(cohort) - cohort - 1
 
 
 def read_alone(silos: int) -> str:
-    """Describe who reads the updates of a run of so many hospitals without masks, and why it has none."""
+    """Describe who reads single updates in a run without masks, and why it has none. silos: number of hospitals."""
     few = f"; masks need {MIN_MASKED} hospitals, and {silos} {'takes' if silos == 1 else 'take'} part"
     return f"no masks: the coordinator reads each hospital's update by itself{few if silos < MIN_MASKED else ''}"
 
@@ -64,15 +65,15 @@ def masking_bytes(cohort: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Secagg:
-    """The terms of a masked run; the needs of a sum follow from the number of members.
+    """The terms of a masked run. The minimum of updates in a sum follows from the number of members.
 
-    min_contributors: minimum of hospitals in the sums of a class's rows, 1: any number
-    class_sums: whether sums per class are opened only in rounds with an update from every member, or in each; the
-    difference of two sums over different sets is one hospital's
-    collusion: hospitals whose noise does not count, if noise is shared
-    min_sum: minimum of updates in a sum, if more than follows from the number of members; a round of fewer members then
-    needs all of them
-    census: whether hospitals per class are counted before round 1, also if that has no effect; not in runs of 0.1.0
+    min_contributors: minimum number of hospitals in the sums of a class's rows; 1: no minimum
+    class_sums: whether sums per class are opened in every round, or only in rounds with an update from every member:
+    the difference of two sums over different sets can be one hospital's update
+    collusion: number of hospitals whose noise does not count, if noise is shared
+    min_sum: minimum of updates in a sum, if larger than the one from the number of members; a round of fewer members
+    then needs all of them
+    census: whether hospitals per class are counted before round 1, even without effect; False in runs of 0.1.0
     """
 
     min_contributors: Annotated[int, bounded(between, 1, MAX_MASKED)] = 1
@@ -82,7 +83,7 @@ class Secagg:
     census: bool = False
 
     def check(self, members: int, cohort: int, rounds: int) -> None:
-        """Raise ConfigError (E-CFG-02) on terms that are impossible for so many members; cohort: of a round, 0: all."""
+        """Raise ConfigError (E-CFG-02) if the terms are impossible for these numbers. cohort: of a round; 0: all."""
         validate.declared("E-CFG-02", "secagg", self)
         drawn = cohort or members
         if not MIN_MASKED <= members <= MAX_MASKED or drawn < MIN_MASKED:
@@ -122,9 +123,9 @@ class Secagg:
             )
 
     def least_holders(self, members: int, cohort: int) -> int:
-        """Return the minimum of hospitals for a class whose rows leave, so that a sum has min_contributors of them.
+        """Return the number of hospitals that a class needs for its rows to leave: at least min_contributors.
 
-        If rows are opened in each round, it adds the members that may be absent from a sum.
+        If rows are opened in every round, it adds the number of members that may be absent from a sum.
         """
         return self.min_contributors + (members - self.smallest_sum(cohort) if self.class_sums == EACH else 0)
 
@@ -133,7 +134,7 @@ class Secagg:
         return max(MIN_MASKED, answers(cohort), min(self.min_sum, cohort))
 
     def require_quorum(self, quorum: int, cohort: int) -> None:
-        """Raise ConfigError (E-CFG-02) on a quorum with which no round could close; 0: the run's."""
+        """Raise ConfigError (E-CFG-02) if no round could close with this quorum; 0: the run's quorum."""
         least = self.smallest_sum(cohort)
         if 0 < quorum < least:
             raise ConfigError(

@@ -18,7 +18,7 @@ from the bins. There are no expressions: only questions in this table can be ask
 | ages      | a table's column `age`, in years                                   | 0 to 120 years, 10 (5)      |
 | sex       | a table's column `sex`                                             |                             |
 
-A bin narrower than the least one is refused wherever a question is read, also at the hospital.
+Reading a question refuses bins narrower than the least one, at the coordinator and at the hospital.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fl_core.errors import ConfigError
 from fl_core.suggest import suggest
 
 MIN_PATIENTS = 10
-"""Patients in the smallest number that may leave without noise, whatever a policy says."""
+"""Smallest number of patients that may leave without noise; no policy can lower it."""
 NOT_STATED = "not stated"
 MAKES = ("Siemens", "GE", "Philips", "Canon", "Fujifilm", "Hologic", "Agfa", "Samsung", "another")
 AGE_COLUMNS, SEX_COLUMNS = ("age", "age_years", "age_approx", "patient_age"), ("sex", "gender")
@@ -124,7 +124,7 @@ class SurveyQuestion:
         return QUESTIONS[self.name]
 
     def count(self, n_classes: int) -> int:
-        """Return how many cells it has."""
+        """Return the number of cells."""
         return n_classes if self.name == "classes" else len(self.cells(()))
 
     def cells(self, classes: Sequence[str]) -> tuple[str, ...]:
@@ -144,7 +144,7 @@ class SurveyQuestion:
         return self if bins is None or self.name == "intensity" else SurveyQuestion(self.name, bins.least)
 
     def within(self, classes: Sequence[str]) -> dict[str, str]:
-        """Return in which of its cells each cell of `least` lies."""
+        """Map each cell of `least` to the cell of this question that contains it."""
         least, cells = self.least.cells(classes), self.cells(classes)
         times, ends = (self.width // self.least.width, 2) if self.width else (1, 0)  # two cells are no bins
         return {cell: cells[k // times if k < len(least) - ends else k - len(least)] for k, cell in enumerate(least)}
@@ -158,7 +158,7 @@ class SurveyQuestion:
 def parse_questions(text: str) -> tuple[SurveyQuestion, ...]:
     """Read questions separated by commas, and sort them in the table's order.
 
-    Raises ConfigError: E-CFG-02 on none, or on a repeated one; as `Question.of`.
+    Raises ConfigError: E-CFG-02 if there are none, or one is repeated; as `SurveyQuestion.of`.
     """
     questions = [SurveyQuestion.of(word) for word in text.split(",")] if text.strip() else []
     names = [question.name for question in questions]
@@ -187,9 +187,9 @@ def document_digest(questions: Sequence[SurveyQuestion]) -> str:
 class Cell:
     """The numbers of one cell, summed over the hospitals that released theirs; None if none did.
 
-    images: of an answer without noise   patients: records, for hospitals whose data name no patients   half_width: of
-    the 95 % interval of patients, 0 without noise   held: hospitals that suppressed the cell   unnamed: hospitals
-    that counted records.
+    images: only in answers without noise   patients: counts records at hospitals whose data name no patients
+    half_width: of the 95 % interval of patients, 0 without noise   held: number of hospitals that suppressed the cell
+    unnamed: number of hospitals that counted records.
     """
 
     name: str
@@ -217,5 +217,5 @@ class SurveyAnswer:
 
 
 def records_word(columns: Sequence[object]) -> str:
-    """Return what records are called. columns: of a table, none for images."""
+    """Return the word for records: rows or images. columns: of a table; empty for images."""
     return "rows" if columns else "images"

@@ -1,7 +1,8 @@
 """Targets of records: a class, a set of possible classes, or for each label whether it was found.
 
-A target is an int64. From 0 on it is the class; below 0 it is a set of classes: bit c of its lower 62 bits means that
-it may be class c. So code without support for sets never takes one for a class: as an index it is out of range.
+A target is an int64. A number of 0 or more is the class. A negative number is a set of classes: bit c of its lower 62
+bits means that it may be class c. So code without support for sets cannot mistake a set for a class: as an index it is
+out of range.
 
 A record with a set S, a coarse label, is trained on the probability of S:
 
@@ -10,12 +11,12 @@ loss = -log sum_{c in S} p_c        gradient in the logits: p - p restricted to 
 which is the cross entropy if S is one class. Sums per class and evaluations leave such records out, since they need a
 class.
 
-A record of a run with several labels at once has a row of L of them: FOUND, NOT_FOUND, or UNKNOWN if nobody looked.
-With p_l = sigmoid of logit l,
+A record of a run with several labels at once has a row of L values: FOUND, NOT_FOUND, or UNKNOWN if it was not examined
+for the label. With p_l = sigmoid of logit l,
 
 loss = -1/L sum over known l of (t_l log p_l + (1 - t_l) log(1 - p_l))
 
-divided by L and not by the number of known ones: every known answer has the same weight, whatever else is unknown.
+The sum is divided by L, not by the number of known labels. So every known answer has the same weight.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MAX_COARSE = 62
 """A coarse label may only contain the first 62 classes of a run. With one more, a set could be -1."""
 _SET = -(2**63)
 FOUND, NOT_FOUND, UNKNOWN = 1, 0, -1
-"""Of a label: seen, looked for and not seen, not looked for."""
+"""Values of a label: found; examined and not found; not examined."""
 
 
 def one_of(classes: Iterable[int]) -> int:
@@ -64,12 +65,12 @@ def class_counts(y: Tensor, n_classes: int) -> Tensor:
 
 
 def trained_classes(y: Tensor, n_classes: int) -> Tensor:
-    """Return the classes (C,) in the training examples; with several labels, those that anybody looked for."""
+    """Return the classes (C,) in the training examples; with several labels, those that are known in some example."""
     return (y != UNKNOWN).any(0) if is_multi_label(y) else class_counts(y, n_classes) > 0
 
 
 def classes_in(y: Tensor, n_classes: int) -> list[int]:
-    """Return the classes that any of the targets may be, or the labels that any of them knows of, ascending."""
+    """Return, ascending, the classes that some target may be, or the labels that are known in some target."""
     if is_multi_label(y):
         return torch.nonzero((y != UNKNOWN).any(0)).flatten().tolist()
     return torch.nonzero(possible(torch.unique(y), n_classes).any(0)).flatten().tolist()
@@ -78,8 +79,8 @@ def classes_in(y: Tensor, n_classes: int) -> list[int]:
 def target_loss(logits: Tensor, y: Tensor) -> Tensor:
     """Return the loss (n,) of each example: cross entropy, -log of a set's summed probability, labels as above.
 
-    Guarantees: an example of one class has the same bits as in `cross_entropy`, whatever the others are; an unknown
-    label has a gradient of exactly 0.
+    Guarantees: an example of one class has the same bits as in `cross_entropy`, independent of the other examples; an
+    unknown label has a gradient of exactly 0.
     """
     if is_multi_label(y):
         each = nn.functional.binary_cross_entropy_with_logits(logits, y.clamp(min=0).to(logits), reduction="none")

@@ -1,4 +1,4 @@
-"""Arithmetic on named tensors: what a method does to models without knowing their structure."""
+"""Arithmetic on named tensors, with which methods work on models of any structure."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from fl_core.types.values import Tensors
 
 
 def as_numpy(value: Tensor) -> NDArray[np.generic]:
-    """Return a tensor's numbers without a copy where there can be one less; those of bfloat16 as float32."""
+    """Return a tensor's numbers, if possible without a copy; bfloat16 becomes float32."""
     numbers = value.detach().float() if value.dtype == torch.bfloat16 else value.detach()  # NumPy has no bfloat16
     return numbers.cpu().numpy()
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by the names that `state_dict` gives them, as they are: not copies, nor detached.
+    """Return parameters and buffers by their names in `state_dict`, neither copied nor detached.
 
-    In a quarter of its time, which small models feel: no hooks are asked, and no module of our models has any.
+    It takes a quarter of the time of `state_dict`, which matters for small models. It calls no hooks, since our models
+    have none.
     """
     tensors: dict[str, Tensor] = {}
     _collect(model, "", tensors)
@@ -45,19 +46,19 @@ def _collect(module: nn.Module, prefix: str, tensors: dict[str, Tensor]) -> None
 def copy_state(model: nn.Module) -> dict[str, Tensor]:
     """Copy every floating-point parameter and buffer of `model`.
 
-    Integer buffers (BatchNorm's `num_batches_tracked`) are left out: they are counters, an average of them means
-    nothing, and no forward pass of ours reads them.
+    Integer buffers (BatchNorm's `num_batches_tracked`) are left out: they are counters, whose average has no meaning,
+    and our forward passes do not read them.
     """
     return {name: v.detach().clone() for name, v in named_tensors(model).items() if v.is_floating_point()}
 
 
 def stored_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return what a file of a model holds: the numbers of `copy_state`, not copied, and graphs of ONNX as bytes."""
+    """Return the tensors for a model's file: those of `copy_state`, not copied, and ONNX graphs as bytes."""
     return {n: v.detach() for n, v in named_tensors(model).items() if v.is_floating_point() or is_graph(n, v)}
 
 
 def is_graph(name: str, value: Tensor) -> bool:
-    """Tell whether a tensor is the bytes of a file."""
+    """Tell whether a tensor contains the bytes of a graph's file."""
     return value.dtype == torch.uint8 and name.rpartition(".")[2] == "graph"
 
 
@@ -67,9 +68,9 @@ def trainable(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_state(model: nn.Module, values: Tensors) -> None:
-    """Overwrite parameters and buffers by name, in place; raises ProtocolError (E-WIRE-06) on a name or shape apart.
+    """Overwrite parameters and buffers by name, in place; raises ProtocolError (E-WIRE-06) on another name or shape.
 
-    Guarantees: everything that `read` returns is overwritten when `values` came from a `read` of the same model.
+    Guarantees: if `values` came from `copy_state` of the same model, all of them are overwritten.
     """
     state = named_tensors(model)
     with torch.no_grad():
@@ -85,7 +86,7 @@ def add(a: Tensors, b: Tensors, scale: float = 1.0) -> dict[str, Tensor]:
 
 
 def in_memory(state: Mapping[str, Tensors]) -> dict[str, Tensors]:
-    """Return a state whose tensors are not computed or read anew each time they are asked for."""
+    """Return a state with all tensors in memory, so that none is computed or read on each access."""
     return {group: dict(values) if isinstance(values, StoredTensors) else values for group, values in state.items()}
 
 

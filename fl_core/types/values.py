@@ -1,8 +1,8 @@
-"""The values that everything else is made of: tensors by name, weighted sums, the public facts of a run.
+"""The basic values: tensors by name, weighted sums, the public facts of a run.
 
-State is passed, never kept. What leaves a silo is a `Bundle` of `Part`s and nothing else: a part is a weighted
-sum that still waits for its denominator, so deltas weighed by examples, prototypes weighed by class counts and
-metrics weighed by test examples travel in one message and can all be added under a mask.
+State is passed as arguments, never kept in objects. Only a `Bundle` of `Part`s leaves a silo. A part is a weighted sum
+that is not yet divided by its weight. So deltas weighted by examples, prototypes weighted by class counts and metrics
+weighted by test examples are sent in one message, and all can be added under a mask.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fl_core.types.computed_tensors import StoredTensors, mean_of
 from fl_core.types.enums import Weighing
 from fl_core.types.survey import MIN_PATIENTS, SurveyQuestion
 
-if TYPE_CHECKING:  # whoever only names these values needs no torch
+if TYPE_CHECKING:  # annotations do not need torch
     import torch
     from torch import Tensor, nn
 
@@ -31,7 +31,7 @@ State = Mapping[str, Tensors]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A weighted sum still waiting for its denominator: total = sum_k w_k v_k, weight = sum_k w_k.
+    """A weighted sum that is not yet divided by its weight: total = sum_k w_k v_k, weight = sum_k w_k.
 
     total:  name -> (...) or, with one weight per row, (C, ...)
     weight: () for one weight per silo, (C,) for one per leading row (class)
@@ -55,7 +55,7 @@ class Part:
         return Part({name: v + other.total[name] for name, v in self.total.items()}, self.weight + other.weight)
 
     def mean(self, default: Tensors | None = None) -> Tensors:
-        """Divide by the weight, in float64, and return float32: computed when it is read if the total is, else new.
+        """Divide by the weight, in float64, and return float32; it is computed on access if the total is.
 
         | weight of a row | result of that row            |
         |-----------------|-------------------------------|
@@ -83,12 +83,12 @@ def _rows(weight: Tensor, value: Tensor) -> Tensor:
 
 
 Bundle = Mapping[str, Part]
-"""Part name -> Part: the only thing that ever leaves a silo, metrics included."""
+"""Part name -> Part. Nothing else leaves a silo; metrics are parts too."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartSpec:
-    """The public shape of a part: equal for every silo of a run, whatever classes the silo holds."""
+    """The public shape of a part. It is equal for every silo of a run, independent of the silo's classes."""
 
     shapes: Mapping[str, tuple[int, ...]]
     weight_shape: tuple[int, ...]
@@ -104,11 +104,11 @@ class PartSpec:
 
 @dataclass(frozen=True, slots=True)
 class PartRule:
-    """What a silo's part means, so that a lie about it can be refused.
+    """The meaning of a part, so that false claims can be refused.
 
-    weight: what the weight counts   counts: the tensor of the total that counts training examples; empty without one
-    steps: the tensor that counts optimiser steps   level: the values are levels and no differences: a head, not how far
-    it moved.
+    weight: meaning of the weight   counts: the tensor of the total that counts training examples; empty without one
+    steps: the tensor that counts optimiser steps; empty without one   level: whether the values are absolute (a head)
+    and not differences (its change).
     """
 
     weight: Weighing = Weighing.EXAMPLES
@@ -122,7 +122,7 @@ Layout = Mapping[str, PartSpec]
 
 
 class Losses(NamedTuple):
-    """What a loss function returns: the two halves are bounded by different mechanisms under DP.
+    """The result of a loss function. Under DP its two terms are bounded by different mechanisms.
 
     per_example: (B,), entry i depends on example i alone; clipped per example
     coupled:     (), may mix the examples of the batch; clipped per microbatch. None when there is none.
@@ -144,7 +144,7 @@ class RoundContext:
     n_silos N, n_classes C, rounds T, round t (0-based), cohort |S_t| (planned, public). silo: the index in the run's
     roster, -1 at the server   seed: the run's, for the silo's random streams   prototypes: False for a silo that
     submits none in this run (drawn before round 1, or the hospital's own opt-out): it still receives and uses them.
-    units: what the silo counts as in a masked run, which must not be read off its examples; else 0.
+    units: the silo's declared size in a masked run, which must not use its true size; otherwise 0.
     """
 
     n_silos: int
@@ -162,11 +162,11 @@ class RoundContext:
 
 
 Progress = Callable[[int, int], None]
-"""Told (done, in all) after every step and every batch; it may raise to end the work there."""
+"""Called with (done, total) after every step and every batch; it may raise to stop the work."""
 
 
 class LocalResult(NamedTuple):
-    """What `Method.local` returns: the bundle leaves the silo, the state stays."""
+    """The result of `Method.local`: the bundle leaves the silo, the state stays."""
 
     bundle: Bundle
     state: State
@@ -186,8 +186,8 @@ class ExampleSums:
 class ClassSums:
     """A joint `sum` query: per class, the sum of a d-vector and the number of examples.
 
-    One query, so under DP one noise draw and one ledger line cover both: an example touches one class, the joint
-    sensitivity is sqrt(R^2 + lambda^2) (bound R on the vector, lambda on the count), without a factor C.
+    It is one query, so that under DP one noise draw and one ledger entry cover both. Since an example has one class,
+    the joint sensitivity is sqrt(R^2 + lambda^2) (bound R on the vector, lambda on the count), without a factor C.
 
     vectors: (x (B, ...), y (B,)) -> (B, d). Result: {"sum": (C, d), "count": (C,)}; classes never seen are rows of 0.
     """
@@ -198,10 +198,10 @@ class ClassSums:
 
 @dataclass(frozen=True, slots=True)
 class BatchSums:
-    """A `sum` query whose sums are made batch by batch, for counts that are larger than the examples: never private.
+    """A `sum` query whose sums are computed per batch, for sums that are larger than the examples. Never private.
 
-    sums: (x (B, ...), y (B,)) -> name -> sum over the batch, of one shape whatever B is, 0 included
-    kept: (x, y) -> (B,) bool, which of the examples `sums` reads; all without.
+    sums: (x (B, ...), y (B,)) -> name -> sum over the batch, of one shape for any B, also 0
+    kept: (x, y) -> (B,) bool, the examples that `sums` reads; None: all.
     """
 
     sums: Callable[[Tensor, Tensor], Tensors]
@@ -234,11 +234,11 @@ class MomentSums:
 class SurveySums:
     """A `sum` query over all records of a hospital, of both splits: how they divide among the cells of questions.
 
-    allowed: names of the questions that are answered, None: all   least: patients of the smallest number that leaves
-    without noise   records_are_patients: the hospital says that each record is another patient's   unnamed: the data
-    name no patients, and it does not. Cells of all questions lie one behind the other (cells,). Result in float64,
-    plain: {"images", "patients", "held", "unnamed"}, in private data {"patients", "held", "unnamed", "variance"}: see
-    `fl_core.survey.answers`.
+    allowed: names of the questions that are answered, None: all   least: smallest number of patients that leaves
+    without noise   records_are_patients: the hospital declares that each record is of another patient   unnamed: the
+    data name no patients, and there is no such declaration. The cells of all questions are concatenated (cells,).
+    Result in float64, plain: {"images", "patients", "held", "unnamed"}, in private data {"patients", "held", "unnamed",
+    "variance"}: see `fl_core.survey.answers`.
     """
 
     questions: tuple[SurveyQuestion, ...]
@@ -264,13 +264,13 @@ PenaltyFn = Callable[["nn.Module"], "Tensor"]
 
 @dataclass(frozen=True, slots=True)
 class SgdOptions:
-    """What one call of `sgd` does otherwise than the run's schedule says.
+    """Options of one call of `sgd` that differ from the run's schedule.
 
-    epochs, steps: how long; `steps` goes before `epochs` and the schedule's limit   lr_scale: of the schedule's rate
-    penalty, shift: added to the gradient before the momentum buffer, and in private data after its clipping and noise;
-    they must not depend on examples. A penalty stands in the objective, so the schedule's `clip_norm` bounds its
-    gradient with the loss's; a shift is added afterwards   only: selects the parameters that move   no_momentum:
-    selects those of them that move by bare steps: no momentum, no decay, outside `clip_norm`.
+    epochs, steps: length; `steps` overrides `epochs` and the schedule's limit   lr_scale: factor on the schedule's rate
+    penalty, shift: added to the gradient before the momentum buffer, and in private data after clipping and noise; they
+    must not depend on examples. A penalty is part of the objective, so the schedule's `clip_norm` bounds its gradient
+    together with the loss's; a shift is added afterwards   only: selects the parameters that are trained
+    no_momentum: selects those of them that are trained without momentum and decay, and outside of `clip_norm`.
     """
 
     epochs: float | None = None
@@ -288,8 +288,8 @@ AS_SCHEDULED = SgdOptions()
 class Examples(ABC):
     """A silo's examples of one split, read batch by batch.
 
-    labels: (n,) int64, or (n, L) of several labels at once (`types/targets.py` says what they mean). `groups` names the
-    privacy unit of each example (lesion, patient), where the data has one.
+    labels: (n,) int64, or (n, L) for several labels at once (see `types/targets.py`)   groups: the privacy unit of each
+    example (lesion, patient); None if the data name none.
     """
 
     labels: Tensor
@@ -303,14 +303,14 @@ class Examples(ABC):
         """Read the examples at `index` (B,): x (B, *shape) float32, y (B,); augmented when a generator is given."""
 
     def stored(self, index: Tensor) -> Tensor:  # noqa: ARG002
-        """Read x at `index` (B,) as it is kept, for `prepared` to finish on any device.
+        """Read x at `index` (B,) in its stored form; `prepared` finishes it on any device.
 
-        Raises ConfigError (E-CFG-08) where examples are read in one piece.
+        Raises ConfigError (E-CFG-08) if these examples have no stored form.
         """
         raise self._no_device_augmentation()
 
     def prepared(self, x: Tensor, augment: torch.Generator | None = None) -> Tensor:  # noqa: ARG002
-        """Make of what `stored` read what `batch` gives, on the device of `x`; the generator is the CPU's.
+        """Convert the result of `stored` to that of `batch`, on the device of `x`. augment: a generator on the CPU.
 
         Raises as `stored`.
         """
