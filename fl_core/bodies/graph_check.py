@@ -1,9 +1,8 @@
-"""Which ONNX graphs are run: those in which nothing but numbers follows from the image.
+"""Check of ONNX graphs: only floating-point values may depend on the image.
 
-Read from the bytes of the file, part by part, before any library parses it. The operators are those of image encoders.
-No shape, index, axis or whole number may be computed from the image. So the memory and the time that a graph takes, and
-whether it fails, are the same for every image: a probe shows them, and no graph can tell one image from another by
-failing.
+The check reads the bytes of the file, part by part, before any library parses it. The operators are those of image
+encoders. No shape, index, axis or whole number may be computed from the image. So memory, time and failure of a graph
+are the same for every image: a probe shows them, and no graph can reveal an image by failing.
 
 Field numbers are those of onnx.proto3 (https://github.com/onnx/onnx/blob/main/onnx/onnx.proto).
 """
@@ -44,21 +43,21 @@ _DATA: Mapping[str, tuple[int, ...] | None] = {
     **dict.fromkeys(("Constant", "ConstantOfShape", "DequantizeLinear", "EyeLike", "Mod", "OneHot", "Range"), ()),
     **dict.fromkeys(("ScatterElements", "ScatterND"), (0, 2)),
 }
-"""By operator: the inputs that may depend on the image, None for all."""
+"""Operator -> the inputs that may depend on the image; None: all."""
 
 
 class GraphError(ValueError):
-    """A graph that is not run; the message, in ASCII, says what was found in it."""
+    """A graph is refused; the message, in ASCII, names the reason."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text.encode("ascii", "backslashreplace").decode())
 
 
 class ImageGraph(NamedTuple):
-    """What a graph says of itself.
+    """Names, input dimensions and metadata of a graph.
 
-    input, output: their names   dims: of the input, 0 where a size is open
-    metadata: of the names that begin with `OURS`, without it.
+    input, output: their names   dims: of the input; 0: not fixed   metadata: entries whose names begin with `OURS`,
+    without this prefix.
     """
 
     input: str
@@ -68,7 +67,7 @@ class ImageGraph(NamedTuple):
 
 
 def check(graph: bytes | memoryview) -> ImageGraph:
-    """Read a model file; raises GraphError, which names what is refused in it."""
+    """Read a model file; raises GraphError if it breaks a rule."""
     if len(graph) > MAX_BYTES:
         raise GraphError(f"{len(graph)} bytes, more than {MAX_BYTES}")
     if bytes(graph[: len(_ARCHIVE)]) == _ARCHIVE:
@@ -88,7 +87,7 @@ def check(graph: bytes | memoryview) -> ImageGraph:
 
 @dataclass(slots=True)
 class _Reader:
-    """Reads a graph's parts in the order of the file, and follows what depends on the image."""
+    """Reads a graph's parts in the order of the file, and tracks the values that depend on the image."""
 
     parts: int = 0
     initial: set[str] = field(default_factory=set)
@@ -97,7 +96,7 @@ class _Reader:
     nodes: list[_Node] = field(default_factory=list)
 
     def fields(self, data: object) -> Iterator[tuple[int, memoryview | int]]:
-        """Give the fields of a message: whole numbers, and bytes for all else."""
+        """Yield the fields of a message: integers, and bytes for all other types."""
         if not isinstance(data, memoryview):
             raise GraphError("a number in place of a message")
         at, end = 0, len(data)
@@ -214,7 +213,7 @@ class _Reader:
             raise GraphError("an output that does not depend on the image")
 
     def _require_numbers(self, node: _Node, from_image: list[int]) -> None:
-        """Refuse a node that makes a shape, an index or a whole number from the image."""
+        """Raise GraphError if a node computes a shape, an index or a whole number from the image."""
         may = _DATA[node.kind]
         wrong = bool(from_image) and may is not None and not set(from_image) <= set(may)
         if node.kind == "Cast" and from_image:

@@ -1,7 +1,7 @@
-"""One image through a graph, in a process of its own: memory and time end there, and so does whatever else goes wrong.
+"""Pass one image through a graph in a separate process with limits of memory and time; its failures end there.
 
-A graph that passed `graph_check` takes the same memory and time for every image, so one is enough. The process inherits
-the worker's cage, and imports no torch.
+A graph that passed `graph_check` needs the same memory and time for every image, so one image is enough. The process
+inherits the worker's cage, and imports no torch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from fl_core.errors import extras
 EXTRA = "body"
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 SECONDS = 300.0
-"""For reading a graph and two passes of one image."""
+"""Time limit for reading a graph and two passes of one image."""
 _MIB = 1 << 20
 Rows = NDArray[np.float32]
 
 
 class Probe(NamedTuple):
-    """What an image through a graph showed. shape: of the output   memory: bytes, beyond the library's own."""
+    """The result of a probe. shape: of the output   memory: bytes, without the library's own memory."""
 
     shape: tuple[int, ...]
     memory: int
@@ -41,9 +41,9 @@ def runtime() -> Any:  # noqa: ANN401
 
 
 def open_session(graph: bytes, provider: str = CPU, memory: int = 0) -> Any:  # noqa: ANN401
-    """Load a graph for passes of one thread each, in which equal images give equal bits.
+    """Load a graph for single-threaded passes, in which equal images give equal bits.
 
-    memory: of a GPU that it may take, 0 for all. Raises whatever onnxruntime does.
+    memory: limit of GPU memory in bytes; 0: none. Raises the errors of onnxruntime.
     """
     ort = runtime()
     options = ort.SessionOptions()
@@ -61,8 +61,8 @@ def open_session(graph: bytes, provider: str = CPU, memory: int = 0) -> Any:  # 
 def probe(graph: bytes, dims: Sequence[int], memory: int, seconds: float = SECONDS) -> Probe:
     """Pass an image of these dimensions through a graph, twice, in a process of its own.
 
-    memory: bytes that it may take beyond the library's own. Raises GraphError where it needs more memory or time,
-    fails, or answers twice differently; ConfigError (E-CFG-08) without onnxruntime.
+    memory: limit in bytes, without the library's own memory. Raises GraphError if the graph needs more memory or time,
+    fails, or gives two different results; ConfigError (E-CFG-08) without onnxruntime.
     """
     runtime()
     terms = json.dumps({"dims": list(dims), "memory": memory, "seconds": seconds}).encode()
@@ -84,7 +84,7 @@ def probe(graph: bytes, dims: Sequence[int], memory: int, seconds: float = SECON
 
 
 def main() -> None:
-    """Answer on the standard output what one image through the graph on the standard input shows."""
+    """Probe the graph on the standard input and write the result to the standard output."""
     terms = json.loads(sys.stdin.buffer.readline())
     graph = sys.stdin.buffer.read()
     runtime()

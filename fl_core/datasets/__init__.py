@@ -69,7 +69,7 @@ SIZES = range(8, 2049)
 
 
 def _of_papers(module: str) -> arrays.Reader:
-    """Return a reader that only papers need: it stands on the core."""
+    """Return a reader of `consilium` for data sets that only papers need; the core does not import it."""
     return lambda name, root: load_by_name(f"consilium.research.datasets.{module}:read", name)(name, root)
 
 

@@ -1,4 +1,4 @@
-"""The public data sets of the papers: what they are, who publishes them, and how many examples of a class there are.
+"""The public data sets of the papers: description, publisher, and number of examples per class.
 
 Counts are those of the publishers' own train and test splits, so that a partition can be drawn without the data.
 """

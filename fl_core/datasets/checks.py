@@ -30,7 +30,7 @@ from fl_core.types.targets import UNKNOWN, class_counts
 
 SHOWN, IN_A_LINE = 50, 5
 ONE_IN = 100
-"""One record in this many may be broken, or a single one of fewer: it is left out of a run, and more are refused."""
+"""One record in this many may be broken, or one if there are fewer records; it is left out. More are refused."""
 MAX_KINDS = 20
 
 
@@ -225,7 +225,7 @@ class SourceIndex:
         kept = [train[i] for i in share.train] + [test[i] for i in share.test]
         kept += [replace(train[i], split=Split.TEST) for i in share.held_out]
         public = tuple(test) if len(share.held_out) else ()
-        problems = tuple(p for p in self.problems if not p.records)  # whose records they are, reading them tells
+        problems = tuple(p for p in self.problems if not p.records)  # reading the records shows whose they are
         return replace(self, origin=origin, items=tuple(kept), problems=problems, public=public)
 
     def _examples(self, items: Sequence[Item], transform: ImageTransform, loader: ImageLoader | None) -> ImageExamples:
@@ -286,7 +286,7 @@ class SourceIndex:
 
 
 def allowed_broken(n: int) -> int:
-    """Return how many of n records may be broken and are left out."""
+    """Return the number of n records that may be broken and are then left out."""
     return max(1, n // ONE_IN)
 
 

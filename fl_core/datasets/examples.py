@@ -33,11 +33,11 @@ class SiloDataset:
     """One silo's data.
 
     origin:      the canonical reference it was loaded from
-    fingerprint: SHA-256 (hex) over what identifies the data; the same after a move to another folder
-    public:      the official test set, where the silo's own test examples were held out of its training data
-    dictionary:  what made the classes of the hospital's own names
+    fingerprint: SHA-256 (hex) that identifies the data; the same after a move to another folder
+    public:      the official test set, if the silo's own test examples were held out of its training data
+    dictionary:  translates the hospital's own labels to classes
     records:     of examples in files: training examples, then test examples
-    earlier:     reads the same data as 0.1.0 did, where that named, divided or numbered them otherwise
+    earlier:     reads the same data as 0.1.0 did, if that version named, divided or numbered them differently
     """
 
     schema: Schema
@@ -52,7 +52,7 @@ class SiloDataset:
 
     @property
     def coarse(self) -> bool:
-        """Whether coarse labels are declared of these data, whatever the records are."""
+        """Whether coarse labels are declared for these data, independent of the records."""
         return self.dictionary.is_coarse(self.schema.classes)
 
 
@@ -124,7 +124,7 @@ class ArrayExamples(Examples):
 
 
 def fingerprint_of(records: Iterable[ListedRecord]) -> str:
-    """Hash names, labels, splits, groups and sizes in bytes; not the pixels, which would take minutes."""
+    """Hash names, labels, splits, groups and sizes in bytes. Pixels are not hashed, since that would take minutes."""
     return fingerprint(*sorted(records))
 
 

@@ -145,7 +145,7 @@ class Translator:
     def __init__(self, dictionary: LabelDictionary = NO_DICTIONARY) -> None:
         self.dictionary = dictionary
         self.coarse: dict[str, tuple[str, ...]] = {}
-        """The text that stands for a coarse label -> the classes that it may be."""
+        """Text of a coarse label -> the classes that it may be."""
         self.counted = "records"
         self._renamed, self._unused = Counter[str](), Counter[str]()
         self._trained, self._tested = Counter[str](), Counter[str]()

@@ -57,8 +57,8 @@ class DataRef:
         silo: the position in `federation`, or the centre or client of Fed-ISIC2019
         federation: how examples are partitioned, if they are
         path: of a folder, a manifest or a table
-        clients: among how many clients the centres of Fed-ISIC2019 are cut; 0: they are whole
-        seed: of that cut
+        clients: number of clients that the centres of Fed-ISIC2019 are divided into; 0: centres are not divided
+        seed: of that division
     """
 
     source: str

@@ -34,9 +34,9 @@ _MAX_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class TableSchema:
-    """What a table's columns are. Raises ConfigError (E-CFG-02) on what contradicts itself.
+    """The meaning of a table's columns. Raises ConfigError (E-CFG-02) on a contradiction.
 
-    labels: columns of yes, no or nothing, one for each label, in the place of `label` and `classes`.
+    labels: columns of yes, no or nothing, one for each label, instead of `label` and `classes`.
     """
 
     columns: tuple[Column, ...]
@@ -104,9 +104,9 @@ def _with_named_columns(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_description(file: Path, form: type[T], completed: Callable[[dict[str, Any]], dict[str, Any]]) -> T:
-    """Read a description in TOML; raises DataError: E-DATA-02 no such file, E-DATA-07 none that can be read or holds.
+    """Read a description in TOML; raises DataError: E-DATA-02 no such file, E-DATA-07 an invalid description.
 
-    completed: the table of the file as the fields of `form`.
+    completed: converts the table of the file to the fields of `form`.
     """
     try:
         return structure(form, completed(tomllib.loads(composed(read_text(file, _MAX_BYTES)))), "")

@@ -1,8 +1,8 @@
-"""Torch where it is installed; else the part of it that takes no gradient, on NumPy.
+"""Torch if it is installed; otherwise a NumPy substitute for its part without gradients.
 
-A hospital that sums features, counts records or measures a model needs no gradient, and torch with its libraries takes
-ten times the disk of all the rest. So what runs there imports torch from here: `from fl_core.tensors import torch`.
-Where torch is installed, that is torch itself. Modules that train import torch by its own name.
+A hospital that sums features, counts records or measures a model needs no gradients, and torch with its libraries takes
+ten times the disk space of everything else. So code for such a hospital uses `from fl_core.tensors import torch`. If
+torch is installed, that is torch itself. Modules that train import torch by its own name.
 
 array       one tensor, with the types and devices of torch
 functions   the functions of the module `torch`

@@ -1,7 +1,7 @@
-"""A tensor on NumPy, with the names, types and rules of torch; what is not here raises AttributeError.
+"""A tensor on NumPy, with the names, types and rules of torch; missing attributes raise AttributeError.
 
-Numbers are promoted as torch does it: a tensor with dimensions keeps its type beside one without any, and beside a
-plain number, unless that is of a higher kind (bool, whole, floating point).
+Types are promoted as in torch: a tensor with dimensions keeps its type in an operation with one without dimensions or
+with a plain number, unless that is of a higher kind (bool, whole, floating point).
 """
 
 from __future__ import annotations

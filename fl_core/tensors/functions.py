@@ -1,4 +1,4 @@
-"""The functions of the module `torch` on NumPy. Each gives what torch's of that name gives, up to rounding of sums."""
+"""The functions of the module `torch` on NumPy. Each gives the same result as torch's, up to rounding of sums."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ def get_num_threads() -> int:
 
 
 def set_num_threads(number: int) -> None:
-    """Set how many images pass through a body at once; sums of NumPy are exact or rounded the same with any number."""
+    """Set the number of images that pass through a body at once. Sums of NumPy do not depend on it."""
     _threads[0] = number
 
 

@@ -1,4 +1,4 @@
-"""`torch.nn` on NumPy: what stands behind a frozen body, read in evaluations and never trained."""
+"""`torch.nn` on NumPy: the layers after a frozen body, used in evaluations and never trained."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def interpolate(x: Tensor, size: tuple[int, int], *, mode: str, antialias: bool,
 
 
 def _taps(length: int, wanted: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return of which numbers of a row each new one is made (taps, wanted), and with which weights."""
+    """Return the positions (taps, wanted) of the numbers that each new number is computed from, and their weights."""
     scale, half, one = np.float32(length) / np.float32(wanted), np.float32(0.5), np.float32(1)
     support, narrow = (scale, one / scale) if scale >= 1 else (one, one)
     centre = scale * (np.arange(wanted, dtype=np.float32) + half)

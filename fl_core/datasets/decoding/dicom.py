@@ -56,10 +56,10 @@ _TAGS = (
     *(f"Segmented{c}PaletteColorLookupTableData" for c in _CHANNELS),
     *_ENHANCED,
 )
-"""All that is read of an image; no other tag, and so nothing about a patient, is ever in memory."""
+"""The tags that are read for an image. No other tag, and so nothing about a patient, is ever in memory."""
 _SPACINGS = ("PixelSpacing", "ImagerPixelSpacing", "NominalScannedPixelSpacing")
 _DESCRIPTION = ("Rows", "Columns", "BitsStored", "Manufacturer", "PixelAspectRatio", *_SPACINGS)
-"""All that a survey reads of a file."""
+"""The tags that a survey reads."""
 _GREY, _YBR, _YBR_OF_JPEG2000 = ("MONOCHROME1", "MONOCHROME2"), ("YBR_FULL", "YBR_FULL_422"), ("YBR_ICT", "YBR_RCT")
 _PREAMBLE = 128
 _JPEG2000 = frozenset(f"1.2.840.10008.1.2.4.{n}" for n in (90, 91, 201, 202, 203))
@@ -96,18 +96,18 @@ class _Frame(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Of a stored value."""
+        """Number of bits of a stored value."""
         return int(self.number("BitsStored", 0))
 
     @property
     def limits(self) -> tuple[int, int]:
-        """The least and the greatest that a stored value may be."""
+        """The smallest and the largest possible stored value."""
         half = 1 << self.bits - 1
         return (-half, half - 1) if self.number("PixelRepresentation", 0) else (0, 2 * half - 1)
 
 
 def is_dicom(path: Path) -> bool:
-    """Tell by the mark after the preamble, whatever the file is called; False for what cannot be read."""
+    """Tell whether a file is DICOM by the mark after the preamble, not by its name; False if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(_PREAMBLE)
@@ -129,7 +129,7 @@ def lacks_preamble(path: Path) -> bool:
 
 
 class ImageDescription(NamedTuple):
-    """What a file's header says of how an image was made; None: it does not.
+    """Facts in a file's header about the acquisition of an image; None: not stated.
 
     size: width and height   bits: of a stored value   spacing: mm between rows   make: the manufacturer, as stated
     square: the pixels are as high as wide, or the header does not say
@@ -143,7 +143,7 @@ class ImageDescription(NamedTuple):
 
 
 def described(path: Path) -> ImageDescription:
-    """Read what a survey asks for of a header; no pixel is decoded. Raises UnreadableError as `rendered`."""
+    """Read a header for a survey, without decoding pixels; raises UnreadableError as `rendered`."""
     with without_contents():
         from pydicom import dcmread
 
@@ -157,7 +157,7 @@ def described(path: Path) -> ImageDescription:
 
 
 def rendered(path: Path, window: Window | None = None) -> NDArray[np.uint8]:
-    """Return what is trained on: (H, W) or (H, W, 3); raises UnreadableError, which repeats no value of a tag."""
+    """Return the pixels for training, (H, W) or (H, W, 3); raises UnreadableError, which contains no value of a tag."""
     with without_contents():
         frame = _read(path)
         photometric = str(frame.get("PhotometricInterpretation"))
@@ -168,7 +168,7 @@ def rendered(path: Path, window: Window | None = None) -> NDArray[np.uint8]:
 
 
 def stored(path: Path) -> tuple[NDArray[np.integer], int]:
-    """Return what identifies an image: its stored values and their bits; colours as `rendered`, of 8 bits."""
+    """Return the stored values that identify an image, and their number of bits; colours as `rendered`, of 8 bits."""
     with without_contents():
         frame = _read(path)
         photometric = str(frame.get("PhotometricInterpretation"))

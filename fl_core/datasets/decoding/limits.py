@@ -1,13 +1,13 @@
-"""What one image file may be, checked before anything is decoded."""
+"""Limits of one image file, checked before anything is decoded."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 MAX_PIXELS = 1 << 26
-"""Of one image, 8192 x 8192: decoded and turned it takes half a gigabyte."""
+"""Most pixels of one image, 8192 x 8192; decoding and rotating it needs half a gigabyte."""
 MAX_BYTES = 1 << 29
-"""Of one image file: MAX_PIXELS in colour of 16 bits, without compression."""
+"""Most bytes of one image file: MAX_PIXELS in colour of 16 bits, without compression."""
 
 
 class UnreadableError(Exception):

@@ -1,12 +1,12 @@
-"""Pixels of an image file, decided by what is in the file and by nothing else: not by its name, nor by other files.
+"""Pixels of an image file. They depend only on the file's content, not on its name or on other files.
 
 | pixels of the file                    | become                                                                       |
 |---------------------------------------|------------------------------------------------------------------------------|
 | 8 bits: grey, RGB, palette, CMYK, ... | RGB; an alpha channel is left out                                            |
 | grey of 9 to 16 bits (PNG, TIFF)      | 255 v / (2^bits - 1), rounded: the range of the type, not of the image       |
 | 16 bits: colour, or grey with alpha   | the upper byte of each channel                                               |
-| grey of 32 bits, whole numbers        | as 16 bits where all lie in 0 to 65535, else refused: no range was declared  |
-| grey of 32 bits, floating point       | 255 v where all lie in 0 to 1, else refused                                  |
+| grey of 32 bits, whole numbers        | as 16 bits if all are in 0 to 65535, else refused: no range was declared     |
+| grey of 32 bits, floating point       | 255 v if all are in 0 to 1, else refused                                     |
 | DICOM                                 | see `dicom`                                                                  |
 
 TIFF's "white is zero" is turned round. A file of several frames or pages is refused; of a camera's JPEG with previews
@@ -32,19 +32,19 @@ from fl_core.datasets.decoding.limits import MAX_BYTES, MAX_PIXELS, UnreadableEr
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp", *dicom.SUFFIXES})
 _FORMATS = ("BMP", "DIB", "GIF", "JPEG", "JPEG2000", "PNG", "TIFF", "WEBP")
-"""Decoders that may see a file: others, such as PostScript's, would start a program."""
+"""The allowed decoders. Others, such as PostScript's, would start a program."""
 _EIGHT_BIT = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"})
 _DEEP = frozenset({"I;16", "I;16B", "I;16L", "I;16N", "I", "F"})
 _BITS, _PHOTOMETRIC, _PLANES, _PALETTE, _SAMPLE_FORMAT, _WHITE_IS_ZERO = 258, 262, 284, 320, 339, 0
 _BROKEN = (OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, struct.error, RuntimeError)
-"""What Pillow raises on files that are none, or broken: SyntaxError on PNG chunks, ValueError on headers, ..."""
+"""Pillow's errors on broken files and on files that are no images: SyntaxError on PNG chunks, ValueError on headers."""
 
 
 class ImageContent(NamedTuple):
-    """What an image is, whatever file holds it. depth: bits of a value that make a difference; 8 or more.
+    """The identity of an image, independent of its file. depth: significant bits of a value; 8 or more.
 
-    key: digest of the numbers that are stored, upright: of RGB, or where grey has more than 8 bits of these values, so
-    that another window of a DICOM file, or its export to a PNG of 16 bits, is the same image.
+    key: digest of the stored numbers, upright: of RGB, or of the grey values if they have more than 8 bits. So a DICOM
+    file with another window, or its export to a PNG of 16 bits, is the same image.
     """
 
     key: str
@@ -65,7 +65,7 @@ def open_image(path: Path, window: Window | None = None) -> Image.Image:
 
 
 def rgb_of(image: Image.Image) -> Image.Image:
-    """Turn an image that the caller has in memory into what `open_image` makes of a file with these pixels.
+    """Convert an image in memory to the result of `open_image` for a file with these pixels.
 
     Raises UnreadableError as for a file.
     """
@@ -87,7 +87,7 @@ def _upright_rgb(image: Image.Image) -> Image.Image:
 
 
 def described(path: Path) -> ImageDescription:
-    """Say what a header says of an image, as it is stored; no pixel is decoded. Raises UnreadableError."""
+    """Read the facts in an image's header, without decoding pixels; raises UnreadableError."""
     if dicom.is_dicom(path):
         return dicom.described(path)
     with _opened(path) as file:
@@ -154,7 +154,7 @@ def _depth(file: ImageFile.ImageFile) -> int:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Turn what is raised while a file is read into UnreadableError."""
+    """Convert errors of reading a file to UnreadableError."""
     try:
         if (size := path.stat().st_size) > MAX_BYTES:
             raise UnreadableError(f"{size} bytes, more than {MAX_BYTES}: make it smaller")

@@ -99,9 +99,9 @@ class Partitioner:
     def partition(
         self, train: Labels, test: Labels, n_classes: int, users: tuple[Labels, Labels] | None = None
     ) -> list[SiloIndices]:
-        """Partition both splits; raises ConfigError (E-CFG-08) when these labels cannot be partitioned so.
+        """Partition both splits; raises ConfigError (E-CFG-08) if these labels cannot be partitioned in this way.
 
-        users: who wrote each example of train and test, by number; only USERS looks at it.
+        users: the user of each example of train and test, by number; only USERS needs it.
         """
         if self.custom is not None:
             shares = self.custom.partition(train, test, n_classes, self.seed)

@@ -26,7 +26,7 @@ from fl_core.types.records import Schema
 class SplitArrays:
     """One split as published. x: (N, *shape) uint8 images or float32; y: (N,) positions in the classes.
 
-    users: (N,) who wrote each example, by number; None where it is not known
+    users: (N,) the user of each example, by number; None if unknown
     """
 
     x: Tensor
@@ -72,7 +72,7 @@ def cached(reader: Reader, name: str, root: Path | None) -> FullDataset:
 
 
 def clear_cache() -> None:
-    """Read and divide anew from now on."""
+    """Clear the caches, so that data are read and divided again."""
     _read.cache_clear()
     _partition.cache_clear()
 
@@ -155,7 +155,7 @@ class ArrayShare:
 
 
 def no_data_root(name: str, searched: Sequence[Path], layout: str, publisher: str) -> DataError:
-    """Say where a data set was looked for, and where its owner publishes it (E-DATA-02)."""
+    """Create the error (E-DATA-02) with the searched folders and the publisher's address."""
     places = " or ".join(map(str, searched))
     return DataError(
         "E-DATA-02",

@@ -39,7 +39,7 @@ _MARKS = {FOUND: "1", NOT_FOUND: "0", UNKNOWN: "?"}
 
 @dataclass(frozen=True, slots=True)
 class ListSchema:
-    """What the columns of a list are; raises ConfigError (E-CFG-02) on a contradiction."""
+    """The meaning of a list's columns; raises ConfigError (E-CFG-02) on a contradiction."""
 
     path: str = "path"
     folder: str = ""
@@ -191,7 +191,7 @@ class _Rows:
         return right[0]
 
     def _several(self, row: Row) -> tuple[int, ...] | frozenset[str] | None:
-        """Return the answer for each column, or the labels of a joined cell; None: nobody looked."""
+        """Return the answer for each column, or the labels of a joined cell; None: not examined."""
         if not self._schema.separator:
             return tuple(read_label(row[own], self._unknown) for own in self._columns)
         cell = row[self._schema.label]

@@ -1,7 +1,7 @@
 """The columns of a table that state for each label whether it was found, and their meaning for a run's labels.
 
-A cell is 1, true or yes if the label was found, 0, false or no if it was looked for and not found, and empty if nobody
-looked. A label of the run without a column here is unknown in every row.
+A cell is 1, true or yes if the label was found, 0, false or no if it was examined and not found, and empty if it was
+not examined. A label of the run without a column here is unknown in every row.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LabelColumns:
     def targets(self, classes: Sequence[str]) -> Tensor:
         """Return (N, L) of a run's labels. With several columns for a label, it was found if any column found it.
 
-        Otherwise it is unknown if any of them did not look, since it may have been there.
+        Otherwise it is unknown if any column is empty, since the label may have been there.
         """
         targets = torch.full((len(self.rows), len(classes)), UNKNOWN, dtype=torch.int64)
         for k, label in enumerate(classes):
@@ -54,7 +54,7 @@ class LabelColumns:
         return LabelColumns(self.names, self.rows[torch.tensor(kept, dtype=torch.int64)])
 
     def notes(self, classes: Sequence[str]) -> tuple[str, ...]:
-        """Describe how often each label was looked for."""
+        """Describe how often each label was examined."""
         targets = self.targets(classes)
         looked = (targets != UNKNOWN).sum(0).tolist()
         none = [name for name, n in zip(classes, looked, strict=True) if not n]

@@ -16,7 +16,7 @@ from fl_core.errors import DataError
 from fl_core.errors.extras import require
 from fl_core.tensors import Tensor, torch
 
-# The file or folder that tells, below the data root or below a folder of the data set's name, that it is there.
+# A file or folder that shows that a data set is present, below the data root or below a folder of its name.
 MARKS = {
     "mnist": "MNIST/raw",
     "fmnist": "FashionMNIST/raw",
