@@ -1,9 +1,9 @@
-"""The registry of methods, and a method is one file: in the family of its paper, below `fedavg.py`.
+"""The registry of methods. Each method is one file, in the folder of its family; `fedavg.py` is the base.
 
-disjoint/         for class-disjoint and label-skewed data; most are made for what this software is for
+disjoint/         for class-disjoint and label-skewed data, the main use of this software
 drift/            against client drift
 personal/         with private parts or personal models
-shared/           prototypes, class vectors, generators: pieces that several methods use, no algorithm
+shared/           prototypes, class vectors, generators: components of several methods
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ METHODS: OnDemand[type[FedAvg]] = OnDemand(
 
 
 def programs() -> Mapping[str, type[Traits]]:
-    """Return what a run can name: methods, and the programs of kinds of run that have one of their own."""
+    """Return the classes that a run can name: methods, and the programs of kinds of run without a method."""
     return OnDemand({**METHODS.places, **{kind.name: kind.program for kind in kinds.kinds() if kind.program}})
 
 
@@ -63,9 +63,9 @@ _WRITTEN: Mapping[str, Mapping[str, object]] = {
     "analytic": {"ridge": 1e-3, "head": "ridge"},
     "fedmr": {"mu1": 0.01, "mu2": 0.001, "eps": 1e-8},
 }
-"""First defaults of options whose default has changed since: what a manifest means that leaves the option out."""
+"""First defaults of options whose default has changed since: the values in manifests that omit the option."""
 _RETIRED: Mapping[str, frozenset[str]] = {"survey": frozenset({"weights"})}
-"""Options that did nothing and are gone; manifests of 0.1.0 have them."""
+"""Removed options without effect; manifests of 0.1.0 have them."""
 
 
 def build_method(name: str, options: Mapping[str, object]) -> Traits:
@@ -78,7 +78,7 @@ def build_method(name: str, options: Mapping[str, object]) -> Traits:
 
 
 def build_written(name: str, options: Mapping[str, object]) -> Traits:
-    """Make the method of a manifest or of a model's file, which means for ever what it meant when it was written.
+    """Make the method of a manifest or of a model's file, with the defaults of the time when it was written.
 
     Raises as `build_method`.
     """
@@ -87,7 +87,7 @@ def build_written(name: str, options: Mapping[str, object]) -> Traits:
 
 
 def all_options(name: str, options: Mapping[str, Option]) -> dict[str, Option]:
-    """Return all options of a method, today's defaults for those that are left out; raises as `build_method`."""
+    """Return all options of a method, with present defaults for omitted ones; raises as `build_method`."""
     built, complete = build_method(name, options), dict(options)
     for f in fields(built):
         value = getattr(built, f.name)
@@ -96,7 +96,7 @@ def all_options(name: str, options: Mapping[str, Option]) -> dict[str, Option]:
 
 
 def method_class(name: str) -> type[Traits]:
-    """Return a method of ours, or a loaded one (`fl_core.extensions.registry`); raises ConfigError (E-CFG-01)."""
+    """Return a built-in or loaded method (`fl_core.extensions.registry`); raises ConfigError (E-CFG-01)."""
     program = programs().get(name) or registry.loaded("method", name)
     if not isinstance(program, type):
         raise registry.unknown("method", name, list(METHODS))

@@ -1,4 +1,4 @@
-"""FedAvg: average what the silos trained.
+"""FedAvg: average the models that the silos trained.
 
 McMahan, Moore, Ramage, Hampson and Aguera y Arcas, "Communication-Efficient Learning of Deep Networks
 from Decentralized Data", AISTATS 2017, Algorithm 1.
@@ -41,20 +41,20 @@ from fl_core.types.values import (
 
 @dataclass(frozen=True, kw_only=True)
 class Traits(Method):
-    """What a method says of itself before a run, from hyper-parameters alone: what it must see, lacks, sends."""
+    """Properties of a method that follow from its hyper-parameters alone, before a run."""
 
     has_personal_model: ClassVar[bool] = False
     schedule: ClassVar[Mapping[str, float]] = {}
-    """What the method changes of the default schedule (`train`); what the command line says wins."""
+    """The method's changes of the default schedule (`train`); the command line overrides them."""
     suitable_model: ClassVar[str] = ""
-    """The model of runs that name none, in the place of the data set's."""
+    """The default model, instead of the data set's."""
     without_prototypes: ClassVar[Mapping[str, str | bool] | None] = None
     """The options that turn prototypes off, for a run in which no silo submits any; None where there is no such way."""
     targets: ClassVar[Targets] = frozenset()
-    """What its loss takes beside one class for each record; a subclass with a loss of its own says so again."""
+    """Targets besides one class per record that its loss accepts; a subclass with its own loss declares them again."""
 
     multi_label_form: ClassVar[Mapping[str, bool]] = {}
-    """Options that a run of several labels at once changes, and to what."""
+    """Option -> value, for options that a run with several labels at once changes."""
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
@@ -84,12 +84,12 @@ class FedAvg(Traits):
         validate.declared("E-CFG-02", owner, self)
 
     def shared(self, name: str) -> bool:  # noqa: ARG002
-        """Tell whether a parameter or buffer of the model travels."""
+        """Tell whether a parameter or buffer of the model is sent."""
         return True
 
     @property
     def weighing(self) -> Weighing:
-        """Say what `weight` counts."""
+        """Return the meaning of the weight."""
         return Weighing.EXAMPLES if self.weights == "samples" else Weighing.ONCE
 
     @property
@@ -107,11 +107,11 @@ class FedAvg(Traits):
         return self.loss
 
     def extras(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> dict[str, Part]:  # noqa: ARG002
-        """Make what goes up beside the delta, from the trained model."""
+        """Make the parts of the update besides the delta, from the trained model."""
         return {}
 
     def sgd_options(self, model: nn.Module) -> SgdOptions:  # noqa: ARG002
-        """Say what local training does otherwise than scheduled; `model` holds the received weights."""
+        """Return the options of local training that differ from the schedule; `model` has the received weights."""
         return AS_SCHEDULED
 
     def init_server(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
@@ -129,7 +129,7 @@ class FedAvg(Traits):
         return LocalResult(self.bundle(model, msg, data, context), silo)
 
     def bundle(self, model: nn.Module, msg: State, data: LocalData, context: RoundContext) -> dict[str, Part]:
-        """Make what goes up, from the trained model."""
+        """Make the update from the trained model."""
         return {"delta": self.delta(model, msg, data), **self.extras(model, msg, data, context)}
 
     def weight(self, data: LocalData) -> float:
@@ -140,7 +140,7 @@ class FedAvg(Traits):
 
     @staticmethod
     def model_delta(model: nn.Module, msg: State) -> dict[str, Tensor]:
-        """Return trained minus received, for the tensors that travel."""
+        """Return trained minus received values of the tensors that are sent."""
         trained = tensor_maps.named_tensors(model)
         return {name: trained[name].detach().cpu() - received for name, received in msg["w"].items()}
 

@@ -35,7 +35,7 @@ __all__ = [
 
 
 _ALWAYS_FREE = 16 << 20
-"""Smaller models are built without a look at the memory."""
+"""Smaller models are built without checking the free memory."""
 
 
 class ModelOptions(Protocol):
@@ -80,7 +80,7 @@ MODELS: Mapping[str, type[ModelOptions]] = OnDemand(
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a person wants to know of a model before a run.
+    """Numbers about a model, shown before a run.
 
     parameters counts trainable numbers; total_with_buffers adds every buffer, BatchNorm's counters included;
     state_bytes: what all of these take.
@@ -103,7 +103,7 @@ def model_options(name: str, options: Mapping[str, object]) -> ModelOptions:
 
 
 def stated_options(name: str, options: Mapping[str, Option]) -> dict[str, Option]:
-    """Leave out options that a model gained later where they have their default: its manifests keep their digests.
+    """Omit options that were added later and have their default, so that digests of manifests stay the same.
 
     Raises ConfigError as `model_options`.
     """
@@ -113,9 +113,9 @@ def stated_options(name: str, options: Mapping[str, Option]) -> dict[str, Option
 def build_model(name: str, options: Mapping[str, object], schema: Schema, seed: int) -> SplitModel:
     """Build a model with the initial weights of this seed.
 
-    Raises as `describe`, and RefusedError (E-RUN-38) on one that is larger than the memory that is free, before it
-    takes any; ConfigError (E-CFG-02) on weights that cannot be read.
-    Guarantees: equal seeds give equal weights; torch's global generator is as before.
+    Raises as `describe`; RefusedError (E-RUN-38), before allocating memory, if the model is larger than the free
+    memory; ConfigError (E-CFG-02) on weights that cannot be read.
+    Guarantees: equal seeds give equal weights; torch's global generator is not changed.
     """
     chosen = model_options(name, options)
     need = describe(name, schema, options).state_bytes
@@ -126,7 +126,7 @@ def build_model(name: str, options: Mapping[str, object], schema: Schema, seed: 
 
 
 def describe(name: str, schema: Schema, options: Mapping[str, object] | None = None) -> ModelFacts:
-    """Count a model's numbers without making any, however many its options ask for, or reading any file.
+    """Count a model's numbers without allocating memory for them or reading files.
 
     Raises ConfigError: E-CFG-01, E-CFG-02 on options, E-CFG-23 on examples that it cannot take.
     """

@@ -1,7 +1,7 @@
-"""Bodies in ONNX files, one or several side by side, whose features nobody trains: DINOv2, PanDerm, any encoder.
+"""Frozen bodies in ONNX files, one or several side by side: DINOv2, PanDerm, any encoder.
 
-The graph is an object that the run begins with, as pretrained weights are, and the model's options say what it is
-(`BodyFacts`). It is checked and tried (`fl_core.bodies`) wherever it is loaded.
+The graph is an object of the run's start, like pretrained weights, and the model's options describe it (`BodyFacts`).
+Each process that loads it checks and probes it once (`fl_core.bodies`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Layout = Literal["nchw", "nhwc"]
 
 @dataclass(frozen=True, slots=True)
 class BodyFacts:
-    """What a graph is and what it is fed.
+    """Facts about a graph and its input.
 
     sha256, size: of the file   width: of its features   side, channels, layout: of its images
     mean, std: per channel, taken from values in [0, 1]   data_mean, data_std: with which the run's own images were
@@ -124,7 +124,7 @@ class _Bodies:
 
 
 class Tried(NamedTuple):
-    """What a graph showed. memory: bytes that an image takes in it."""
+    """The result of a graph's probe. memory: bytes that an image needs in it."""
 
     width: int
     memory: int
@@ -179,7 +179,7 @@ class Encoder(nn.Module):
         return self  # bytes have no device and no other type
 
     def unfit(self, tensors: Tensors, prefix: str) -> str:
-        """Say why tensors are not this graph; empty where they are."""
+        """Explain why tensors are not this graph; empty if they are."""
         graph = tensors.get(f"{prefix}graph")
         try:
             if graph is None:
@@ -244,7 +244,7 @@ def _per_channel(values: Sequence[float]) -> Tensor:
 
 
 def _provider(device: torch.device) -> str:
-    """Choose where graphs run: on the GPU of a run that has one, where the installed onnxruntime can."""
+    """Choose the device for graphs: the run's GPU if it has one and the installed onnxruntime supports it."""
     cuda = device.type == "cuda" and probing.CUDA in probing.runtime().get_available_providers()
     return probing.CUDA if cuda else probing.CPU
 

@@ -235,7 +235,7 @@ def _rename(tensors: Tensors, names: PublishedNames) -> _Fitting:
 
 
 def problem(weights: Tensors, model: nn.Module) -> str:
-    """Say what makes weights unfit for a model; empty where nothing does. Names, shapes, kinds and ranges are checked.
+    """Explain why weights do not fit a model; empty if they do. Names, shapes, kinds and ranges are checked.
 
     They may be a part of the model's, never none.
     """
@@ -260,7 +260,7 @@ def problem(weights: Tensors, model: nn.Module) -> str:
 
 
 def fresh_modules(weights: Tensors, model: nn.Module) -> tuple[str, ...]:
-    """Name the modules of a model of which weights hold not everything."""
+    """Name the modules of a model for which the weights lack some tensor."""
     missing = (name for name in tensor_maps.stored_state(model) if name not in weights)
     return tuple(dict.fromkeys(name.rpartition(".")[0] for name in missing))
 

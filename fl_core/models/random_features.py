@@ -1,4 +1,4 @@
-"""A frozen random layer under a linear head: a non-linear model whose features nobody has to train.
+"""A frozen random layer under a linear head: a non-linear model whose features need no training.
 
 Of tables, random projections: Rahimi and Recht, "Random Features for Large-Scale Kernel Machines", NIPS 2007, Algorithm
 1. With rows of W from N(0, I / l^2) and phases b from [0, 2 pi), inner products of sqrt(2 / D) cos(W x + b) approach
@@ -32,10 +32,10 @@ from fl_core.validate import Positive
 
 MAX_WIDTH = 1 << 16
 SIDE = 32
-"""Pixels of the shorter side that larger images are averaged down to, about."""
+"""Approximate number of pixels of the shorter side that larger images are averaged down to."""
 _THRESHOLD, _FLOOR, _SCALE = 0.5, 0.01, 2.0
 _AT_ONCE = 1 << 21
-"""Filter responses that are computed at once: they stay in a processor's cache."""
+"""Filter responses that are computed at once, so that they stay in the processor's cache."""
 _ROWS = 32
 """Images of a group at most: a batch of fewer is filled up to one."""
 

@@ -1,4 +1,4 @@
-"""The one shape of every model: body, projection, head. Methods name the parts, never the architecture."""
+"""The common form of all models: body, projection, head. Methods use these parts, never the architecture."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def assemble(
 
 
 class FrozenBody(nn.Module, ABC):
-    """A body that is a file's: nothing in it can be trained, and each example passes alone.
+    """A body from a file: it cannot be trained, and each example passes alone.
 
     width: d0, of its features (B, d0).
     """
@@ -95,16 +95,16 @@ class FrozenBody(nn.Module, ABC):
 
     @abstractmethod
     def runtime(self, shape: Sequence[int], device: torch.device) -> str:
-        """Name what computes features here, with the digest of those of made-up examples of a shape."""
+        """Name the software that computes features here, with a digest of the features of synthetic examples."""
 
     @abstractmethod
     def memory(self, threads: int) -> int:
-        """Return the bytes that as many examples at once take outside of torch."""
+        """Return the bytes outside of torch that `threads` examples at once need."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadOptions:
-    """What the options of every model have: widths of the projection, and whether the head has a bias.
+    """Options of every model: widths of the projection, and whether the head has a bias.
 
     adapter: a projection that is as wide as the body's output d0: "linear" d0 -> d0, "mlp" d0 -> 256 -> d0 with ReLU.
     """

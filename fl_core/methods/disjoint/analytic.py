@@ -13,20 +13,20 @@ behind it, y its class and w_y a weight that all silos share,
             W_c = S^-1 m_c,  b_c = -m_c^T W_c / 2 + log(w_c n_c / N)
     ncm:    the nearest class mean: W_c = m_c,  b_c = -|m_c|^2 / 2
 
-U = s I where lambda is given. Where it is not, U holds the variances of the features, which are in A: the head is then
-that of standardised features, and lambda the one with the least generalised cross-validation error of ridge
-(`closed_forms.choose_ridge`), from A, B, n and w. lda takes the same lambda: it is ridge regression on class
+If lambda is given, U = s I. If not, U has the variances of the features, which follow from A. The head is then that of
+standardised features, and lambda has the smallest generalised cross-validation error of ridge
+(`closed_forms.choose_ridge`), from A, B, n and w. lda uses the same lambda, since it is ridge regression on class
 scores (Hastie, Buja and Tibshirani, "Penalized Discriminant Analysis", Annals of Statistics 1995).
 
-Exchanges, each with the same layout: counts of classes, where these give the weights w_c = N / (C n_c); the moments.
+Exchanges, each with the same layout: counts of classes, if they determine the weights w_c = N / (C n_c); the moments.
 (Version 0.1.0 chose lambda on a fifth of the examples, by a hash of each, and summed the moments of the others first.
-What a hospital added so is taken out in the same two exchanges.)
+Contributions to such runs are removed in the same two exchanges.)
 
-What is summed does not know how examples are divided, so the model is that of one hospital with all of them. To the
-last bit: entries of sqrt(w_y) z are rounded to multiples of 2^-14 and bounded by 32 before they are multiplied, so that
-sums are exact in float64 and on the grid of the round (fixed_point.py), in any order and in any division. So A, B and n
-of a run, which the server keeps, can be added to by hospitals that come later, and what a hospital added can be taken
-out again: it sends its sums once more, and the digest of each says that they are the ones that were added.
+The sums do not depend on the division of examples among hospitals, so the model is that of one hospital with all
+examples. This holds to the last bit: entries of sqrt(w_y) z are rounded to multiples of 2^-14 and bounded by 32 before
+they are multiplied, so that sums are exact in float64 and on the grid of the round (fixed_point.py), in any order and
+any division. The server keeps A, B and n of a run. So later hospitals can add to them, and a hospital's contribution
+can be removed: it sends its sums once more, and their digests show that these are the ones that were added.
 
 A personal model weighs the hospital's own sums A_k, B_k once more, after the last exchange and at the hospital alone:
 
@@ -38,17 +38,18 @@ AdaSSP; Dwork, Talwar, Thakurta and Zhang, "Analyze Gauss", STOC 2014). With R =
     u = r_y (sqrt(1 - k^2) z / (R sqrt(d)), k), shortened to 1     A = sum u u^T + noise,  B = sum u e_y^T + noise
     ridge:  W = (A+ + (ridge + l S sqrt(d + 1)) I)^-1 B            ridge: as above, on the features alone; l = 1/2
 
-where noise on each number of svec(A) and B has the standard deviation s, and S^2 is the sum of all hospitals' s^2. The
-spectral norm of A's noise is about sqrt(2 (d + 1)) S, of which lambda is a part. A+ has the eigenvalues of A that are
-above 0; so has what lda makes of it. Counts are B's entries for the constant. All of this is computed from the release.
+where the noise on each number of svec(A) and B has the standard deviation s, and S^2 is the sum of all hospitals' s^2.
+The spectral norm of A's noise is about sqrt(2 (d + 1)) S; lambda is a multiple of it. A+ keeps the eigenvalues of A
+above 0; lda does the same with its matrix. Counts are B's entries for the constant. All of this is computed from the
+release.
 
-The mean of features holds most of their length and says nothing of the class. So it is released first (`centred`), with
-a twentieth of 1 / z^2, as one sum over all records. With its estimate m, shrunk by its noise (James and Stein), and
-the radius r = 0.5 a record then adds, with l = 1/4,
+The mean of the features is most of their length and does not depend on the class. So it is released first (`centred`),
+with a twentieth of 1 / z^2, as one sum over all records. With its estimate m, shrunk by its noise (James and Stein),
+and the radius r = 0.5, a record then adds, with l = 1/4,
 
     u = r_y (v, k),   v = (sqrt(1 - k^2) z / (R sqrt(d)) - m) / r, shortened to sqrt(1 - k^2)
 
-    ncm:  W_c = M_c = B_c / n_c,  b_c = -(|M_c|^2 - d (S / n_c)^2) / 2       less the noise's own square
+    ncm:  W_c = M_c = B_c / n_c,  b_c = -(|M_c|^2 - d (S / n_c)^2) / 2       without the square of the noise
 
 where n_c are noisy counts, shrunk towards their mean by the variance of their noise. `mixed` = d': features are first
 multiplied by a public matrix of d' columns with entries +-1 / sqrt(d') (Achlioptas, "Database-friendly Random
@@ -66,11 +67,11 @@ Exploiting Mean Distributions for Training-free Federated Learning", NeurIPS 202
 `per_label`, the form of runs with several labels at once: a head for each label l, of those in whom it was looked for,
 
     A_l = sum_i z_i z_i^T,  B_l = sum_i t_il z_i   over known t_il, 1 where found and -1 where not
-    W_l = (A_l + lambda_l n_l U_l)^-1 B_l          0 where nobody looked
+    W_l = (A_l + lambda_l n_l U_l)^-1 B_l          0 if the label is known in no example
 
-S_c is the class's covariance without bias where its examples are divided at random. FedCOF counts a class with K_c = 1
-as one without any variance, has ridge without the part of A between classes, and unit rows of W; its shrinkage is
-lambda s I.
+S_c is an unbiased estimate of the class's covariance if its examples are divided at random. FedCOF differs: a class
+with K_c = 1 has variance 0, ridge uses A without the part between classes, the rows of W have length 1, and the
+shrinkage is lambda s I.
 """
 
 from __future__ import annotations
@@ -129,9 +130,9 @@ MOMENTS, CLASSES = "moments", "classes"
 STEP, MAX_ENTRY = 2.0**-14, 32.0
 """The grid of the entries, and their bound."""
 BETAS = (0.0, 1.0, 3.0, 10.0, 30.0, 100.0)
-"""What beta is chosen from; 0 is the global model."""
+"""Candidates for beta; 0 is the global model."""
 FIT, ALL, REST, COUNT, MEAN, NOTHING = "fit", "all", "rest", "count", "mean", "nothing"
-"""What an exchange is about: moments of some or all examples, classes alone; nothing once all is summed."""
+"""The subject of an exchange: moments of some or all examples, or class counts; nothing once all is summed."""
 SHARE = 0.25
 """k, the entry of the constant in the vector that a private run sums: counts have noise of 4 s records."""
 UNCENTRED_NOISE = 0.5
@@ -148,17 +149,17 @@ MIXED, LEAST_MIXED = 0.06, 16
 RIDGE_FEATURES, RECORDS_PER_FEATURE = 512, 40
 """Features of ridge at most: so many, or one for 40 records in units of the noise, which was not measured."""
 RIDGE_BELOW = 0.06
-"""Noise of the moments sqrt(d) S / N above which the nearest mean wins: it has no matrix, so less noise."""
+"""Noise of the moments, sqrt(d) S / N, above which the nearest mean is better: it needs no matrix, so less noise."""
 MAX_WEIGHT = 10.0
 """Of a class in a private run, in units of one of average size: a smaller one would weigh all others down."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Analytic(FedAvg):
-    """A linear head on features that nobody trains, solved from one sum: exact however classes are divided.
+    """A linear head on frozen features, solved from one sum; it is exact for any division of the classes.
 
     Attributes:
-        head: "ridge", "lda" or "ncm"; "auto" is ridge, or in a private run what its noise permits
+        head: "ridge", "lda" or "ncm"; "auto" is ridge, or in a private run the best one for its noise
         ridge: lambda, in units of the features' mean square; 0: features are standardised, and lambda is chosen from
             the sums, in no further exchange
         class_weights: "balanced" gives every class the same share, in one more exchange, which counts
@@ -166,18 +167,18 @@ class Analytic(FedAvg):
             it; "noisy" is that of version 0.1.0, without the mean
         mixed: features that a centred release is about; 0: all of the body's, as they are
         bound: of the root mean square of a record's features in that form: longer ones are shortened
-        personal_head: sends A and B back to every hospital, which makes its personal model of them, with the beta that
-            is right most often (balanced) about the fifth of its training examples that A is then without; of
-            head=ridge alone
-        withdraws: digests of the sums, one an exchange and with commas between, that this run takes out of those it
-            goes on from; `coordinator withdraw` sets it
+        personal_head: sends A and B back to every hospital, which computes its personal model from them. It uses the
+            beta with the best balanced accuracy on a fifth of its training examples, which A leaves out in this
+            choice; only for head=ridge
+        withdraws: digests of the sums, one per exchange, separated by commas, that this run removes from those of its
+            start; `coordinator withdraw` sets it
         covariance: from the "moments" of all examples, or estimated from silos' class "means", for "lda" and "ridge"
-        per_label: a head and moments of its own for each label, which a run of several labels at once sets
+        per_label: a separate head and moments for each label; a run with several labels at once sets it
 
     Guarantees: any division of the same examples among silos gives the same model, to the last bit on one machine,
-    unless A is estimated, noisy, or an update was cut; between machines the solution differs as their libraries of
-    linear algebra do. Nothing of the model's body is trained or sent. Rounds beyond the exchanges change nothing. Sums
-    less those of a silo are those of the others, to the last bit. Nothing of a personal model leaves but its accuracy.
+    unless A is estimated, noisy, or an update was clipped; between machines the solution differs as their libraries of
+    linear algebra do. The model's body is neither trained nor sent. Rounds beyond the exchanges change nothing. Sums
+    minus those of a silo are those of the others, to the last bit. Only the accuracy of a personal model leaves.
     """
 
     name: ClassVar[str] = "analytic"
@@ -232,7 +233,7 @@ class Analytic(FedAvg):
 
     @property
     def has_global_model(self) -> bool:  # type: ignore[override]
-        """Measure nothing at a hospital whose sums are taken out."""
+        """Return False in a run that removes a hospital's sums, so that nothing is measured there."""
         return not self.withdraws
 
     @property
@@ -542,7 +543,7 @@ class Analytic(FedAvg):
         return ridge, solve_ridge(A, B, ridge, standardised=not self.ridge)
 
     def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
-        """Raise ProtocolError (E-WIRE-05) on sums that are not finite."""
+        """Solve the hospital's personal head; raises ProtocolError (E-WIRE-05) if the received sums are not finite."""
         if not self.personal_head or not bool(msg["sums"]["n"].sum() > 0):
             return self.global_model(model, msg)
         if not tensor_maps.all_finite({**msg["sums"], **msg["chosen"]}):
@@ -572,7 +573,7 @@ class Analytic(FedAvg):
 
     @staticmethod
     def _correct_counts(net: nn.Module, request: Tensors, x: Tensor, y: Tensor) -> Tensors:
-        """Count of the examples held out, by class, and how many of them each candidate is right about (C, K)."""
+        """Count the held-out examples by class (C,), and the correct answers of each candidate head (C, K)."""
         kept = held_out(x)
         z, y = features(net, x)[kept.to(x.device)], y[kept.to(y.device)]
         return _judged(z, y, request["candidates"].to(z.device))

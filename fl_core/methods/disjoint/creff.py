@@ -8,9 +8,9 @@ Federated Features", IJCAI 2022, Algorithm 1 and equations 4 to 8.
     V       <- V - lr grad sum_c D(mean g(V_c, c), G[c])             `feature_steps` times; V_c: m features of class c
     psi     <- a fresh linear head, trained on V
 
-The models are averaged as in FedAvg, with heads of their own, from which the silos go on. The global model is the
-averaged body under psi. The released code estimates G_k[c] by ten random batches of the class; here it is their
-expectation, taken over all of its examples in one query. The first psi is the model's initial head.
+The models are averaged as in FedAvg, including heads, with which the silos continue. The global model is the averaged
+body with head psi. The released code estimates G_k[c] from ten random batches of the class; here it is the mean over
+all of its examples, in one query. The first psi is the model's initial head.
 
 Gradients g and distance D. For logits W z + b, p = softmax and the one-hot e_y,
 

@@ -19,8 +19,8 @@ chance |b|/n_k and its whole importance.
 
 theta, phi, P^g and sum_k n^k_j go down; theta, phi, P^k and n^k_j go up. Before it trains,
 each silo clusters those of its classes that have no fine classes yet, on the received model; in round 1 all of them.
-What the paper leaves open: aggregation by sums, assignment by the nearest P^g in every batch, prototypes in every batch
-with their importance scaled to it (others: `importance`). No official code is known.
+Choices that the paper leaves open: aggregation by sums, assignment by the nearest P^g in every batch, prototypes in
+every batch with their importance scaled to it (others: `importance`). No official code is known.
 
 First clusters: k-means within each class, by sums over examples alone.
 

@@ -7,8 +7,8 @@ Reshaping", TMLR 2023, equations 3 to 5 and Algorithm 1 (prototypes: shared/prot
     g_c    = sum_k p_k^c g_k^c, p_k^c = n_k^c / sum_k n_k^c    after training, in eval mode, over all of D_k
     w, g travel down and up; w as in FedAvg
 
-Where the paper is silent or contradicts its own lemma, the default is what its text argues for, the printed form an
-option: `paper_literal_std`, `inter`, `negatives`; `intra="code"` is the official code's loss, which has no L_inter.
+If the paper is silent or contradicts its own lemma, the default follows its text, and the printed form is an option:
+`paper_literal_std`, `inter`, `negatives`; `intra="code"` is the official code's loss, which has no L_inter.
 The default `intra="mean"` is the paper's divided by d^2, so that mu1 does not depend on the number of features (ADR
 0047). Its mu1 is the code's 0.01 at the paper's batch of 128 with two classes, which spreads the features of a class
 as the paper says and costs nothing on Fashion-MNIST's P5C2 (benchmarks/comparison, benchmarks/gpu). method=fedmr_paper

@@ -73,7 +73,7 @@ class FedNH(FedAvg):
         }
 
     def init_silo(self, model: nn.Module, context: RoundContext) -> State:  # noqa: ARG002
-        """Keep the trained scale, which no tensor of the model holds, for the personal model."""
+        """Keep the trained scale for the personal model; it is no tensor of the model."""
         return {"scale": {SCALE: torch.full((1,), self.fix_scaling or self.scale)}}
 
     def broadcast(self, server: State) -> State:

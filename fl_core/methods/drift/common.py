@@ -1,11 +1,11 @@
-"""What the methods against client drift share: effective steps, the census of the silos' sizes, means over all silos.
+"""Functions for methods against client drift: effective steps, a census of the silos' sizes, means over all silos.
 
-A mean over all N silos, pi_k = n_k / sum_j n_j, needs the size of silos that are not in the round. It is learnt by sums
-alone: with the first update that is included a silo sends its n_k, later 0, and
+A mean over all N silos, pi_k = n_k / sum_j n_j, needs the sizes of silos that are not in the round. Only sums are used
+for this. A silo sends n_k with its first included update, and 0 later. The mean size of
 
-    census = (sum of n_k, number of silos) over the silos met so far,    mean size = their quotient
+    census = (sum of n_k, number of silos) over the silos included so far,    mean size = their quotient
 
-stands for the silos not met yet. Once all were met it is exact; with equal sizes it is so from the first round on.
+is used for the other silos. It is exact once all silos were included; with equal sizes, from the first round on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SGD_ONLY = "set train.optimizer=sgd, whose steps have a known length (with momen
 
 
 def effective_steps_of(data: LocalData, steps: int, mu: float = 0.0) -> float:
-    """Return A_k of the steps taken, > 0; raises RefusedError (E-RUN-52) where no step was taken."""
+    """Return A_k of the steps taken, > 0; raises RefusedError (E-RUN-52) if no step was taken."""
     if steps < 1:
         raise RefusedError("E-RUN-52", "expected at least one training step at this silo, found none: raise the epochs")
     return data.effective_steps(steps, mu)
@@ -40,7 +40,7 @@ def split(values: Tensors, names: Collection[str]) -> tuple[dict[str, Tensor], d
 
 
 def zeros_of(model: nn.Module, travels: Callable[[str], bool]) -> dict[str, Tensor]:
-    """Make zeros for the trained parameters that travel."""
+    """Make zeros for the trained parameters that are sent."""
     return tensor_maps.zeros(tensor_maps.select(tensor_maps.trainable(model), travels))
 
 
@@ -54,12 +54,12 @@ def report_size(n: float = 0.0) -> dict[str, Tensor]:
 
 
 def size_of(size: Tensors, weight: float) -> float:
-    """Return what a silo counts in means over all silos: fixed by its first included update."""
+    """Return a silo's weight in means over all silos; its first included update fixes it."""
     return float(size["n"]) or weight
 
 
 def size_part(size: Tensors, n: float) -> Part:
-    """Make a silo's line in the census: n the first time, nothing of weight 0 later."""
+    """Make a silo's part of the census: n the first time, later zeros of weight 0."""
     return Part.of({"n": torch.tensor([n])}, 0.0 if float(size["n"]) else 1.0)
 
 
@@ -71,7 +71,7 @@ def total_size(census: Tensors, part: Part) -> dict[str, Tensor]:
 
 
 def mean_size(census: Tensors) -> float:
-    """Return the mean size of the silos met so far, 0 before the first."""
+    """Return the mean size of the silos included so far; 0 before the first."""
     silos = float(census["silos"])
     return float(census["n"]) / silos if silos else 0.0
 

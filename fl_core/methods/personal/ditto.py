@@ -28,7 +28,7 @@ from fl_core.validate import Count, NonNegative
 
 @dataclass(frozen=True, kw_only=True)
 class Ditto(FedAvg):
-    """FedAvg, with a personal model beside it that never travels.
+    """FedAvg, with an additional personal model that is never sent.
 
     lambda_v: strength of the pull, >= 0; 0 trains v_k alone, as `local` does; the authors' grid is 0.1, 1, 2
     personal_epochs: E_v, 0 for the run's own epochs.

@@ -47,7 +47,7 @@ class FedBABU(SharedBody):
         return SgdOptions(only=in_body)
 
     def personal(self, model: nn.Module, msg: State, silo: State, data: LocalData, context: RoundContext) -> nn.Module:  # noqa: ARG002
-        """Fine-tune the final body, received last, and the initial head, which `model` has."""
+        """Fine-tune the final received body and the initial head, which `model` has."""
         tensor_maps.load_state(model, msg["w"])
         if self.finetune_epochs:
             data.sgd(model, self.objective(model, msg, data, context), SgdOptions(epochs=self.finetune_epochs))

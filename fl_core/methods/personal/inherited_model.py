@@ -44,7 +44,7 @@ COUNT = "participations"
 
 @dataclass(frozen=True, kw_only=True)
 class InheritedModel(FedAvg):
-    """What methods with an inherited private model share.
+    """Base of methods with an inherited private model.
 
     Attributes:
         lam: weight of the transfer, 0 to 1
@@ -53,7 +53,7 @@ class InheritedModel(FedAvg):
         kd: "kl", or "ce_asym" of the official code, without tau^2
         kd_tau2: False leaves out the factor tau^2
         mu_macro: mu_n after Q T rounds
-        mu_max: where mu_n is cut, 1 in the paper and 0.9 in the code
+        mu_max: upper limit of mu_n, 1 in the paper and 0.9 in the code
         recompute_bn: measure BatchNorm statistics of a mixed model again
         recompute_first: also those of a silo's first model, which is no mixture, as the authors' program does
 
@@ -159,7 +159,7 @@ def mmd(h: Tensor, h_p: Tensor) -> Tensor:
 
 
 class _ReachedError(Exception):
-    """Ends a forward pass at a layer whose input is all that is wanted."""
+    """Ends a forward pass at the layer whose input is measured."""
 
     def __init__(self, layer: str, rows: Tensors) -> None:
         self.layer, self.rows = layer, rows

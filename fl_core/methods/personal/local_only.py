@@ -1,4 +1,4 @@
-"""Local training alone: what each hospital reaches without the others.
+"""Local training alone: each hospital's result without the others.
 
 The lower bound that every paper on personalisation compares with. With K steps per round and no exchange,
 

@@ -1,4 +1,4 @@
-"""The head and the body of a model, by the names of their tensors: what personalised methods keep and what they share.
+"""The head and the body of a model, by the names of their tensors: personalised methods keep one and share the other.
 
 The head is the last linear layer; everything before it, buffers included, is the body.
 """
@@ -25,7 +25,7 @@ def in_body(name: str) -> bool:
 
 
 def copy_tensors(model: nn.Module, keep: Callable[[str], bool] = lambda _: True) -> dict[str, Tensor]:
-    """Copy what a silo keeps of a model, to the CPU."""
+    """Copy the tensors of a model that a silo keeps, to the CPU."""
     return {name: value.cpu() for name, value in tensor_maps.select(tensor_maps.copy_state(model), keep).items()}
 
 

@@ -17,7 +17,7 @@ from fl_core.tensors import Tensor, torch
 CONSTANT = 1
 """Entries behind the features."""
 _NEVER = -1e30
-"""The bias of a class that nobody has an example of."""
+"""The bias of a class without examples."""
 LAMBDAS: tuple[float, ...] = tuple(10.0 ** (k / 4) for k in range(-28, 9))
 """Lambda is chosen from these, 10^-7 to 100."""
 _LEAST = 2.0**-28
@@ -33,7 +33,7 @@ def packed(a: Tensor) -> Tensor:
 
 
 def unpacked(triangle: Tensor) -> Tensor:
-    """Return the symmetric matrix of what `packed` made."""
+    """Return the symmetric matrices (..., D, D) of vectors from `packed`."""
     size = (math.isqrt(8 * len(triangle) + 1) - 1) // 2
     rows, columns = torch.tril_indices(size, size)
     a = triangle.new_zeros(size, size)
@@ -165,7 +165,7 @@ def _means(B: Tensor, weights: Tensor) -> Tensor:
 
 
 def _solve(S: Tensor, right: Tensor) -> Tensor:
-    """Solve a symmetric system in float64; where it is not positive definite, on its positive eigenvalues alone."""
+    """Solve a symmetric system in float64; if it is not positive definite, use only its positive eigenvalues."""
     factor, failed = torch.linalg.cholesky_ex(S)
     if not int(failed):
         return torch.cholesky_solve(right, factor)
@@ -180,7 +180,7 @@ def estimated_moments(b: Tensor, n: Tensor, weights: Tensor) -> Tensor:
     """Return A (D, D), estimated from the sums of silos' examples of each class alone.
 
     b: (K, C, D) w_c times the sum over the examples of class c at silo k   n: (K, C) their counts   weights: w (C,)
-    Raises ConfigError (E-CFG-08) where no class is at two silos, which leaves nothing to estimate a covariance from.
+    Raises ConfigError (E-CFG-08) if no class is at two silos, since then no covariance can be estimated.
     """
     silos, counts = (n > 0).sum(0), n.sum(0)
     shares = torch.where(silos > 1, weights * counts, 0.0)

@@ -142,7 +142,7 @@ def seeded(seed: int, n_classes: int, noise: int, hidden: int, d: int) -> Genera
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute on one thread: what a server trains must not depend on how many its machine has."""
+    """Compute on one thread, so that a server's training does not depend on its number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -62,12 +62,12 @@ def update(state: Tensors, part: Part) -> dict[str, Tensor]:
 class PrototypeExchange(FedAvg):
     """As FedAvg, with prototypes that are measured after training, sent up and merged by class counts.
 
-    Guarantees: where `uses_prototypes` is False, nothing more is sent or computed than by FedAvg.
+    Guarantees: if `uses_prototypes` is False, nothing is sent or computed in addition to FedAvg.
     """
 
     @property
     def uses_prototypes(self) -> bool:
-        """Tell whether prototypes are measured and travel."""
+        """Tell whether prototypes are measured and sent."""
         return True
 
     @property
