@@ -38,7 +38,7 @@ class PublishedDataset:
 
     Attributes:
         classes: in the publisher's order; TinyImageNet's are the positions of its 200 WordNet ids in sorted order
-        layout: what is expected on disk, below the data root or below a folder of the data set's name
+        layout: the files that are expected on disk, below the data root or below a folder of the data set's name
         mean, std: of the papers' normalisation, per channel; empty: none
         train, test: published examples per class; empty where users decide
     """

@@ -76,9 +76,9 @@ class ImageLoader:
 
     folder: of that file, by default the system's for temporary files   cache_bytes: size limit, 0: no cache
     threads: 0 for as many as this process has cores
-    Guarantees: the file has no name and mode 0600, so nobody else opens it and it disappears when the process ends, in
-    any way; neither cache nor threads change a bit of a result; a changed file is decoded again; a full disk ends the
-    caching, never the work. Pillow decodes without Python's lock, so threads help.
+    Guarantees: the file has no name and mode 0600, so no other user opens it, and it disappears when the process ends
+    in any way; neither cache nor threads change a bit of a result; a changed file is decoded again; a full disk ends
+    only the caching. Pillow decodes without Python's lock, so threads help.
     """
 
     def __init__(self, folder: Path | None = None, cache_bytes: int = CACHE_BYTES, threads: int = 0) -> None:

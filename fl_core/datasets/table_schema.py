@@ -1,4 +1,4 @@
-"""The description beside a table (`patients.csv`, `patients.toml`): which columns are inputs, and what the others are.
+"""The description next to a table (`patients.csv`, `patients.toml`): its input columns, and the other columns.
 
 label = "diagnosis"                     # the column of the classes
 classes = ["benign", "malignant"]       # the label space, in the order of the run

@@ -50,7 +50,7 @@ class HasPublishedNames(Protocol):
     """Options of a model of which others publish weights."""
 
     def published_names(self) -> Sequence[PublishedNames]:
-        """Return each publisher's names, none where this form of the model is nobody's."""
+        """Return each publisher's names; empty if no publisher has this form of the model."""
         ...
 
 

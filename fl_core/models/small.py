@@ -125,7 +125,7 @@ class LastHidden(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, L) to (B, 256); examples travel as floats, which hold these whole numbers exactly.
 
-        What is no number of the alphabet is read as the nearest: an error would tell that there is such an example.
+        A number outside of the alphabet is read as the nearest one, since an error would reveal such an example.
         """
         outputs, _ = self.lstm(self.embedding(x.long().clamp(0, self.embedding.num_embeddings - 1)))
         last: Tensor = outputs[:, -1]

@@ -178,7 +178,7 @@ def behind_body(model: SplitModel, owner: str) -> SplitModel:
 
 
 def on_body(body: nn.Module, trained: nn.Module) -> nn.Module:
-    """Return a classifier of examples: a body, and on it a model of its output."""
+    """Return a classifier of examples: a body, followed by a model of its output."""
     return nn.Sequential(OrderedDict(body=body, classifier=trained))
 
 

@@ -1,6 +1,6 @@
 """DICOM images (PS3.3 C.11, C.7.6.3): one frame of grey or colour. No tag about a patient is ever read.
 
-What is read are the tags of the pixels, and for a survey those of how the image was made (`described`).
+Only the tags of the pixels are read and, for a survey, those about the acquisition (`described`).
 
 Of each value the stored bits count, wherever HighBit puts them: the others may hold an overlay, or anything.
 

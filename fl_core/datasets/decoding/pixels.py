@@ -125,7 +125,7 @@ def _opened(path: Path) -> Iterator[ImageFile.ImageFile]:
 def _decoded(path: Path) -> Iterator[tuple[Image.Image, int]]:
     """Check what a file's header says, and decode it; errors inside become UnreadableError as well.
 
-    Return the image, and the bits of a value in the file: Pillow's mode tells only what is left of them.
+    Return the image, and the bits of a value in the file, since Pillow's mode shows only the remaining ones.
     """
     with _opened(path) as file:
         depth, tags = _depth(file), getattr(file, "tag_v2", {})

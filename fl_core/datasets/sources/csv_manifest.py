@@ -1,4 +1,4 @@
-"""A CSV file that lists images, one a row; a description beside it (`images.csv`, `images.toml`) says what is what.
+"""A CSV file with one image per row; a description next to it (`images.csv`, `images.toml`) defines its columns.
 
 path = "Image Index"                    # the column of the files; default: path
 folder = "images"                       # optional: where they lie; default: beside the list

@@ -155,7 +155,7 @@ class FineModel(nn.Module):
 
 
 class Anchors(NamedTuple):
-    """What fine classes are told apart by in one round: points (CM, d) and which of them exist (CM,)."""
+    """The points that distinguish fine classes in one round: points (CM, d), and which of them exist (CM,)."""
 
     points: Tensor
     known: Tensor
@@ -193,7 +193,7 @@ def by_fine_class(z: Tensor, slot: Tensor, slots: int) -> Tensor:
 
 
 def merged(state: Tensors, part: Part, per_class: int) -> dict[str, Tensor]:
-    """Move each prototype by its mean offset; rows of weight 0 stay. Counts of classes nobody reported stay, too."""
+    """Move each prototype by its mean offset. Rows of weight 0 stay, and so do counts of classes without a report."""
     weight = part.weight.float()
     reported = by_class(weight, per_class).sum(1).gt(0).repeat_interleave(per_class)
     return {
@@ -591,7 +591,7 @@ HEAD = "fine.weight"
 
 
 def head_rule(mode: str) -> PartRule:
-    """Say what a silo's weight of its head, or of a row of it, is."""
+    """Return the meaning of a silo's weight of its head, or of a row of it."""
     by_mode = {"server": Weighing.ONCE, "stale": Weighing.QUALITY}
     return PartRule(by_mode.get(mode, Weighing.EXAMPLES))
 

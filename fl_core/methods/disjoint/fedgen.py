@@ -5,7 +5,7 @@ their released code (feature_generator.py). From the second round on, with a_t =
 
     L = CE + (B_g/B) a_t mean_j CE(head(G(y_j, e_j)), y_j) + b_t mean_i KL(q_i || p_i),   q_i = head(G(y_i, e_i))
 
-on labels y_j that somebody has; q_i passes no gradient on. Models are averaged as in FedAvg. Two modes to train G:
+on labels y_j that some silo has; q_i passes no gradient on. Models are averaged as in FedAvg. Two modes to train G:
 
 "plain"   as published: the server sees every silo's classifier and class counts, and nothing else of one silo.
 "secagg"  a deviation: each silo takes the generator's steps on its own classifier's term, with a fresh Adam, and the

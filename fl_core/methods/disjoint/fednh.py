@@ -7,7 +7,7 @@ AAAI 2023, equations 1 to 4 and Algorithm 1 (first prototypes: class_vectors.py)
     min   CE(s W^t h), h = f(x) / ||f(x)||        over f and s; W^t stays                    (2)
     mu_k^c = sum_{y_n = c} h_n / ||.||            with the trained model, in eval mode       (3)
     a_c   = sum_k n_k^c mu_k^c / ||.||
-    w_c   = rho w_c + (1 - rho) a_c, / ||.||      classes nobody reported keep theirs        (4)
+    w_c   = rho w_c + (1 - rho) a_c, / ||.||      classes without a report keep theirs       (4)
 
 f and s are averaged uniformly. The text takes s as a constant, its appendix and the released code train it from 1 (CNN)
 or 20 (ResNet). Clients' means, their average and w_c are each brought to length 1, as in the code, which starts from

@@ -8,7 +8,7 @@ AAAI 2022, Algorithm 1. g_c is the received prototype of class c, d the dimensio
 
 The distance is the released code's, a mean over batch and dimensions: lambda for the sum of squares is lambda / d. The
 paper divides each prototype once more by its number of owners, which would shrink it; that is taken for a slip.
-Prototypes are measured after training, in eval mode, over all training examples; a class that nobody reported keeps
+Prototypes are measured after training, in eval mode, over all training examples; a class that no silo reported keeps
 its prototype. Each silo keeps its whole network.
 """
 

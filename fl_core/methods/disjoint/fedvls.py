@@ -1,4 +1,4 @@
-"""FedVLS: the received model teaches what it knows of classes that a silo lacks, and wrong logits are lowered.
+"""FedVLS: the received model teaches the classes that a silo lacks, and wrong logits are lowered.
 
 Guo, Ding, Liang, He, Wang and Tan, "Exploring Vacant Classes in Label-Skewed Federated Learning", AAAI 2025 (by their
 released code). pi_c is the share of class c in the silo's training examples, V its vacant classes (pi_c = 0), f the

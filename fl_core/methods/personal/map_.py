@@ -1,4 +1,4 @@
-"""MAP: a restricted softmax for what is uploaded, an inherited private model for what is kept.
+"""MAP: a restricted softmax for the uploaded model, an inherited private model that stays at the silo.
 
 Li, Song, Li, Li, Shao, Yang and Zhan, "MAP: Model Aggregation and Personalization in Federated Learning with Incomplete
 Classes", TKDE 2024, Algorithm 1 (fedrs.py, inherited_model.py). Of the N = E * batches steps of a round,
@@ -28,7 +28,7 @@ from fl_core.validate import UnitInterval
 
 @dataclass(frozen=True, kw_only=True)
 class Map(InheritedModel):
-    """As FedRS for what is sent, after half of the steps, and as FedPHP for what is kept, after all of them.
+    """Sends the model after half of the steps, as FedRS, and keeps that after all steps, as FedPHP.
 
     alpha: scale of missing classes' logits, 0 to 1   rs: "hard" or "soft"   stages: "paper" or "code"
     Guarantees: nothing of stage 2 leaves the silo. alpha = 1 over 2E epochs sends what FedAvg sends over E epochs.

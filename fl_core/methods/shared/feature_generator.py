@@ -64,7 +64,7 @@ def weighted_loss(losses: Tensor, share: Tensor, y: Tensor) -> Tensor:
 
 
 def shares(counts: Tensor) -> Tensor:
-    """Return v (K, C) from the silos' class counts (K, C); 0 where nobody has a class."""
+    """Return v (K, C) from the silos' class counts (K, C); 0 for a class that no silo has."""
     return counts / counts.sum(0).clamp(min=1e-12)
 
 
