@@ -71,10 +71,12 @@ class LabelTable:
             )
         labels, wrong = dict[str, LabelRow](), list[str]()
         for row in rows:
-            said = LabelRow(composed(row[column]), row.get(PATIENT, ""), row.get(_SPLIT, ""))
-            if not (row[key] and said.label):
+            entry = LabelRow(composed(row[column]), row.get(PATIENT, ""), row.get(_SPLIT, ""))
+            if not (row[key] and entry.label):
                 continue
-            if labels.setdefault(row[key], said) != said or (_SPLIT in header and said.split not in ("train", "test")):
+            if labels.setdefault(row[key], entry) != entry or (
+                _SPLIT in header and entry.split not in ("train", "test")
+            ):
                 wrong.append(row[key])
         if wrong:
             raise DataError(

@@ -196,15 +196,15 @@ def calibrate(
     file = out or calibration.calibration_path(model)
     replace_file(file, calibration.to_bytes(made), 0o600)
     facts = made.facts
-    said = [("temperature", f"{facts.temperature:.4g}"), ("sets", output.promise(facts, "these"))]
+    rows = [("temperature", f"{facts.temperature:.4g}"), ("sets", output.promise(facts, "these"))]
     if facts.false_flags is not None:
         flagged = f"reported for at most {100 * facts.false_flags:g} % of images of known classes like these"
-        said.append(("none of them", flagged))
+        rows.append(("none of them", flagged))
     what = ("answers about labels", "the temperature") if several else ("images", "temperature and class means")
-    said.append((what[0], f"{sum(facts.fitted)} to fit {what[1]}, {sum(facts.held)} held out"))
-    said.append(("file", str(file)))
+    rows.append((what[0], f"{sum(facts.fitted)} to fit {what[1]}, {sum(facts.held)} held out"))
+    rows.append(("file", str(file)))
     value = {"file": str(file), **{name: getattr(facts, name) for name in facts.__slots__}}
-    return CommandResult(value, [KeyValues(said), output.calibration_table(facts)])
+    return CommandResult(value, [KeyValues(rows), output.calibration_table(facts)])
 
 
 @command
@@ -254,17 +254,17 @@ def _about(predictor: Predictor) -> list[tuple[str, str]]:
     from consilium.model import output
 
     facts, calibration = predictor.model.facts, predictor.calibration
-    said = [("model", f"{facts.run or 'of a simulation'} (SHA-256 {predictor.model.sha256[:16]})")]
-    said.append(("preprocessing", facts.preprocessing.sentence()))
+    rows = [("model", f"{facts.run or 'of a simulation'} (SHA-256 {predictor.model.sha256[:16]})")]
+    rows.append(("preprocessing", facts.preprocessing.sentence()))
     if calibration is not None:
-        said.append(("probabilities", f"calibrated at this hospital, temperature {predictor.temperature:.4g}"))
-        said.append(("sets", output.promise(calibration.facts, "the calibration's")))
+        rows.append(("probabilities", f"calibrated at this hospital, temperature {predictor.temperature:.4g}"))
+        rows.append(("sets", output.promise(calibration.facts, "the calibration's")))
     elif predictor.temperature != 1:
-        said.append(("probabilities", f"temperature {predictor.temperature:.4g}, estimated at export"))
+        rows.append(("probabilities", f"temperature {predictor.temperature:.4g}, estimated at export"))
     else:
         how = "of each label, " if facts.multi_label else ""
-        said.append(("probabilities", f"{how}not calibrated (see consilium calibrate)"))
-    return said
+        rows.append(("probabilities", f"{how}not calibrated (see consilium calibrate)"))
+    return rows
 
 
 def _warnings(predictor: Predictor, examples: Inputs) -> list[str]:

@@ -53,8 +53,8 @@ def _compared(store: SiloStore, name: str, card: Card) -> list[OwnRecord]:
 
 
 def _claimed(rounds: int | None, agrees: bool) -> OwnRecord:
-    said = "this hospital was not in the run" if rounds is None else f"{rounds} of its updates are in the model"
-    return OwnRecord("the card says", said, agrees)
+    recorded = "this hospital was not in the run" if rounds is None else f"{rounds} of its updates are in the model"
+    return OwnRecord("the card says", recorded, agrees)
 
 
 app = make_app(

@@ -116,9 +116,9 @@ def export_run(
     with fetched(client, run) as stored:
         answered = None
         if options.survey is not None:
-            asked = client.show(options.survey)
-            answers = surveys.fetched(client, asked)
-            answered = survey_of(check_detail(stored.detail), check_detail(asked), asked, answers)
+            survey = client.show(options.survey)
+            answers = surveys.fetched(client, survey)
+            answered = survey_of(check_detail(stored.detail), check_detail(survey), survey, answers)
         said, lead = Statement(options.intended_use, options.licence, answered), credentials_of(home)
         silos = client.silos().silos
         detail, state, weights = stored

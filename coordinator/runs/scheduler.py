@@ -104,8 +104,8 @@ class RunScheduler:
                     self.objects.path(filled.digest)  # newer uploads may have replaced it
                 new = _new_run(manifest, opened, self.objects.put(text), spec, request_id)
                 start = None if opened.state is None else StoredObject.adopt(opened.state, self.objects)
-                known = {name: (train, test) for name, train, test in opened.sizes}
-                return runs.add(new, len(text), known, start, filled, other)
+                by_silo = {name: (train, test) for name, train, test in opened.sizes}
+                return runs.add(new, len(text), by_silo, start, filled, other)
 
     def abort(self, query: str, reason: str = "aborted by the lead") -> StoredRun:
         """End a run for good, in any state; raises StateError (E-RUN-11) if it has ended already."""

@@ -40,8 +40,8 @@ def opened(asked: OpenRequest, objects: ObjectStore, write: Callable[[State], Wr
         manifest = replace(manifest, evaluation=replace(manifest.evaluation, other=named))
     text = manifest.to_json()
     facts = run_facts.computed(text).to_dict()
-    known = [(name, train, test) for name, (train, test) in sizes.items()]
-    return Opened(text, known, facts, None if state is None else write(state), other)
+    sizes_by_silo = [(name, train, test) for name, (train, test) in sizes.items()]
+    return Opened(text, sizes_by_silo, facts, None if state is None else write(state), other)
 
 
 def _compared(manifest: RunManifest, run: StoredRun, objects: ObjectStore) -> tuple[RunManifest, State] | None:

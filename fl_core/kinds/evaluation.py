@@ -18,7 +18,7 @@ class EvaluationRun(RunKind):
         return rounds == 0
 
     def length(self, rounds: int) -> str:  # noqa: ARG002
-        return "an evaluation, nobody trains"
+        return "an evaluation, without training"
 
     def check(self, manifest: ManifestFacts) -> None:
         if manifest.personal or manifest.privacy.name != "none":

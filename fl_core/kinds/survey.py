@@ -26,7 +26,7 @@ class SurveyRun(RunKind):
     answered = "Hospitals have answered"
 
     def length(self, rounds: int) -> str:  # noqa: ARG002
-        return "one answer, nobody trains"
+        return "one answer, without training"
 
     def staged(self, task: TaskKind) -> str:
         return "the answers of a survey" if task.trains else "the survey ends"

@@ -224,8 +224,8 @@ def open_untouched(database: Path, timeout: float = BUSY_SECONDS) -> sqlite3.Con
 
 def _is_logged(database: Path) -> bool:
     """Tell whether a file says that it has a WAL."""
-    there = database.stat()
-    return os.pread(_descriptor(database, there.st_dev, there.st_ino), _HEADER, 0)[_HEADER - 2 :] == b"\2\2"
+    facts = database.stat()
+    return os.pread(_descriptor(database, facts.st_dev, facts.st_ino), _HEADER, 0)[_HEADER - 2 :] == b"\2\2"
 
 
 @cache

@@ -107,9 +107,9 @@ def _labels_written(reference: str, local: str, classes: Sequence[str] | None) -
             )
         write_public(file, label_dictionary.to_fill_in(counts, classes).encode())
     records = sum(counts[name] for name in names)
-    said = f"wrote {file}: {len(names)} names of {records} records to fill in, then {then}"
+    message = f"wrote {file}: {len(names)} names of {records} records to fill in, then {then}"
     facts = {"file": str(file) if names else None, "names": {name: counts[name] for name in names}, "then": then}
-    return CommandResult(facts, [said if names else "every name is a class of the run: nothing to fill in"])
+    return CommandResult(facts, [message if names else "every name is a class of the run: nothing to fill in"])
 
 
 @data.command()

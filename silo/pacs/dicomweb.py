@@ -327,14 +327,14 @@ def _authorization(reference: PacsReference) -> dict[str, str]:
     """Read the credentials; raises StateError (E-STATE-42, E-STATE-43) as `read_private`, ConfigError (E-CFG-02)."""
     if not reference.credentials:
         return {}
-    said = read_private(Path(reference.credentials), "password").decode(errors="replace").strip()
-    if said.startswith("Bearer ") and said.isascii() and said.isprintable():
-        return {"Authorization": said}
-    if ":" not in said or not said.isprintable():
+    credentials = read_private(Path(reference.credentials), "password").decode(errors="replace").strip()
+    if credentials.startswith("Bearer ") and credentials.isascii() and credentials.isprintable():
+        return {"Authorization": credentials}
+    if ":" not in credentials or not credentials.isprintable():
         raise ConfigError(
             "E-CFG-02", f"expected user:password or Bearer TOKEN in {reference.credentials}, found neither: write one"
         )
-    return {"Authorization": f"Basic {b64encode(said.encode()).decode()}"}
+    return {"Authorization": f"Basic {b64encode(credentials.encode()).decode()}"}
 
 
 def _trusted(ca: str) -> ssl.SSLContext:

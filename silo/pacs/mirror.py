@@ -203,8 +203,8 @@ class Mirror:
         progress(0, 0)
         private_folder(self.folder)
         file, column = self.reference.table
-        asked = partial(read_labels, file, column, stop, self.reference.keys)
-        labels = self._patiently(asked, stop, "the database of labels")
+        read = partial(read_labels, file, column, stop, self.reference.keys)
+        labels = self._patiently(read, stop, "the database of labels")
         with closing(self._open()) as db:
             look = _Look(self, db, labels, stop, progress)
             if self.source is None:
@@ -412,9 +412,9 @@ class _Look:
         self._insert((name, instance.study, instance.series, row.label, patient, split, self._look))
 
     def _insert(self, values: tuple[str | int, ...]) -> None:
-        known = ", ".join(f"{c} = excluded.{c}" for c in ("study", "series", "label", "patient", "split", "listed"))
+        updates = ", ".join(f"{c} = excluded.{c}" for c in ("study", "series", "label", "patient", "split", "listed"))
         columns = "INSERT INTO images (name, study, series, label, patient, split, listed) VALUES (?, ?, ?, ?, ?, ?, ?)"
-        self._db.execute(f"{columns} ON CONFLICT (name) DO UPDATE SET {known}", values)
+        self._db.execute(f"{columns} ON CONFLICT (name) DO UPDATE SET {updates}", values)
 
     def _leave_out(self, name: str, kind: str, reason: str) -> None:
         self._db.execute("INSERT INTO left_out VALUES (?, ?, ?)", (name, kind, reason))

@@ -208,7 +208,7 @@ class RunRequest:
             ),
             RequestLine(
                 "Noise",
-                "from a secret source" if self.rng == "secure" else "reproducible: it protects nobody",
+                "from a secret source" if self.rng == "secure" else "reproducible, which protects nothing",
                 "only secret noise" if floors.rng == "secure" else "also reproducible noise",
             ),
         ]

@@ -452,10 +452,10 @@ class CagedWorker:
         elif what == "accept":
             service.accept()
         elif what == "tell":
-            told = ERRORS.read(facts)
-            if not isinstance(told, FederationError) or isinstance(told, CancelledError):
-                raise ValueError(f"found {told!r} instead of an error to report")
-            service.tell(told)
+            error = ERRORS.read(facts)
+            if not isinstance(error, FederationError) or isinstance(error, CancelledError):
+                raise ValueError(f"found {error!r} instead of an error to report")
+            service.tell(error)
         elif what == "begin":
             service.training_begins(facts)
         else:

@@ -202,9 +202,9 @@ def _name_users(process: int) -> None:
     """Map every user and group to itself if permitted, else only this process's own."""
     place = Path("/proc", str(process))
     for name, own in (("uid_map", os.geteuid()), ("gid_map", os.getegid())):
-        known = (line.split() for line in Path("/proc/self", name).read_text().splitlines())
+        mapped = (line.split() for line in Path("/proc/self", name).read_text().splitlines())
         try:
-            (place / name).write_text("".join(f"{first} {first} {count}\n" for first, _, count in known))
+            (place / name).write_text("".join(f"{first} {first} {count}\n" for first, _, count in mapped))
         except OSError:
             (place / "setgroups").write_text("deny")
             (place / name).write_text(f"{own} {own} 1\n")

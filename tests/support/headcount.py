@@ -23,7 +23,7 @@ class HeadcountRun(RunKind):
     answered = "Hospitals have counted"
 
     def length(self, rounds: int) -> str:
-        return "one number, nobody trains"
+        return "one number, without training"
 
     def how_to_read(self, run: str) -> str:
         return f"coordinator show {run}"

@@ -152,7 +152,7 @@ def _hospitals(members: Sequence[str], detail: pb.RunDetail, info: pb.RunInfo) -
     stated = {d.silo: d.stated for d in detail.declarations}
     rows = []
     for name in members:
-        said = stated.get(name)
+        statement = stated.get(name)
         rows.append(
             HospitalRow(
                 name=name,
@@ -161,9 +161,15 @@ def _hospitals(members: Sequence[str], detail: pb.RunDetail, info: pb.RunInfo) -
                 newest_reason=reasons.get(name, ""),
                 bytes_up=sent[name],
                 seconds=format_duration(median(seconds[name])) if name in seconds else "",
-                policy="none stated" if said is None else said.policy_digest[:12] or "no policy",
-                ledger="" if said is None else f"entry {said.ledger_seq}" if said.ledger_seq else "no ledger",
-                restored="" if said is None or not said.ledger_restored else f"restored {said.ledger_restored} times",
+                policy="none stated" if statement is None else statement.policy_digest[:12] or "no policy",
+                ledger=""
+                if statement is None
+                else f"entry {statement.ledger_seq}"
+                if statement.ledger_seq
+                else "no ledger",
+                restored=""
+                if statement is None or not statement.ledger_restored
+                else f"restored {statement.ledger_restored} times",
             )
         )
     return rows

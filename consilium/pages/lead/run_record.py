@@ -108,8 +108,8 @@ class WatchedRun:
         """The reason why the newest model has only accuracies; "" if it has more, or the run measures no more."""
         if self.clinical is not None or not self.detail.rounds:
             return ""
-        said = accuracy.no_clinical(self.detail.rounds[-1], self.compared.metrics)
-        return said and f"{said[:1].upper()}{said[1:]}."
+        text = accuracy.no_clinical(self.detail.rounds[-1], self.compared.metrics)
+        return text and f"{text[:1].upper()}{text[1:]}."
 
     @cached_property
     def hospitals(self) -> tuple[list[tuple[str, ...]], list[str]]:

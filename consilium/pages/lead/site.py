@@ -153,10 +153,10 @@ class LeadPage:
     def _order(self, order: Order) -> Callable[[Parameters], str]:
         def give(form: Parameters) -> str:
             with closing(self.connect()) as client:
-                said = order(client, form)
+                text = order(client, form)
             self.watch.forget(form["run"])
             self.watch.current(fresh=True)
-            return said
+            return text
 
         return give
 

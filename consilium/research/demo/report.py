@@ -108,11 +108,11 @@ def _headline(details: Mapping[str, pb.RunDetail]) -> tuple[str, str]:
     """Return the page's headline and the text below it, with the accuracies of this demo."""
     infos = {name: details[name].info for name in (CLOSED, REPAIRED, PLAIN)}
     rounds = {name: "1 round" if info.rounds == 1 else f"{info.rounds} rounds" for name, info in infos.items()}
-    said = [f"{accuracy.newest(info).text()} after {rounds[name]} of {SHORT[name]}" for name, info in infos.items()]
+    scores = [f"{accuracy.newest(info).text()} after {rounds[name]} of {SHORT[name]}" for name, info in infos.items()]
     return (
         "Six hospitals trained one model, and no image left any of them",
         "None of them has seen more than two of the ten digits. Correct on all their test images: "
-        f"{', '.join(said[:-1])}, and {said[-1]}. Updates were masked: the coordinator read only their sums. "
+        f"{', '.join(scores[:-1])}, and {scores[-1]}. Updates were masked: the coordinator read only their sums. "
         "If only one hospital has a digit, the sum for this digit is that hospital's part, without its name.",
     )
 

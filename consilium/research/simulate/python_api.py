@@ -259,8 +259,8 @@ class _Request:
 
     def choose_data(self, data: object) -> None:
         if halves := halves_of(data):
-            held = DataInMemory(*halves)
-            data = self._registered("data", held, "arrays", held.digest)
+            in_memory = DataInMemory(*halves)
+            data = self._registered("data", in_memory, "arrays", in_memory.digest)
         elif isinstance(data, ArrayData):
             data = self._registered("data", data, type(data).__name__, loading.class_digest(type(data)))
         elif not (data is None or isinstance(data, str | type)):

@@ -300,8 +300,8 @@ class ResultFolder:
                 f"configuration ({', '.join(differ)}): name another folder",
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        said = f"# coordinator simulate {printable(shlex.join(words))}\n" if words else ""
-        self._write(CONFIG, said + yaml.safe_dump(plain(spec)))
+        comment = f"# coordinator simulate {printable(shlex.join(words))}\n" if words else ""
+        self._write(CONFIG, comment + yaml.safe_dump(plain(spec)))
         self._write(MANIFEST, manifest.to_json() + "\n")
 
     def differences(self, spec: RunSpec) -> list[str]:

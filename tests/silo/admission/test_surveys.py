@@ -206,7 +206,7 @@ def test_what_the_hospital_approves_is_what_leaves(make, tmp_path):
     shown = RunRequest.from_json(asked.request).survey
     rows = {(row.question, row.cell): row for row in shown.rows}
     request = RunRequest.from_json(asked.request)
-    assert "one answer, nobody trains" in asked.about
+    assert "one answer, without training" in asked.about
     assert not {"Results on test images", "Class prototypes"} & {c.what for c in request.compare(Policy())}
     assert len(request.contents.descriptions()) == 1
     assert (rows["classes", "b"].images, rows["classes", "b"].patients, rows["classes", "b"].becomes) == (
