@@ -584,4 +584,4 @@ def test_the_sums_of_a_masked_run_cannot_be_taken_out_of_it(world: World) -> Non
         assert touched.run.id == run.id
         assert touched.by is None
         assert "under masks" in touched.reason
-        assert "train anew" in touched.reason
+        assert "train again" in touched.reason

@@ -63,7 +63,7 @@ def test_a_hospital_that_enrols_late_takes_part_in_a_run_that_goes_on_from_the_l
         lead.run(["train.lr=0.02"], start_from=first.id, home=world.home, detach=True)
         said = capsys.readouterr().err
         assert f"starts from {first.id} after round 1, model {first.model_digest}" in said
-        assert "new: west; not in it: nobody" in said
+        assert "new: west; not in it: none" in said
         second = world.server.store.runs.find("latest")
         assert set(second.members) == set(FOUR)
         until(lambda: people["west"].told("approval"), "the question")
@@ -98,7 +98,7 @@ def test_a_paused_or_failed_run_may_be_gone_on_from_and_one_under_way_or_unbegun
         with pytest.raises(grpc.RpcError, match="E-RUN-10"):
             ask("next", "a", "nobody-knows-it")
         unbegun = world.submit(agreed, "unbegun")
-        with pytest.raises(grpc.RpcError, match=r"E-RUN-11.*expected.*paused, failed or over"):
+        with pytest.raises(grpc.RpcError, match=r"E-RUN-11.*expected.*paused, failed or finished"):
             ask("next", "b", unbegun.id)
         world.server.runs.abort(unbegun.id)
         world.ended(unbegun.id)

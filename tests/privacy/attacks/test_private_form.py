@@ -112,7 +112,7 @@ def test_every_form_leaves_nothing_lacking(name: str) -> None:
 
 
 def test_a_method_without_a_private_form_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"E-CFG-08.*take fednh, fedproc or fedmr"):
+    with pytest.raises(ConfigError, match=r"E-CFG-08.*use fednh, fedproc or fedmr"):
         frozen("method=fedcd")
 
 
