@@ -226,7 +226,9 @@ def fresh(thing, tmp_path):
 
 
 @pytest.mark.fault(
-    "another user", "opens the link of a page after its owner", "410: a link works once, within ten minutes"
+    "another user",
+    "opens a page's link after the owner has already used it",
+    "410: a link works once, within ten minutes",
 )
 def test_the_opening_link_works_once_and_goes_on_by_itself(fresh) -> None:
     target = Browser(fresh).secret_path()
