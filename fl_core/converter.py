@@ -98,7 +98,7 @@ def shown(value: object) -> str:
     try:
         text = repr(value)
     except (ValueError, RecursionError):
-        return f"{type(value).__name__} of thousands of digits or levels"
+        return f"a {type(value).__name__} with thousands of digits or nesting levels"
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 

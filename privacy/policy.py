@@ -106,8 +106,8 @@ class Policy:
             if name not in collections:
                 raise RefusedError(
                     "E-POLICY-09",
-                    f"[budget.{name!r}]: expected one of the ledger's collections {collections}, found another name: "
-                    f"{suggest(name, collections)}, or run `silo ledger register` first",
+                    f"[budget.{name!r}]: the ledger has no collection {name!r}. {suggest(name, collections)}; "
+                    "otherwise run `silo ledger register` first",
                 )
 
     # ---- checks of a run ----------------------------------------------------------------------------------------

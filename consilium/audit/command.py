@@ -75,7 +75,7 @@ def audit(
             f"expected a finite epsilon > 0 and 0 < delta < 0.001, found {epsilon} and {delta}: correct them",
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError("E-CFG-02", f"--out: expected a new or empty folder, found {out} in use: name another")
+        raise ConfigError("E-CFG-02", f"--out: expected a new or empty folder, found files in {out}: choose another")
     require("matplotlib", "audit", "the pictures of an audit")
     target = _target(data, data_root, classes, image_size)
     out.mkdir(mode=0o700, parents=True, exist_ok=True)

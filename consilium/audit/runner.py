@@ -71,7 +71,7 @@ class AuditVerdict:
     def line(self) -> str:
         if self.holds is None:
             return f"shows  {self.audit}: {self.found} ({self.expected})"
-        return f"{'holds' if self.holds else 'FAILS'}  {self.audit}: expected {self.expected}, found {self.found}"
+        return f"{'passed' if self.holds else 'FAILED'} {self.audit}: expected {self.expected}, measured {self.found}"
 
 
 @dataclass(frozen=True, slots=True)

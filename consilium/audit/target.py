@@ -66,8 +66,9 @@ class AuditTarget:
         if len(target.y) < MIN_IMAGES or len(target.classes) < 2:
             raise ConfigError(
                 "E-PRIV-29",
-                f"expected at least {MIN_IMAGES} images of at least two classes, found {len(target.y)} of "
-                f"{len(target.classes)} in {data.origin}: audit more data, since few guesses refute nothing",
+                f"the audit needs at least {MIN_IMAGES} images of at least two classes; {data.origin} has "
+                f"{len(target.y)} images of {len(target.classes)} classes: use more data, since too few guesses cannot "
+                "refute anything",
             )
         return target
 

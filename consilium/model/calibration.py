@@ -285,6 +285,6 @@ def read(file: Path, model: str, classes: Sequence[str], multi_label: bool = Fal
         raise StateError(
             "E-STATE-22",
             f"expected a calibration of this model ({model[:16]}) at {file}, found one of {facts.model[:16]}: run "
-            "consilium calibrate for this model, or name another file with --calibration",
+            "consilium calibrate for this model, or choose another file with --calibration",
         )
     return Calibration(facts, None if features is None or logits is None else (features, logits))

@@ -99,7 +99,7 @@ def write(file: Path, predictions: Sequence[Prediction], whole: Mapping[str, obj
     except OSError as error:
         raise ConfigError(
             "E-CFG-02",
-            f"--out: expected a writable file, found {file} ({error.strerror}): name another file",
+            f"--out: expected a writable file, found {file} ({error.strerror}): choose another file",
         ) from error
 
 

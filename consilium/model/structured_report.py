@@ -56,7 +56,7 @@ def check(folder: Path) -> None:
     """Raise ConfigError (E-CFG-08, E-CFG-02) if reports cannot be written. Call before computing anything."""
     require("highdicom", "model", "structured reports")
     if folder.exists() and not folder.is_dir():
-        raise ConfigError("E-CFG-02", f"--sr: expected a folder, found the file {folder}: name another place")
+        raise ConfigError("E-CFG-02", f"--sr: expected a folder, found the file {folder}: choose another path")
     if not folder.exists() and not folder.parent.is_dir():
         raise ConfigError("E-CFG-02", f"--sr: expected a folder at {folder.parent}, found none: create it")
 
@@ -97,7 +97,7 @@ def _writable(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(
             "E-CFG-02",
-            f"--sr: expected a writable folder, found {folder} ({error.strerror}): name another folder",
+            f"--sr: expected a writable folder, found {folder} ({error.strerror}): choose another folder",
         ) from error
 
 

@@ -45,7 +45,7 @@ def paper_of(method: type[FedAvg]) -> Paper | None:
 def needs(method: FedAvg) -> list[str]:
     """Return the method's requirements on a run, in words."""
     lacking = {
-        Capability.SECURE_AGGREGATION: "updates that the server sees one by one",
+        Capability.SECURE_AGGREGATION: "updates that the server needs separately",
         Capability.DIFFERENTIAL_PRIVACY: "a run without record-level privacy",
         Capability.PARTIAL_PARTICIPATION: "every silo in every round",
         Capability.ADAPTIVE_OPTIMIZER: "SGD",

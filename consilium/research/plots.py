@@ -60,7 +60,7 @@ def require_file(out: Path, option: str) -> str:
     if kind not in FORMATS or not out.parent.is_dir():
         raise ConfigError(
             "E-CFG-02",
-            f"{option}: expected a .png or .svg file in an existing folder, found {out}: name another file",
+            f"{option}: expected a .png or .svg file in an existing folder, found {out}: choose another file",
         )
     return kind
 

@@ -152,7 +152,7 @@ class _TensorBoard:
             self._writer = writer.EventFileWriter(str(folder))
         except OSError as error:
             raise ConfigError(
-                "E-CFG-02", f"expected a writable folder at {folder}, found {error.strerror}: name another folder"
+                "E-CFG-02", f"expected a writable folder at {folder}, found {error.strerror}: choose another folder"
             ) from error
 
     def log(self, step: int, values: Mapping[str, float], tags: Mapping[str, str]) -> None:

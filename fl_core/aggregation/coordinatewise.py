@@ -35,11 +35,11 @@ def check_supported(method: Method, layout: Layout, aggregator: str) -> None:
     rules = method.part_rules
     why = ""
     if method.unsummed_parts:
-        why = f"its server sees {', '.join(sorted(method.unsummed_parts))} one by one"
+        why = f"its server needs each hospital's {', '.join(sorted(method.unsummed_parts))} separately"
     elif method.server_tracks_state or any(rules[name].counts for name in values if name in rules):
         why = "its server keeps sums over silos"
     elif rows := sorted(name for name, spec in values.items() if spec.weight_shape):
-        why = f"{', '.join(rows)} are weighed by class"
+        why = f"{', '.join(rows)} are weighted by class"
     if why:
         raise ConfigError(
             "E-CFG-08", f"method {method.name} cannot be used with aggregator={aggregator}: {why}; use norm_clipped"

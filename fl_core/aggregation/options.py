@@ -21,7 +21,7 @@ class Mean:
     """The weighted mean. A single silo can move it arbitrarily far."""
 
     name: ClassVar[str] = "mean"
-    warning: ClassVar[str] = "one bad hospital of six can ruin the model (accuracy 0 to 12 %, without it 87 %)"
+    warning: ClassVar[str] = "one bad hospital of six can ruin the model (accuracy 0 to 12 %, against 87 % without it)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,9 @@ class Median:
     """
 
     name: ClassVar[str] = "median"
-    warning: ClassVar[str] = "where labels are disjoint it loses half of the accuracy (41 to 66 %, the mean 82 to 92 %)"
+    warning: ClassVar[str] = (
+        "with disjoint labels it loses half of the accuracy (41 to 66 %, against 82 to 92 % with the mean)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +73,9 @@ class TrimmedMean:
     """
 
     name: ClassVar[str] = "trimmed_mean"
-    warning: ClassVar[str] = "where labels are disjoint it loses 10 to 20 points (67 to 83 %, the mean 82 to 92 %)"
+    warning: ClassVar[str] = (
+        "with disjoint labels it loses 10 to 20 points of accuracy (67 to 83 %, against 82 to 92 % with the mean)"
+    )
     trim: float = 0.2
 
     def __post_init__(self) -> None:
@@ -88,7 +92,9 @@ class GeometricMedian:
     """
 
     name: ClassVar[str] = "geometric_median"
-    warning: ClassVar[str] = "where labels are disjoint it loses 2 to 5 points (81 to 87 %, the mean 82 to 92 %)"
+    warning: ClassVar[str] = (
+        "with disjoint labels it loses 2 to 5 points of accuracy (81 to 87 %, against 82 to 92 % with the mean)"
+    )
     steps: int = 8
     smoothing: float = 1e-6
 

@@ -396,7 +396,9 @@ def _within_noise(name: str, lengths: Tensor, weight: Tensor, noisy: NoisyRows, 
 def _refused(silo: str, found: str, expected: str) -> ProtocolError:
     who = f"{silo}: " if silo else ""
     return ProtocolError(
-        "E-RUN-43", f"{who}{found}, declared {expected}: refused; declare the size again before a new run"
+        "E-RUN-43",
+        f"{who}update refused: {found}, but the run allows {expected}. Restart the silo so that it declares its "
+        "size again, then submit a new run.",
     )
 
 

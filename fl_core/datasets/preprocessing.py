@@ -62,7 +62,7 @@ class Preprocessing:
             )
         shape = " x ".join(map(str, self.schema.shape))
         if not self.takes_images:
-            return f"none: examples are taken as {self.data} gives them, {shape} numbers each"
+            return f"none: examples from {self.data} are used unchanged ({shape} values each)"
         transform, side, channels = self._transform, self.schema.shape[-1], self.schema.shape[0]
         colours = "RGB of 8 bits" if channels == 3 else "grey of 8 bits (ITU-R BT.601)"
         crop = "" if transform.stored == side else f", of which the middle {side} x {side} are kept"

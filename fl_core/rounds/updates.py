@@ -266,9 +266,9 @@ class MaskedUpdates:
         if self.method.unsummed_parts:
             raise ConfigError(
                 "E-CFG-08",
-                f"method {self.method.name} cannot be used with secure aggregation: its server sees "
-                f"{', '.join(sorted(self.method.unsummed_parts))} one by one; set secagg=off, or choose another "
-                "method",
+                f"method {self.method.name} cannot be used with secure aggregation: its server needs each "
+                f"hospital's {', '.join(sorted(self.method.unsummed_parts))} separately; set secagg=off, or choose "
+                "another method",
             )
 
     def require_rule(self, rule: Options) -> None:

@@ -55,8 +55,8 @@ def calibration(metrics: ClinicalMetrics) -> str:
         100 * sum(values) / n for values in zip(*((b.correct, b.confidence) for b in metrics.bins), strict=True)
     )
     return (
-        f"{text}: {right:.0f} % of the answers are right, at a mean confidence of {sure:.0f} %, so do not read its "
-        "probabilities as they are"
+        f"{text}: {right:.0f} % of predictions are correct, but mean confidence is {sure:.0f} %: do not take the "
+        "probabilities at face value"
     )
 
 

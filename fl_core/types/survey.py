@@ -102,8 +102,8 @@ class SurveyQuestion:
         if bins is not None and self.width not in bins.widths:
             raise ConfigError(
                 "E-CFG-02",
-                f"{self.name}: expected bins of {', '.join(map(str, bins.widths))} {self.kind.unit}, none narrower, "
-                f"found {self.width}: ask for one of these",
+                f"{self.name}: a bin width of {self.width} {self.kind.unit} is not allowed; choose "
+                f"{' or '.join(map(str, bins.widths))}",
             )
 
     @classmethod

@@ -336,7 +336,7 @@ def refused(
     if budget is None or not math.isfinite(budget.epsilon):
         raise RefusedError(
             "E-BUDGET-02",
-            f"expected a budget for {collection!r}, found none: `silo ledger budget set` gives one",
+            f"expected a budget for {collection!r}, found none: set one with `silo ledger budget set`",
         )
     spent = account.history(collection)
     cap = cap and cap.kept_like(budget)
@@ -349,8 +349,8 @@ def refused(
     if tried >= ATTEMPTS:
         return RefusedError(
             "E-BUDGET-12",
-            f"expected round {task.round + 1} of run {task.run} at most {ATTEMPTS} times, found that {collection!r} "
-            f"was charged for it {tried} times",
+            f"{collection!r} has already been charged {tried} times for round {task.round + 1} of run {task.run}; "
+            f"{ATTEMPTS} is the limit",
         )
     of_run = [p.mechanism for e in before for p in e.planned]
     if not all(bound.admits(of_run, requested) for bound in run):

@@ -98,7 +98,7 @@ class RunLedger:
             if budget is None:
                 raise RefusedError(
                     "E-BUDGET-02",
-                    f"expected a budget for {collection!r}, found none: `silo ledger budget set` gives one",
+                    f"expected a budget for {collection!r}, found none: set one with `silo ledger budget set`",
                 )
             cap = self._caps.get(collection)
             for limit in (budget, *([cap.kept_like(budget)] if cap else [])):

@@ -55,7 +55,8 @@ def release_plan(run: RunSetup, index: int) -> ReleasePlan:
     if member.units < 1:
         raise ConfigError(
             "E-PRIV-17",
-            f"expected a declared size of {member.name} in a private run, found none: silo serve --nominal-size N",
+            f"{member.name} has not declared its size, which private runs need: start it with "
+            "`silo serve --nominal-size N`",
         )
     terms = RecordDpConfig.of(manifest.privacy.options)
     return ReleasePlan.of(

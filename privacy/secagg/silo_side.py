@@ -207,7 +207,7 @@ def answer(
         for u, signature in by_member.items()
     )
     if confirmed < round.t:
-        raise SecaggError("E-RUN-45", f"expected {round.t} members who confirmed the set, found {confirmed}")
+        raise SecaggError("E-RUN-45", f"only {confirmed} members confirmed the set, {round.t} are needed")
     if tuple(u for u, _, _ in opening.packages) != row.inside:
         raise SecaggError("E-RUN-51", f"expected for {name} one package of each in {row.inside}, found others")
     stepped = keys.of(round)
@@ -255,7 +255,7 @@ def verify_census(
         raise SecaggError("E-RUN-50", "expected the census that was sent and confirmed here, found another")
     confirmed = sum(u in inside and confirmed_by(keys.peers[u], hashed, s) for u, s in proof.confirmations.items())
     if confirmed < round.t:
-        raise SecaggError("E-RUN-45", f"expected a census that {round.t} members confirmed, found {confirmed}")
+        raise SecaggError("E-RUN-45", f"only {confirmed} members confirmed the census, {round.t} are needed")
     total = np.zeros(classes + CHECK_WORDS, run.dtype)
     for u in inside:
         digest, upload = proof.uploads.get(u, (b"", None))

@@ -141,11 +141,11 @@ def grey_dicom() -> Iterator[Case]:
     left = (low12.astype(np.int16) << 4).astype(np.int16)
     yield _dicom("signed-high-bit-15", left, GREY, HighBit=15, **TWELVE)
     for name, tags, why in (
-        ("bits-stored-missing", {"BitsStored": None}, "without the tag BitsStored"),
+        ("bits-stored-missing", {"BitsStored": None}, "without the attribute BitsStored"),
         ("bits-stored-17", {"BitsStored": 17}, "contradict each other"),
         ("high-bit-16", {"HighBit": 16}, "contradict each other"),
         ("high-bit-below", {"HighBit": 3}, "contradict each other"),
-        ("sign-missing", {"PixelRepresentation": None}, "without the tag PixelRepresentation"),
+        ("sign-missing", {"PixelRepresentation": None}, "without the attribute PixelRepresentation"),
         ("bits-allocated-32", {"BitsAllocated": 32}, "32 bits per value"),
         ("white-at-both-ends", {"PresentationLUTShape": "INVERSE"}, "PresentationLUTShape contradicts"),
     ):

@@ -320,7 +320,7 @@ def _verdict(raw: Mapping[str, object]) -> str:
     audit, expected, measured = (str(raw[key]) for key in ("audit", "expected", "found"))
     if raw["holds"] is None:
         return f"{audit}: {measured} ({expected})"
-    return f"{audit}: {'holds' if raw['holds'] else 'fails'}, expected {expected}, found {measured}"
+    return f"{audit}: {'passed' if raw['holds'] else 'failed'} (expected {expected}, measured {measured})"
 
 
 def _read(path: Path) -> bytes | None:

@@ -230,7 +230,8 @@ def _spending(spent: Mapping[str, PrivateRunSpending]) -> ResultTable:
     ]
     head = ("hospital", "noise multiplier", "epsilon in its ledger", "as planned", "tighter bound", "delta")
     title = (
-        f"Privacy budget of the training images ({COLLECTION}/train): what the private run spent of epsilon {EPSILON:g}"
+        f"Privacy budget of the training images ({COLLECTION}/train): epsilon spent by the private run, "
+        f"out of {EPSILON:g}"
     )
     return ResultTable(title, head, rows)
 

@@ -32,7 +32,7 @@ def answer(job: SimulationJob, words: Sequence[str], sweep_jobs: int | None, as_
         result = job.run(words, None if as_json else RoundPrinter)
     except KeyboardInterrupt:
         if job.out is not None:
-            ERR.print("interrupted: the same command continues from its newest checkpoint")
+            ERR.print("interrupted: run the same command again to resume from the latest checkpoint")
         raise
     if job.out is not None:
         _say_where(job.out)

@@ -187,7 +187,7 @@ class Checkpoints:
                 raise ConfigError(
                     "E-CFG-08",
                     f"expected checkpoints of this run in {self.folder}, found those of another run "
-                    f"({'; '.join(differ[:8])}): use that run's settings and data, or name another folder",
+                    f"({'; '.join(differ[:8])}): use that run's settings and data, or choose another folder",
                 )
             for text in damaged:
                 log.warning("skipped a damaged checkpoint (%s); continuing after round %d", text, checkpoint.round)

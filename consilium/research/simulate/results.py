@@ -292,12 +292,14 @@ class ResultFolder:
         if it is a file; StateError (E-STATE-22) if its configuration cannot be read.
         """
         if self.folder.exists() and not self.folder.is_dir():
-            raise ConfigError("E-CFG-02", f"--out: expected a folder, found the file {self.folder}: name another place")
+            raise ConfigError(
+                "E-CFG-02", f"--out: expected a folder, found the file {self.folder}: choose another path"
+            )
         if differ := self.differences(spec):
             raise ConfigError(
                 "E-CFG-08",
                 f"--out: expected a new folder or results of this configuration in {self.folder}, found another "
-                f"configuration ({', '.join(differ)}): name another folder",
+                f"configuration ({', '.join(differ)}): choose another folder",
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         comment = f"# coordinator simulate {printable(shlex.join(words))}\n" if words else ""

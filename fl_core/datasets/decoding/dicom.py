@@ -65,7 +65,7 @@ _PREAMBLE = 128
 _JPEG2000 = frozenset(f"1.2.840.10008.1.2.4.{n}" for n in (90, 91, 201, 202, 203))
 _RLE = "1.2.840.10008.1.2.5"
 _LOSSY = frozenset(f"1.2.840.10008.1.2.4.{n}" for n in (50, 51, 81, 91, 203))
-_ANOTHER_SIZE = "DICOM whose pixels are not of the size that it declares: restore the file"
+_ANOTHER_SIZE = "DICOM pixel data does not match the declared size: restore the file"
 _EXPORT = "export it uncompressed, or install a decoder of pydicom for it"
 
 
@@ -266,11 +266,11 @@ def _check_form(frame: _Frame, syntax: UID) -> None:
     if not hasattr(frame.tags, "PixelData"):
         raise UnreadableError("DICOM without an image (a report, a directory, or floating-point pixels): leave it out")
     if frame.number("NumberOfFrames", 1) != 1:
-        raise UnreadableError("DICOM of several frames: export each frame that is an example as a file of its own")
+        raise UnreadableError("DICOM with several frames: export each frame that is an example as a separate file")
     if any(hasattr(frame.tags, name) for name in _ENHANCED):
-        raise UnreadableError("DICOM of an enhanced type, with values per frame: export it as single frames")
+        raise UnreadableError("Enhanced DICOM object with per-frame attributes: export it as single-frame files")
     if missing := [name for name in _REQUIRED if frame.get(name) in (None, "")]:
-        raise UnreadableError(f"DICOM without the tag {missing[0]}: export it again")
+        raise UnreadableError(f"DICOM without the attribute {missing[0]}: export it again")
     require_pixels(int(frame.number("Columns", 0)), int(frame.number("Rows", 0)))
     photometric, samples = str(frame.get("PhotometricInterpretation")), frame.number("SamplesPerPixel", 1)
     colours = ("RGB", *_YBR, *_YBR_OF_JPEG2000)

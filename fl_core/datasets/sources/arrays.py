@@ -159,6 +159,6 @@ def no_data_root(name: str, searched: Sequence[Path], layout: str, publisher: st
     places = " or ".join(map(str, searched))
     return DataError(
         "E-DATA-02",
-        f"{name}: expected {layout} in {places}, found none: get the data from its owner ({publisher}), who sets the "
-        "terms of its use, and unpack it there",
+        f"{name}: expected {layout} in {places}, found none: get the data from the publisher ({publisher}), whose "
+        "terms of use apply, and extract them there",
     )

@@ -123,7 +123,7 @@ def scan(file: Path, classes: Sequence[str] | None) -> SourceIndex:
         *problem("E-DATA-07", "images listed more than once", twice, "Keep one row per image"),
         *problem(
             "E-DATA-04",
-            f"images in {file.name} without a file",
+            f"images listed in {file.name} that do not exist",
             lost,
             remedy,
             records=True,
@@ -199,7 +199,7 @@ class _Rows:
             return None
         parts = [composed(part.strip()) for part in cell.split(self._schema.separator)]
         if not all(parts):
-            raise ValueError("a label without a name between two separators")
+            raise ValueError("an empty label between two separators")
         self.own |= set(parts)
         return frozenset(parts)
 

@@ -87,9 +87,11 @@ def _scan_tiny_imagenet(folder: Path) -> SourceIndex:
         if file not in stored:
             missing.append(file)
         items.append(Item(folder / "val" / "images" / file, f"val/images/{file}", place[wnid], Split.TEST))
-    remedy = "Unpack the archive of its owner again"
+    remedy = "Extract the publisher's original archive again"
     problems = (
-        *problem("E-DATA-07", "rows of val_annotations.txt with a WordNet id that wnids.txt lacks", unknown, remedy),
-        *problem("E-DATA-04", "images in val_annotations.txt without a file in val/images", missing, remedy),
+        *problem(
+            "E-DATA-07", "rows of val_annotations.txt with a WordNet ID that is not in wnids.txt", unknown, remedy
+        ),
+        *problem("E-DATA-04", "images listed in val_annotations.txt that do not exist in val/images", missing, remedy),
     )
     return SourceIndex("tinyimagenet", PUBLISHED["tinyimagenet"].classes, tuple(items), problems)

@@ -75,7 +75,7 @@ def scan(root: Path, center: int, classes: Sequence[str] | None) -> SourceIndex:
         *_disagreements(rows, mine, set(stored)),
         *problem(
             "E-DATA-04",
-            f"images of centre {center} in {SPLIT_FILE} without a file in {IMAGES}",
+            f"images of centre {center} listed in {SPLIT_FILE} that do not exist in {IMAGES}",
             missing,
             "Restore these files, or remove their rows",
             records=True,

@@ -52,8 +52,8 @@ def read(name: str, root: Path | None) -> FullDataset:
     except (RuntimeError, OSError, ValueError, KeyError, EOFError) as error:
         raise DataError(
             "E-DATA-04",
-            f"{name}: expected the published files ({published.layout}) in {folder}, found: {error}. Unpack the "
-            f"archive of its owner again ({published.publisher})",
+            f"{name}: expected the published files ({published.layout}) in {folder}, found: {error}. Extract "
+            f"the publisher's original archive again ({published.publisher})",
         ) from error
     return FullDataset(name, published.classes, train, test, published.how, published.mean, published.std)
 

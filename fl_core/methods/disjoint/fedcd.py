@@ -265,7 +265,10 @@ class FedCD(FedAvg):
             if self.unsummed_parts
             else {}
         )
-        remedy = "it clusters features by many queries and counts examples exactly: use fednh, fedproc or fedmr"
+        remedy = (
+            "it needs many queries on the data and exact counts, which would exceed a privacy budget: use fednh, "
+            "fedproc or fedmr"
+        )
         return {**each, Capability.DIFFERENTIAL_PRIVACY: remedy}
 
     @property

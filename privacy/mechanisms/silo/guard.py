@@ -140,14 +140,14 @@ class SiloDpGuard(Guard):
         if most > self.grid.bound(segment) * (1 + 1e-9):  # both are floats
             raise ConfigError(
                 "E-PRIV-20",
-                f"expected a grid of at least {most:.4g} for {segment!r}, since it can be that large with noise, "
-                f"found {self.grid.bound(segment):.4g}: set secagg.ring=ring64 or a smaller privacy.clip",
+                f"{segment!r} can reach {most:.4g} with noise, but the grid ends at {self.grid.bound(segment):.4g}: "
+                "set secagg.ring=ring64 or a smaller privacy.clip",
             )
         if steps < MIN_SIGMA:
             raise ConfigError(
                 "E-PRIV-20",
-                f"expected a hospital's part of the noise on {segment!r} of at least {MIN_SIGMA:g} steps of the grid, "
-                f"found {steps:.3g}: set secagg.ring=ring64 or a larger privacy.clip",
+                f"each hospital's noise share on {segment!r} is {steps:.3g} grid steps, at least {MIN_SIGMA:g} are "
+                f"needed: set secagg.ring=ring64 or a larger privacy.clip",
             )
 
     def value_bounds(self) -> Mapping[str, float | None]:
@@ -277,8 +277,8 @@ def silo_level(run: RunSetup) -> SiloDpGuard:
     if not uniform and (missing := [m.name for m in manifest.members if m.units < 1]):
         raise ConfigError(
             "E-PRIV-17",
-            f"expected a declared size of {missing[0]} in a private run, found none: silo serve --nominal-size N, or "
-            "privacy.weights=uniform",
+            f"{missing[0]} has not declared its size, which private runs need: start it with "
+            "`silo serve --nominal-size N`, or set privacy.weights=uniform",
         )
     if (numbers := coordinates(manifest.layout)) > MAX_NUMBERS and not terms.allow_large:
         raise ConfigError(

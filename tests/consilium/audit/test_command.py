@@ -102,8 +102,8 @@ def test_a_refuted_claim_is_status_1_after_all_audits_and_names_them(capsys, tmp
     assert run(["audit", "--data", DATA, "--out", str(tmp_path / "found")]) == 1
     shown = capsys.readouterr()
     assert shown.out.splitlines() == [
-        "FAILS  first: expected at most 8, found 9.1",
-        "holds  second: expected at most 8, found 9.1",
+        "FAILED first: expected at most 8, measured 9.1",
+        "passed second: expected at most 8, measured 9.1",
         "shows  third: 9.1 (at most 8)",
     ]
     said = shown.err.splitlines()

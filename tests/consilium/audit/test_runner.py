@@ -236,7 +236,7 @@ def test_the_program_writes_its_report_and_plots(
     assert all(v["holds"] for v in report["step"]["verdicts"])
     assert set(report["step"]["mu"]) == {"per unit"}
     assert (tmp_path / "steps.png").read_bytes()[:4] == b"\x89PNG"
-    assert capsys.readouterr().out.count("holds ") == 10
+    assert capsys.readouterr().out.count("passed ") == 10
     for wrong in (["nothing"], ["step", "--seeds", "0"], ["step", "--runs", "5"]):
         with pytest.raises(SystemExit) as end:
             program.main(wrong)

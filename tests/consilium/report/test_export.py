@@ -205,7 +205,7 @@ def test_a_card_names_the_file_and_explains_a_large_calibration_error_and_a_temp
     own = lead(tmp_path / "lead")
     file, card, *_ = export_model(detail, tmp_path / "state", tmp_path, own, temperature=True)
     text = card.read_text()
-    assert "error: 52.5 points. 100 % of the answers are right, at a mean confidence of 48 %" in text
+    assert "error: 52.5 points. 100 % of predictions are correct, but mean confidence is 48 %" in text
     assert sha256(file.read_bytes()).hexdigest() in text
     temperature = model_file.load(file).facts.temperature
     assert 0.05 < temperature < 0.3

@@ -75,7 +75,7 @@ def test_a_false_weight_is_refused_before_its_receipt_and_the_run_goes_on(tmp_pa
         rounds = [row.record for row in world.server.store.runs.rounds(run.id)]
         assert [row.included for row in rounds[:3]] == [tuple(sorted(NAMES)), ("north", "south"), ("north", "south")]
         said = rounds[1].missing["east"]
-        assert "E-RUN-43: east: weight of 'delta' 14000, declared 0 to 100: refused" in said
+        assert "E-RUN-43: east: update refused: weight of 'delta' 14000, but the run allows 0 to 100." in said
         assert ("east", said) in events(world, run.id, "refused")
         assert told[1] == (False, said)
 
@@ -196,7 +196,9 @@ def test_a_size_that_is_declared_after_the_run_was_submitted_does_not_count_in_i
     stub, request = world.transfer("north"), open_request("north", offer, data)
     stub.Open(request)
     stub.Put(cut(data, request.contribution_id))
-    with pytest.raises(grpc.RpcError, match="E-RUN-43: north: weight of 'delta' 1000, declared 0 to 14"):
+    with pytest.raises(
+        grpc.RpcError, match="E-RUN-43: north: update refused: weight of 'delta' 1000, but the run allows 0 to 14"
+    ):
         commit(stub, request)
 
 

@@ -70,8 +70,8 @@ WRONG = [2.0**24, 288_000.0, 14.5, 15.0, -580.0, -1.0, 1e38, -1e-40, float(2**63
 @pytest.mark.fault("a hospital", "gives its update more examples than it declared", "refused by name (E-RUN-43)")
 def test_a_weight_outside_the_declared_size_is_refused_by_name(weight: float) -> None:
     said = refusal(CHECK, weighed(SENT[0], "delta", weight))
-    assert said.startswith("E-RUN-43: north: weight of 'delta' ")
-    assert "declared 0 to 14: refused; declare the size again before a new run" in said
+    assert said.startswith("E-RUN-43: north: update refused: weight of 'delta' ")
+    assert "but the run allows 0 to 14. Restart the silo so that it declares its size again" in said
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf])

@@ -84,5 +84,5 @@ def test_rows_and_other_examples_are_said_as_they_are() -> None:
     assert "2 columns become 3 numbers" in table.sentence()
     assert not table.takes_images
     text = Preprocessing("shakespeare", Schema((80,), CLASSES))
-    assert text.sentence() == "none: examples are taken as shakespeare gives them, 80 numbers each"
+    assert text.sentence() == "none: examples from shakespeare are used unchanged (80 values each)"
     assert of("folder", 32).sentence(graph=True).endswith("channel by channel, inside the graph")

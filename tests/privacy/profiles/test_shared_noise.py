@@ -251,7 +251,7 @@ def test_evaluations_keep_noise_of_their_own() -> None:
 
 @pytest.mark.parametrize(
     ("bound", "clip", "message"),
-    [(1.0, 0.8, "a grid of at least 8.906.* found 1"), (4e6, 1e-3, "at least 4 steps of the grid")],
+    [(1.0, 0.8, "can reach 8.906.* grid ends at 1"), (4e6, 1e-3, "grid steps, at least 4 are needed")],
 )
 def test_a_grid_that_shared_noise_does_not_fit_is_refused(bound: float, clip: float, message: str) -> None:
     coarse = FixedPointFormat("ring32", 6, {"delta": bound, "delta.weight": 1.0, "metrics": 1e5, "metrics.weight": 1e5})

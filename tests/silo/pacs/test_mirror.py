@@ -311,7 +311,7 @@ def test_empty_studies_missing_tags_and_broken_objects_are_named_left_out_and_co
         "objects that the PACS lists but does not send": 2,
     }
     named = left_out(found)
-    assert named["1.2.3.0.7"][1] == "DICOM without the tag BitsStored: export it again"
+    assert named["1.2.3.0.7"][1] == "DICOM without the attribute BitsStored: export it again"
     assert named["1.2.6.0.7"][1].endswith("(HTTP 404)")
     assert {"1.2.0", "1.2.1"} <= set(named)
 

@@ -374,7 +374,7 @@ def test_only_pictures_that_the_audit_names_are_given_out(home, show, tmp_path) 
         )
     )
     shown = show(home, folder)
-    assert "losses: holds, expected at most 8, found 0.3" in shown.text()
+    assert "losses: passed (expected at most 8, measured 0.3)" in shown.text()
     answer = shown.browser.get("/files/losses.png")
     assert (answer.status, answer.body, answer.header("content-type")) == (200, PNG, "image/png")
     for id in ("other.png", "text.png", "link.png", "../home/identity/silo.pem", "audit.json", ""):

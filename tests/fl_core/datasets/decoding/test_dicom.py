@@ -168,7 +168,7 @@ def test_jpeg_in_dicom_is_decoded_as_pillow_decodes_it(tmp_path: Path) -> None:
     path = write_dicom(tmp_path / "a.dcm", expected, syntax=JPEGBaseline8Bit, encoded=coded)
     assert np.array_equal(grey(path), expected)
     liar = write_dicom(tmp_path / "b.dcm", expected[:8], syntax=JPEGBaseline8Bit, encoded=coded)
-    refuses(liar, "not of the size that it declares")
+    refuses(liar, "does not match the declared size")
 
 
 @pytest.mark.parametrize("syntax", [JPEGLosslessSV1, MPEG2MPML])
@@ -190,12 +190,12 @@ def test_a_deflated_file_is_refused_before_it_is_inflated(tmp_path: Path) -> Non
     ("tags", "match"),
     [
         ({"NumberOfFrames": 3}, "several frames"),
-        ({"SharedFunctionalGroupsSequence": []}, "enhanced type"),
+        ({"SharedFunctionalGroupsSequence": []}, "Enhanced DICOM object"),
         ({"Rows": 60000, "Columns": 60000}, "more than 67108864"),
         ({"Rows": 0}, "10 x 0 pixels"),
         ({"Rows": 500}, "cannot be decoded"),
         ({"BitsStored": 17}, "contradict each other"),
-        ({"BitsStored": None}, "without the tag BitsStored"),
+        ({"BitsStored": None}, "without the attribute BitsStored"),
         ({"BitsAllocated": 32}, "supported are 8 and 16"),
         ({"SamplesPerPixel": 2}, "samples per pixel"),
         ({"PhotometricInterpretation": "HSV"}, "samples per pixel"),

@@ -361,7 +361,7 @@ def test_malformed_manifests(tmp_path: Path, text: str | bytes | None, code: str
 def test_long_lists_are_cut_and_counted(tmp_path: Path) -> None:
     rows = [(f"{k}.png", "a", "", "train") for k in range(40)]
     file = write_csv(tmp_path / "l.csv", HEADER, rows)
-    refuse(r"without a file: 40 \(0.png, 1.png, 2.png, 3.png, 4.png, \.\.\.\)", "E-DATA-04", f"manifest:{file}")
+    refuse(r"that do not exist: 40 \(0.png, 1.png, 2.png, 3.png, 4.png, \.\.\.\)", "E-DATA-04", f"manifest:{file}")
 
 
 def test_counts_are_in_the_order_of_the_label_space(split_folder: Path) -> None:
@@ -383,7 +383,7 @@ def test_a_listed_image_without_a_file_is_told_once(tmp_path: Path) -> None:
     (tmp_path / "images.csv").write_text(rows)
     report = check(f"manifest:{tmp_path / 'images.csv'}", DataRequest(classes=["nevus", "benign"]))
     assert [p.what for p in report.problems if "gone.png" in " ".join(p.first)] == [
-        "images in images.csv without a file"
+        "images listed in images.csv that do not exist"
     ]
 
 

@@ -116,11 +116,11 @@ def test_a_missing_data_set_names_its_owner_and_the_folders_searched(name: str, 
 
 def test_files_that_are_not_the_published_ones_are_refused(tmp_path: Path) -> None:
     write("cifar10", tmp_path)  # tiny: its checksum is another
-    with pytest.raises(DataError, match="Unpack the archive") as caught:
+    with pytest.raises(DataError, match="Extract the publisher's original archive") as caught:
         load("cifar10/p5c2/0", data_root=tmp_path)
     assert caught.value.code == "E-DATA-04"
     (tmp_path / "MNIST" / "raw").mkdir(parents=True)
-    with pytest.raises(DataError, match="Unpack the archive"):
+    with pytest.raises(DataError, match="Extract the publisher's original archive"):
         load("mnist/p5c2/0", data_root=tmp_path)
 
 

@@ -591,7 +591,7 @@ def test_means_are_refused_where_single_hospitals_must_not_be_seen() -> None:
     for privacy, said in (("dp_record", remedy), ("dp_silo_small", r"E-PRIV-16.*privacy=dp_record")):
         with pytest.raises(ConfigError, match=said):
             build_simulation(compose_spec([*words, f"privacy={privacy}"]))
-    with pytest.raises(ConfigError, match=r"E-CFG-08.*one by one.*norm_clipped"):
+    with pytest.raises(ConfigError, match=r"E-CFG-08.*separately.*norm_clipped"):
         build_simulation(compose_spec([*words, "aggregator=median"]))
 
 
