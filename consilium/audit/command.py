@@ -46,7 +46,11 @@ def audit(
     seeds: Annotated[int, typer.Option("--seeds", help="How often each audit is repeated.")] = 1,
     image_size: Annotated[
         int | None,
-        typer.Option("--image-size", help=f"Width of the square images in pixels. Default: {PIXELS}, or the data's."),
+        typer.Option(
+            "--image-size",
+            help="Image width and height in pixels. Default: the data set's own size if it is fixed, otherwise "
+            f"{PIXELS}.",
+        ),
     ] = None,
     data_root: DataRootOption = None,
     classes: Annotated[
@@ -89,8 +93,8 @@ def audit(
     if refuted := [v.audit for v in verdicts if v.holds is False]:
         raise RefusedError(
             "E-PRIV-28",
-            f"expected no attack to refute the claim, found it refuted by {', '.join(refuted)}: do not take part in "
-            f"private runs with this installation, and report {out / SUMMARY} without its plots",
+            f"the claim was refuted by these attacks: {', '.join(refuted)}. Do not take part in private runs with "
+            f"this installation, and report {out / SUMMARY} without its plots",
         )
 
 

@@ -156,7 +156,9 @@ def calibrate(
         str, typer.Option("--data", help="Labelled images that the model was not trained on: folder:PATH.")
     ],
     split: Split = "test",
-    coverage: Annotated[float, typer.Option(help="How often the set must contain the right class.")] = 0.9,
+    coverage: Annotated[
+        float, typer.Option(help="Target coverage: the share of prediction sets that must contain the true class.")
+    ] = 0.9,
     false_flags: Annotated[
         float | None,
         typer.Option(
@@ -243,7 +245,7 @@ def _examples(
     from fl_core.extensions import loading
 
     if bool(paths) == (data is not None):
-        raise ConfigError("E-CFG-02", "expected INPUT... or --data, found both or none: give one of them")
+        raise ConfigError("E-CFG-02", "expected either INPUT... or --data: give one of them")
     loader = ImageLoader(cache_bytes=0)
     if data is None:
         return from_paths(paths, loaded.facts, loader)

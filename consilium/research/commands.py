@@ -106,9 +106,7 @@ def simulate(
     from consilium.research.simulate.runner import SimulationJob
 
     if checkpoint_every is not None and out is None:
-        raise ConfigError(
-            "E-CFG-08", "expected --out FOLDER with --checkpoint-every, found none: name a folder for the checkpoints"
-        )
+        raise ConfigError("E-CFG-08", "--checkpoint-every needs --out FOLDER for the checkpoints: add it")
     cluster = Cluster(ray_address, ray_actors, gpus=ray_gpus)
     simulator = SimulationEngine(engine, device, spill, deterministic, cluster, workers=workers)
     job = SimulationJob(simulator, data_root, config_dir, fine_tune, out, checkpoint_every or EVERY, tracker or ())
@@ -143,7 +141,10 @@ def models(
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the summary, the page and the plot.")] = Path("runs/demo"),
     rounds: Annotated[
-        int, typer.Option(help="Rounds of FedAvg and FedGELA. The other two models need one and two rounds.", min=1)
+        int,
+        typer.Option(
+            help="Number of rounds for FedAvg and FedGELA. The other two methods need one and two rounds.", min=1
+        ),
     ] = 20,
     verbose: Annotated[bool, typer.Option("--verbose", help="Also print each event of the runs.")] = False,
     as_json: Json = False,
@@ -166,7 +167,9 @@ data.callback()(lambda: None)
 def split(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="Data and their division among silos, such as data=cifar10 federation=p10c3."),
+        typer.Argument(
+            help="The data set and how it is partitioned among silos, such as data=cifar10 federation=p10c3."
+        ),
     ] = None,
     data_root: Annotated[Path | None, typer.Option(help="Folder with the data sets.")] = None,
     published: Annotated[

@@ -23,7 +23,8 @@ Bind = Annotated[
     typer.Option(
         "--bind",
         metavar="HOST:PORT",
-        help="Loopback address to listen on. Default: an address of its own, and any free port.",
+        help="Loopback address to listen on. Default: on Linux a random loopback address, elsewhere 127.0.0.1, and "
+        "any free port.",
     ),
 ]
 Browser = Annotated[

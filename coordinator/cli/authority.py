@@ -50,7 +50,7 @@ def _read(file: Path) -> str:
     try:
         return read_text(file)
     except (OSError, ValueError) as error:
-        raise ConfigError("E-ID-31", f"expected a file that can be read at {file}, found none: {error}") from None
+        raise ConfigError("E-ID-31", f"cannot read {file}: {error}. Check the path and its permissions") from None
 
 
 @ca.command()

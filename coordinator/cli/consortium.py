@@ -122,7 +122,7 @@ def invite(
         },
         [made.token] if out is None else [],
         [
-            f"{name} can join once until {local_time(expires)}{alone}: {how}",
+            f"{name} can use this invitation once, before {local_time(expires)}{alone}: {how}",
             f"tell the hospital the authority's fingerprint over another channel: {format_fingerprint(fingerprint)}",
         ],
     )

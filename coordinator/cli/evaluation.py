@@ -35,7 +35,7 @@ def evaluate(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            help="If you measure a file: settings that it does not contain, such as data=folder model=resnet18."
+            help="For a file of weights: settings that the file does not contain, such as data=folder model=resnet18."
         ),
     ] = None,
     on: Annotated[
@@ -53,8 +53,8 @@ def evaluate(
         typer.Option(
             "--beside",
             metavar="RUN",
-            help="Also measure the last model of this run on the same images. For a run of method=local, each "
-            "hospital measures its own local model.",
+            help="Also evaluate this run's final model on the same images. With method=local, each hospital "
+            "evaluates its own local model.",
         ),
     ] = None,
     detach: Annotated[bool, typer.Option(help="Submit and return; follow it later with `watch`.")] = False,
@@ -63,7 +63,7 @@ def evaluate(
     *,
     home: Place,
 ) -> CommandResult:
-    """Measure a stored or exported model at the hospitals. They send counts and histograms of scores, no update.
+    """Evaluate a stored or exported model at the hospitals. They send counts and histograms of scores, no update.
 
     An evaluation is a run without training rounds: each hospital's policy decides about it, and `show`, `compare` and
     the page show its results.
@@ -100,7 +100,8 @@ def evaluation_request(
     if beside is not None and _is_file(beside):
         raise ConfigError(
             "E-CFG-02",
-            f"expected --beside RUN, found a file: name it first (coordinator evaluate {beside} --beside RUN)",
+            f"--beside needs a run, but {beside} is a file: give the file as the model to evaluate (coordinator "
+            f"evaluate {beside} --beside RUN)",
         )
     parent = None if _is_file(model) else _measurable(client, model)
     spec = of_file(Path(model), words) if parent is None else of_run(parent, words)
@@ -125,9 +126,7 @@ def _is_file(model: str) -> bool:
     """Tell whether a word names a file, by its ending or a slash; raises ConfigError (E-CFG-02) on a missing one."""
     named = model.endswith(_FILES) or "/" in model
     if named and not Path(model).is_file():
-        raise ConfigError(
-            "E-CFG-02", f"expected a run or a file of weights, found no file at {model}: correct the path"
-        )
+        raise ConfigError("E-CFG-02", f"there is no file of weights at {model}: correct the path")
     return named
 
 
@@ -143,7 +142,7 @@ def _measurable(client: LeadClient, run: str) -> pb.RunDetail:
     if not start.get("run"):
         raise ConfigError(
             "E-CFG-02",
-            f"expected a run with a model of its own, found {detail.info.run_id}, which measured a file: name the file",
+            f"expected a run with its own model, found {detail.info.run_id}, which evaluated a file: name the file",
         )
     return client.show(str(start["run"]))
 

@@ -60,7 +60,7 @@ def survey(
 
     draw = None if picture is None else load("consilium.research.plots:survey_drawing", "--picture")(picture)
     if (of is None) == (not words):
-        raise ConfigError("E-CFG-02", "expected questions, or --of RUN, found both or none: name one of them")
+        raise ConfigError("E-CFG-02", "expected either questions or --of RUN: give one of them")
     with closing(LeadClient.open(home)) as client:
         run_id = of or _asked(client, words or [], by_hospital, as_json)
         detail = client.show(run_id)
@@ -79,7 +79,7 @@ def require_finished(info: pb.RunInfo) -> None:
     if info.state != "finished":
         raise StateError(
             "E-RUN-11",
-            f"expected answers, found that {info.run_id} is {info.state}: {info.reason or 'it gave no reason'}",
+            f"{info.run_id} ended without answers ({info.state}): {info.reason or 'no reason was recorded'}",
         )
 
 

@@ -462,7 +462,7 @@ def unreadable_word(error: Exception) -> str:
     if grammar is None:
         return message
     word = message.partition("Exception: ")[2] or message
-    how = "put quotes around a name with accents or signs, as in 'data.classes=[\"A (b)\",c]'"
+    how = "quote names with accents or special characters, as in 'data.classes=[\"A (b)\",c]'"
     return f"expected KEY=VALUE, found {word!r}: {how}"
 
 

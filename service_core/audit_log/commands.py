@@ -37,8 +37,8 @@ Against = Annotated[
     Path | None,
     typer.Option(
         "--against",
-        help="A file from the other side with its copies of this log's last line: the output of `log show "
-        "--what head --json` there.",
+        help="The other side's record of this log's last lines. To get it, run `log show --what head --json` on "
+        "that machine.",
     ),
 ]
 Archived = Annotated[

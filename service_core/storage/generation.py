@@ -130,7 +130,10 @@ class GenerationFile:
         if noted is None:
             return
         if not self._database.exists() or not self._database.stat().st_size:
-            raise self._behind(f"found none, or an empty one, where generation {noted.number} was")
+            raise self._behind(
+                f"the database {self._database} is missing or empty, but {self.path.name} records its generation "
+                f"{noted.number}"
+            )
         stored, half_done = None, False
         try:
             stored = self._main_file_generation()
@@ -142,7 +145,10 @@ class GenerationFile:
                 stored = self._main_file_generation(shorter=True)
         number = stored.number if stored is not None else 0
         if stored is not None and stored.incarnation == noted.incarnation and number < noted.checkpointed:
-            raise self._behind(f"found one without the last {noted.number - number} changes")
+            raise self._behind(
+                f"the database {self._database} lacks the last {noted.number - number} changes that "
+                f"{self.path.name} counts"
+            )
         if half_done or (number > noted.checkpointed and not _has_log(self._database)):
             _require_sound(self._database)
 
@@ -163,26 +169,33 @@ class GenerationFile:
             noted = self.read()  # another process may have just written it
             if noted is None:
                 raise self._behind(
-                    f"found one of generation {stored.number} and no such file: it belongs to another home"
+                    f"the database {self._database} has generation {stored.number}, but there is no "
+                    f"{self.path.name}: the database belongs to another home"
                 )
         if noted is None:
             if stored is None and _is_new(db) and (number := contents()):
-                raise self._behind(f"found none, or an empty one, beside {number} stored files")
+                raise self._behind(
+                    f"the database {self._database} is missing or empty, but its home has {number} stored files"
+                )
             return
         if stored is None:
-            raise self._behind(f"found another file, where generation {noted.number} was")
+            raise self._behind(
+                f"{self._database} is not the database whose generation {noted.number} {self.path.name} records"
+            )
         if stored.incarnation != noted.incarnation:
-            raise self._behind("found one of another home, or from before a restore")
+            raise self._behind(f"the database {self._database} belongs to another home, or is from before a restore")
         if stored.number < noted.number:
-            raise self._behind(f"found one without the last {noted.number - stored.number} changes")
+            raise self._behind(
+                f"the database {self._database} lacks the last {noted.number - stored.number} changes that "
+                f"{self.path.name} counts"
+            )
 
     def _behind(self, problem: str) -> StateError:
         name = self._database.name
         return StateError(
             "E-STATE-23",
-            f"expected the database {self._database} with all changes that {self.path.name} counts, {problem}: nothing "
-            f"was changed. Put the newest {name} back, together with {name}-wal if there is one, or restore a backup "
-            "into an empty home; if there is nothing newer, run `restore --accept-loss`",
+            f"{problem}. Nothing was changed. Put the newest {name} back, together with {name}-wal if there is one, "
+            "or restore a backup into an empty home; if there is nothing newer, run `restore --accept-loss`",
         )
 
     def _parse(self, data: bytes) -> GenerationRecord:
@@ -192,7 +205,9 @@ class GenerationFile:
             if raw["check"] != _check(record):
                 raise ValueError("its check is wrong")
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            raise self._behind(f"found that {self.path.name} is damaged") from None
+            raise self._behind(
+                f"{self.path} is damaged, so it is unknown whether the database {self._database} is complete"
+            ) from None
         return record
 
     @contextmanager

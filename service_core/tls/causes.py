@@ -118,9 +118,8 @@ def server_certificate(
             "E-TLS-05",
             f"expected a certificate of {_issuer(ca)} (pinned at joining), found one of "
             + ("an authority with the same name and another key" if shown.issuer == ca.subject else _issuer(shown)),
-            "an intercepting proxy is in between, or this is another consortium's coordinator: ask the "
-            "network's administrators to exempt this address from inspection, and compare `silo fingerprint` with the "
-            "lead's",
+            "an intercepting proxy is in between, or this is another consortium's coordinator: ask your network "
+            "team to exempt this address from inspection, and compare `silo fingerprint` with the lead's",
         )
     if not shown.not_valid_before_utc <= now <= shown.not_valid_after_utc:
         return Diagnosis(
@@ -151,13 +150,13 @@ def tls_error(error: ssl.SSLError, place: str) -> Diagnosis:
     if any(sign in reason for sign in _VERSION):
         return Diagnosis(
             "E-TLS-15",
-            f"expected TLS 1.3 at {place}, found only older versions ({reason})",
+            f"{place} offers only versions older than TLS 1.3 ({reason})",
             "a proxy or an old service answers there: let it pass TCP through (layer 4), or upgrade it",
         )
     if any(sign in reason for sign in _PLAIN):
         return Diagnosis(
             "E-TLS-15",
-            f"expected TLS at {place}, found a service that speaks plain text ({reason})",
+            f"{place} does not use TLS: its answer is plain text ({reason})",
             "another service or a proxy uses this port: check the address and port",
         )
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError) or "EOF" in reason:
@@ -172,8 +171,8 @@ def tls_error(error: ssl.SSLError, place: str) -> Diagnosis:
 def connection_dropped(place: str, how: str) -> Diagnosis:
     return Diagnosis(
         "E-TLS-13",
-        f"expected a TLS handshake at {place}, found it cut off ({how})",
-        "a firewall, an inspecting proxy or a restart: try again, then ask the network's administrators",
+        f"the TLS handshake with {place} was cut off ({how})",
+        "a firewall, an inspecting proxy or a restart may be the cause: try again, then ask your network team",
     )
 
 

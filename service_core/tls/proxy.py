@@ -48,9 +48,9 @@ def open_connection(host: str, port: int, timeout: float) -> socket.socket:
         raise ConnectionFailedError(
             Diagnosis(
                 "E-TLS-13",
-                f"expected the proxy {where}:{proxy_port} (from {variable}) to open a tunnel to {host}:{port}, found "
-                f"its answer {status!r}",
-                f"ask the network's administrators to allow CONNECT to {host}:{port}, or set no_proxy={host}",
+                f"the proxy {where}:{proxy_port} (from {variable}) did not open a tunnel to {host}:{port}. It "
+                f"answered {status!r}",
+                f"ask your network team to allow CONNECT to {host}:{port}, or set no_proxy={host}",
             )
         )
     return sock
@@ -63,26 +63,28 @@ def _connect(host: str, port: int, timeout: float, what: str = "") -> socket.soc
     except socket.gaierror as error:
         diagnosis = Diagnosis(
             "E-TLS-01",
-            f"expected a host named {what}{host}, found none ({error.strerror})",
+            f"{what}{host} is not a known host name ({error.strerror})",
             "check the spelling of the address and this machine's DNS; an IP address works if the coordinator was "
             "given it at `coordinator init`",
         )
     except ConnectionRefusedError:
         diagnosis = Diagnosis(
             "E-TLS-01",
-            f"expected a service at {place}, found nothing listening there",
+            f"no service is listening at {place}",
             "start it (`coordinator serve`), or correct the port",
         )
     except TimeoutError:
         diagnosis = Diagnosis(
             "E-TLS-01",
-            f"expected an answer from {place} within {timeout:g} s, found no answer",
-            "a firewall drops the packets or the machine is off: ask for outgoing TCP to this address and port",
+            f"{place} did not answer within {timeout:g} s",
+            "a firewall may be dropping packets, or the machine may be off: ask your network team to allow outgoing "
+            "TCP to this address and port",
         )
     except OSError as error:
         diagnosis = Diagnosis(
             "E-TLS-01",
-            f"expected a route to {place}, found {error.strerror or type(error).__name__}",
-            "check this machine's network and VPN, then ask for outgoing TCP to this address and port",
+            f"there is no connection to {place}: {error.strerror or type(error).__name__}",
+            "check this machine's network and VPN. If they work, ask your network team to allow outgoing TCP to "
+            "this address and port",
         )
     raise ConnectionFailedError(diagnosis)

@@ -147,7 +147,8 @@ def fetch(reference: Reference, *, home: SiloHome) -> CommandResult:
     if (mirror := Mirror.of(home.make(), reference, emit=say, patient=False, caged=caged)) is None:
         raise ConfigError(
             "E-CFG-01",
-            f"expected dicomweb:URL?... or folder:PATH?labels=..., found {reference[:80]!r}: others need no fetching",
+            f"expected dicomweb:URL?... or folder:PATH?labels=..., found {reference[:80]!r}: other data need no "
+            "`fetch`",
         )
     with home.locked():
         listed = mirror.refresh(CancelToken(), lambda *_: None)
@@ -157,8 +158,8 @@ def fetch(reference: Reference, *, home: SiloHome) -> CommandResult:
 
 
 UNNAMED = (
-    "none: patients are not named, so each record counts as one. Name them in the column group of a list of images, "
-    "or in the column that a table's schema calls group"
+    "none: there are no patient IDs, so each record counts as one patient. Put the ID in the `group` column of the "
+    "image list, or in the column declared as `group` in the table's schema"
 )
 
 

@@ -46,7 +46,7 @@ def open_store(database: Path, accept_loss: bool = False) -> Iterator[SiloStore]
     if not database.parent.exists():
         raise StateError(
             "E-STATE-44",
-            f"expected a silo's home in {database.parent}, found none; run `silo join TOKEN`, or name its home",
+            f"there is no silo's home in {database.parent}: run `silo join TOKEN`, or name its home",
         )
     store = SiloStore(database, accept_loss=accept_loss)
     try:
@@ -103,7 +103,11 @@ DataRootOption = Annotated[
 
 Classes = Annotated[
     str | None,
-    typer.Option("--classes", help="The run's classes, in its order, for instance nevus,melanoma.", metavar="A,B,..."),
+    typer.Option(
+        "--classes",
+        help="The run's classes, in the same order as in the run, for instance nevus,melanoma.",
+        metavar="A,B,...",
+    ),
 ]
 ImageCacheOption = Annotated[
     float,
@@ -156,7 +160,7 @@ def metrics_address(text: str | None, budgets: bool) -> LoopbackAddress | None:
     from service_core.loopback import LoopbackAddress
 
     if budgets and text is None:
-        raise ConfigError("E-CFG-02", "expected --metrics with --metrics-budgets, found none: add a port")
+        raise ConfigError("E-CFG-02", "--metrics-budgets needs --metrics PORT: add it")
     return None if text is None else LoopbackAddress.parse(text)
 
 
@@ -165,9 +169,7 @@ def text_of(file: Path | None) -> str:
     try:
         return decoded(sys.stdin.buffer.read()) if file is None or str(file) == "-" else read_text(file)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            "E-CFG-02", f"expected a text file at {file}, which cannot be read: {error}; check the path"
-        ) from None
+        raise ConfigError("E-CFG-02", f"cannot read {file}: {error}. Expected a text file: check the path") from None
 
 
 def label_space(text: str | None) -> list[str] | None:

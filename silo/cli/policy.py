@@ -68,7 +68,7 @@ def check(
     place = file or home.policy
     policy = in_force(home) if file is None else Policy.read(file)
     if file is not None and not policy.digest:
-        raise closed(f"expected a policy in the file {file}, found no such file")
+        raise closed(f"there is no policy file {file}: check the path")
     if policy.budgets and home.ledger.exists():
         from privacy.ledger.ledger import Ledger
 
@@ -129,5 +129,5 @@ def approve(
 
 def _survey(run: str, preview: SurveyPreview) -> list[str | TextTable]:
     """Show what would leave in a survey, cell by cell."""
-    title = f"What would leave of {run}"
+    title = f"What this hospital would send for {run}"
     return [TextTable(title, preview.head, preview.cells(), headings=True, titled=True), preview.sentence()]

@@ -156,7 +156,13 @@ class Service:
         self._trail.recorder.start()
         self._serve_metrics()
         for entry in self._controls.recover():
-            self._emit(event("recovered", f"{entry}: open after a restart, counted as spent", facts={"entry": entry}))
+            self._emit(
+                event(
+                    "recovered",
+                    f"ledger entry {entry} was unfinished at the restart: its budget counts as spent",
+                    facts={"entry": entry},
+                )
+            )
         self._runner.count_kills("the service")
         self._emit(
             event(

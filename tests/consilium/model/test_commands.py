@@ -149,7 +149,7 @@ def test_dicom_images_get_structured_reports(
     ("words", "said"),
     [
         (["predict"], "Missing argument"),
-        (["predict", "MODEL"], "E-CFG-02: expected INPUT... or --data, found both or none"),
+        (["predict", "MODEL"], "E-CFG-02: expected either INPUT... or --data"),
         (["predict", "MODEL", "x.png"], "E-DATA-02"),
         (["predict", "MODEL", ".", "--out", "x.xlsx"], "E-CFG-02: --out: expected a file ending in .csv or .json"),
         (["predict", "MODEL", ".", "--out", "no/x.csv"], "E-CFG-02: --out: expected a folder at no"),

@@ -212,15 +212,15 @@ def test_a_second_model_is_one_that_a_run_keeps(six: tuple[World, dict[str, Hosp
         evaluation.evaluate(parent.id, beside=done.id, home=world.home)
     with pytest.raises(FederationError, match="E-RUN-10"):
         evaluation.evaluate(parent.id, beside="none-such", home=world.home)
-    with pytest.raises(ConfigError, match=r"E-CFG-02.*name it first"):
+    with pytest.raises(ConfigError, match=r"E-CFG-02.*give the file as the model"):
         evaluation.evaluate(parent.id, beside=__file__, home=world.home)
 
 
 @pytest.mark.parametrize(
     ("model", "on", "expected"),
     [
-        ("nothing/here.safetensors", "all", "E-CFG-02.*no file at"),
-        ("weights.pt", "all", "E-CFG-02.*no file at"),
+        ("nothing/here.safetensors", "all", "E-CFG-02.*no file of weights at"),
+        ("weights.pt", "all", "E-CFG-02.*no file of weights at"),
         ("no-such-run", "all", "E-RUN-10"),
         ("latest", "north,north", "E-CFG-02.*each once"),
         ("latest", "north,", "E-CFG-02.*each once"),

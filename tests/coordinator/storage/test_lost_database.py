@@ -64,18 +64,21 @@ def newer_log(home: Path) -> None:
 
 
 LOSSES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (lambda home: (home / FILE).unlink(), "none, or an empty one, where generation 7 was"),
+    "missing": (lambda home: (home / FILE).unlink(), "missing or empty, but .* records its generation 7"),
     "missing with its count": (
         lambda home: [(home / name).unlink() for name in (FILE, GENERATION)],
-        "none, or an empty one, beside 1 stored files",
+        "missing or empty, but its home has 1 stored files",
     ),
-    "empty": (lambda home: (home / FILE).write_bytes(b""), "none, or an empty one"),
-    "older": (lambda home: shutil.copy(home.with_name("older"), home / FILE), "without the last 3 changes"),
-    "another home's": (lambda home: shutil.copy(home.with_name("another") / FILE, home / FILE), "one of another home"),
-    "without its count": (lambda home: (home / GENERATION).unlink(), "no such file"),
+    "empty": (lambda home: (home / FILE).write_bytes(b""), "missing or empty"),
+    "older": (lambda home: shutil.copy(home.with_name("older"), home / FILE), "lacks the last 3 changes"),
+    "another home's": (
+        lambda home: shutil.copy(home.with_name("another") / FILE, home / FILE),
+        "belongs to another home",
+    ),
+    "without its count": (lambda home: (home / GENERATION).unlink(), "but there is no"),
     "with a damaged count": (lambda home: (home / GENERATION).write_bytes(b"{}"), "generation is damaged"),
-    "without its log": (log_lost, "without the last 1 changes"),
-    "older beside a newer log": (newer_log, "without the last 4 changes"),
+    "without its log": (log_lost, "lacks the last 1 changes"),
+    "older beside a newer log": (newer_log, "lacks the last 4 changes"),
 }
 
 

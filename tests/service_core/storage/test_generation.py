@@ -221,7 +221,7 @@ def test_an_older_file_in_the_middle_of_its_own_checkpoint_is_noticed_beside_a_n
     for number, content in enumerate(older):
         place = copied(made.path, tmp_path / f"put back {number}")
         place.write_bytes(content)
-        with pytest.raises(StateError, match=r"E-STATE-23.*without the last \d changes"):
+        with pytest.raises(StateError, match=r"E-STATE-23.*lacks the last \d changes"):
             opened(place)
         assert place.read_bytes() == content
 
@@ -238,7 +238,7 @@ def test_an_older_file_is_noticed_beside_a_log_that_began_anew_because_it_was_lo
     place = copied(made.path, tmp_path / "copy")
     assert files(place)[1].stat().st_size < LOG_BYTES
     place.write_bytes(older)
-    with pytest.raises(StateError, match=r"E-STATE-23.*without the last \d+ changes"):
+    with pytest.raises(StateError, match=r"E-STATE-23.*lacks the last \d+ changes"):
         opened(place)
 
 
@@ -249,7 +249,7 @@ def test_a_refused_home_keeps_its_log_apart_from_its_file(made: Database, tmp_pa
     fill(made)
     shutil.copy(files(made.path)[2], files(place)[2])  # the log lacks the newest change
     before = place.read_bytes(), files(place)[1].read_bytes()
-    with pytest.raises(StateError, match=r"E-STATE-23.*without the last 1 changes"):
+    with pytest.raises(StateError, match=r"E-STATE-23.*lacks the last 1 changes"):
         opened(place)
     assert (place.read_bytes(), files(place)[1].read_bytes()) == before
 

@@ -14,12 +14,12 @@ from tests.silo.admission.test_surveys import write_images
 from tests.support.pacs import dicom, pacs, send
 
 
-@pytest.mark.parametrize(("named", "said"), [(True, "groups 10"), (False, "none: patients are not named")])
+@pytest.mark.parametrize(("named", "said"), [(True, "groups 10"), (False, "none: there are no patient IDs")])
 def test_a_check_says_whether_patients_are_named_and_how_to_name_them(tmp_path, named, said):
     reference = write_images(tmp_path / "images", range(10), named=named)
     result = CliRunner().invoke(program().build(["data"]), ["data", "check", reference], env={"COLUMNS": "400"})
     assert said in " ".join(result.output.split())
-    assert ("column group of a list" in result.output) is not named
+    assert ("column of the image list" in result.output) is not named
 
 
 def test_a_table_of_labels_is_written_to_be_filled_in_and_never_over_another(tmp_path: Path) -> None:

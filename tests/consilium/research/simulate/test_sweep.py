@@ -73,7 +73,7 @@ def test_a_sweep_shows_a_table_of_its_runs_and_with_json_an_object_for_each(
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("data.classes=[nevus,Melanom (bösartig)]", "put quotes around a name"),
+        ("data.classes=[nevus,Melanom (bösartig)]", "quote names with accents"),
         ("data.classes=nevus,keratosis", r"a list is written \[A,B\]"),
         ("train.lr=0,1", "a number with a point, 0.1"),
     ],
