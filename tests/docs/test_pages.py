@@ -117,7 +117,7 @@ def test_no_page_names_an_index_that_has_no_consilium() -> None:
             assert named == ("consilium-fl", "["), page
     for first in ("README.md", *(f"docs/tutorials/{name}.md" for name in ("researcher", "hospital", "administrator"))):
         assert "pip install 'consilium-fl" not in (ROOT / first).read_text()
-    assert "Consilium is on no package index" in (ROOT / "docs/operations/install.md").read_text()
+    assert "Consilium is not on any package index" in (ROOT / "docs/operations/install.md").read_text()
 
 
 def test_the_makefile_says_how_much_is_downloaded_and_the_page_on_installing_says_the_same() -> None:
