@@ -73,25 +73,23 @@ class UploadSlots:
         }
         room = min(self._window, left) + min(CHUNK_BYTES, left)
         if sum(slot.silo == silo for slot in self._slots.values()) >= PER_SILO:
-            raise UnavailableError("E-NET-12", f"expected at most {PER_SILO} uploads of {silo!r} at once: try again")
+            raise UnavailableError("E-NET-12", f"{silo!r} has the maximum of {PER_SILO} uploads at once: try again")
         if self._slots and self.room + room > self._budget:
             self._wanted = now
-            raise UnavailableError(
-                "E-NET-12", f"expected fewer than {len(self._slots)} uploads at once, found one more: try again"
-            )
+            raise UnavailableError("E-NET-12", f"all {len(self._slots)} upload slots are in use: try again")
         self._slots[contribution] = Slot(silo, room, left, now)
 
     def require(self, silo: str) -> None:
         """Raise UnavailableError (E-NET-12) unless this silo has a slot; called before a stream is read."""
         if not any(slot.silo == silo for slot in self._slots.values()):
-            raise UnavailableError("E-NET-12", "expected an upload that was opened, found none: open it, then send")
+            raise UnavailableError("E-NET-12", "this hospital has no open upload: open it, then send")
 
     @contextmanager
     def using(self, contribution: str, silo: str) -> Iterator[Slot]:
         """Use an upload's slot and return it at the end; raises UnavailableError (E-NET-12) without one."""
         slot = self._slots.get(contribution)
         if slot is None or slot.silo != silo or slot.streams > 1:
-            raise UnavailableError("E-NET-12", "expected an upload that was opened, found another: open it, then send")
+            raise UnavailableError("E-NET-12", "this upload is not open: open it, then send")
         slot.streams += 1
         slot.since, slot.opened_again = self._clock(), False
         try:
@@ -158,9 +156,7 @@ class DownloadTurns:
         Raises UnavailableError (E-NET-12) if the turn does not come, or if this caller has too many downloads.
         """
         if self._under_way.get(who, 0) >= self._each:
-            raise UnavailableError(
-                "E-NET-12", f"expected at most {self._each} downloads at once from one caller: try again"
-            )
+            raise UnavailableError("E-NET-12", f"one caller may have at most {self._each} downloads at once: try again")
         self._under_way[who] = self._under_way.get(who, 0) + 1
         try:
             await self._wait()

@@ -80,21 +80,20 @@ def authorize(
     if who.kind not in allowed_kinds:
         allowed = " or ".join(sorted(kind.value for kind in allowed_kinds))
         return RefusedError(
-            "E-ID-11", f"expected a call by a {allowed}, found one by {who}; use that role's certificate"
+            "E-ID-11",
+            f"only a {allowed} may make this call, and this certificate is of {who}: use that role's certificate",
         )
     if not peer.not_before <= time <= peer.not_after:
         return RefusedError(
             "E-TLS-08",
-            f"expected a certificate that is valid now, found one of {who} valid from "
-            f"{peer.not_before:%Y-%m-%d %H:%M} to {peer.not_after:%Y-%m-%d %H:%M} UTC; renew it, or enrol again with "
-            "a new invitation",
+            f"the certificate of {who} is not valid now. It is valid from {peer.not_before:%Y-%m-%d %H:%M} to "
+            f"{peer.not_after:%Y-%m-%d %H:%M} UTC: renew it, or enrol again with a new invitation",
         )
     status = membership(peer)
     if status.revoked is not None:
         return RefusedError(
             "E-ID-12",
-            f"expected a valid certificate, found the revoked one {peer.serial} of {who} ({status.revoked}); ask the "
-            "lead",
+            f"the certificate {peer.serial} of {who} was revoked ({status.revoked}): ask the lead",
         )
     if status.renewed_at is not None:
         return RefusedError(

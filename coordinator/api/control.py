@@ -107,7 +107,9 @@ class ControlService(rpc.ControlServicer):
         if session.over and session.error is not None:
             raise session.error
         if session.hello is None:
-            raise UnavailableError("E-NET-12", "expected a Hello first in a session, found none in time: connect again")
+            raise UnavailableError(
+                "E-NET-12", "a session must begin with a Hello, and none came in time: connect again"
+            )
         await self._write(await self._workers.run(self._welcome, session, session.hello), context)
         due = time.monotonic()
         while not session.over:
@@ -117,7 +119,9 @@ class ControlService(rpc.ControlServicer):
                 await wait_for(changed, due - time.monotonic())
             else:
                 if (silent := session.silent_s) > MISSED_PULSES * pulse:
-                    raise UnavailableError("E-NET-12", f"no pulse for {silent:.0f} s: session closed, connect again")
+                    raise UnavailableError(
+                        "E-NET-12", f"no heartbeat for {silent:.0f} s: session closed, connect again"
+                    )
                 await self._write(pb.CoordinatorMessage(pulse=pb.Pulse()), context)
                 due = time.monotonic() + pulse
         if session.error is not None:
@@ -160,13 +164,13 @@ class ControlService(rpc.ControlServicer):
             while (message := await context.read()) is not grpc.aio.EOF and not session.over:
                 with session.hear():
                     if bucket.take():
-                        raise UnavailableError("E-NET-12", "found too many messages in a session: connect again")
+                        raise UnavailableError("E-NET-12", "too many messages in one session: connect again")
                     require_known_fields(message)
                     await self._process(session, message)
         except FederationError as error:
             session.finish(error)
         except DecodeError as error:
-            session.finish(ProtocolError("E-WIRE-06", f"expected a message of a session, found other bytes: {error}"))
+            session.finish(ProtocolError("E-WIRE-06", f"the received bytes are not a message of a session: {error}"))
         except Exception:
             if not (context.done() or context.cancelled()):  # otherwise the connection was cut; the silo opens another
                 log.exception("unexpected error in a session of %s", session.name)
@@ -184,7 +188,7 @@ class ControlService(rpc.ControlServicer):
         elif kind in ("answer", "preflight", "secagg_confirm", "secagg_shares", "secagg_refusal"):
             await self._workers.run(self._dispatcher.hear, session, getattr(message, kind))
         elif kind != "settled":  # `settled` needs no reply: the next Hello names what is staged
-            raise ProtocolError("E-WIRE-06", "found a message that this version does not know: upgrade the coordinator")
+            raise ProtocolError("E-WIRE-06", "this version does not know the received message: upgrade the coordinator")
 
 
 def _refusal(error: FederationError) -> pb.Refusal:

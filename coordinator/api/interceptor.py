@@ -137,7 +137,7 @@ class Interceptor(grpc.aio.ServerInterceptor):
                 else:
                     await inner(request, context)
         except TimeoutError:
-            raise UnavailableError("E-NET-12", f"streams end after {seconds:g} s: open another") from None
+            raise UnavailableError("E-NET-12", f"a stream ends after {seconds:g} s: open a new one") from None
 
     @asynccontextmanager
     async def _while_authorized(self, method: str, context: Context) -> AsyncIterator[None]:

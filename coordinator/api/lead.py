@@ -85,7 +85,7 @@ class LeadService(rpc.LeadServicer):
                 with open_partial(self._weights.uploads.path(lead, digest)) as file:
                     while chunk is not None:
                         if chunk.object not in ("", digest):
-                            raise ProtocolError("E-WIRE-06", "expected one object in a stream, found a second")
+                            raise ProtocolError("E-WIRE-06", "a stream carries one object, and a second one came")
                         await self._workers.run(append_chunk, chunk, file, file.size, size)
                         chunk = await stream.next()
                     have, received = file.size, file.digest()
@@ -96,7 +96,7 @@ class LeadService(rpc.LeadServicer):
     def Submit(self, request: pb.SubmitRequest, context: Context) -> pb.RunInfo:  # noqa: N802
         """Freeze a run and queue it; a repeated request id returns the same run."""
         if not request.request_id:
-            raise ConfigError("E-CFG-02", "expected a request id, found none: choose a new one for each new run")
+            raise ConfigError("E-CFG-02", "the request has no id: choose a new one for each new run")
         run = self._store.runs.of_request(request.request_id)
         if run is not None and (run.spec, run.parent) == (request.spec_json, request.start_from):
             return self._info(run)
@@ -124,7 +124,7 @@ class LeadService(rpc.LeadServicer):
             listed = "; ".join(f"{name} {why}" for name, why in never.items())
             raise ConfigError(
                 "E-RUN-05",
-                (f"expected a hospital online that can continue from {parent.id}, found none; these cannot: {listed}"),
+                (f"no hospital that is online can continue from {parent.id}. These cannot: {listed}"),
             )
         return remaining
 

@@ -143,9 +143,7 @@ class Gate:
         kind, limits = peer.identity.kind, self.limits
         most = limits.streams.get(kind, 0)
         if self._under_way.get(peer.serial, 0) >= most:
-            raise UnavailableError(
-                "E-NET-12", f"expected at most {most} calls at once with one certificate, found more: try again"
-            )
+            raise UnavailableError("E-NET-12", f"more than {most} calls at once with one certificate: try again")
         self._take("calls", peer.serial, limits.calls.get(kind, Rate(1, 1)), "calls")
         if method == "Join":
             self._take("join", peer.serial, limits.joins, "attempts to enrol with one invitation")

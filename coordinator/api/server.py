@@ -291,8 +291,8 @@ class CoordinatorServer:
             why = (isinstance(error, OSError) and error.strerror) or str(error)
             raise StateError(
                 "E-NET-20",
-                f"expected to listen on {self.bind}, found that this fails ({why}): another program uses the port, "
-                "or this machine does not have the address; choose another with --bind",
+                f"cannot listen on {self.bind} ({why}): another program uses the port, or this machine does not "
+                "have the address. Choose another with --bind",
             ) from error
         return int(port)
 
@@ -325,8 +325,8 @@ def _raise_descriptor_limit() -> int:
     if soft != resource.RLIM_INFINITY and soft < _LEAST_DESCRIPTORS:
         raise StateError(
             "E-STATE-63",
-            f"expected to be allowed at least {_LEAST_DESCRIPTORS} open files and connections, found a limit of "
-            f"{soft}: raise it (LimitNOFILE in its unit, or ulimit -n {_LEAST_DESCRIPTORS}), then start the service "
+            f"this process may open only {soft} files and connections, and needs at least {_LEAST_DESCRIPTORS}: "
+            f"raise the limit (LimitNOFILE in its unit, or ulimit -n {_LEAST_DESCRIPTORS}), then start the service "
             "again",
         )
     if soft != resource.RLIM_INFINITY and soft < _FEW_DESCRIPTORS:

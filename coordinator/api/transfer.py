@@ -121,7 +121,7 @@ class TransferService(rpc.TransferServicer):
         stream = PutStream(context, self._limits.put_idle_s)
         first = await stream.next()
         if first is None or not first.object:
-            raise ProtocolError("E-WIRE-06", "expected a first chunk that names its contribution, found none")
+            raise ProtocolError("E-WIRE-06", "the first chunk must name its contribution, and it does not")
         c = await self._workers.run(self._contribution_of, first.object, silo)
         if c.received is not None:
             return pb.PutReply(have=c.size)
@@ -137,7 +137,7 @@ class TransferService(rpc.TransferServicer):
             del first
             while chunk is not None:
                 if chunk.object not in ("", c.id):
-                    raise ProtocolError("E-WIRE-06", "expected one contribution in a stream, found a second")
+                    raise ProtocolError("E-WIRE-06", "a stream carries one contribution, and a second one came")
                 await self._workers.run(append_chunk, chunk, file, file.size, c.size)
                 slot.left = c.size - file.size
                 chunk = None  # before the next one comes
@@ -263,9 +263,7 @@ class TransferService(rpc.TransferServicer):
     def _contribution_of(self, contribution_id: str, silo: str) -> Contribution:
         c = self._store.contributions.contribution(contribution_id)
         if c is None or c.silo != silo:
-            raise StateError(
-                "E-WIRE-06", f"expected a contribution that was opened, found {contribution_id[:16]!r}: open it first"
-            )
+            raise StateError("E-WIRE-06", f"the contribution {contribution_id[:16]!r} is not open: open it first")
         return c
 
     def _check_size(self, c: Contribution) -> None:
@@ -277,7 +275,7 @@ class TransferService(rpc.TransferServicer):
             with self._largest_lock:
                 self._largest[c.run_id] = limit
         if not 0 < c.size <= limit:
-            raise ProtocolError("E-WIRE-06", f"expected an update of at most {limit} bytes, found one of {c.size}")
+            raise ProtocolError("E-WIRE-06", f"an update of {c.size} bytes is larger than the limit of {limit} bytes")
 
 
 async def _write(chunk: Chunk, context: Context, idle_s: float) -> None:
@@ -285,13 +283,13 @@ async def _write(chunk: Chunk, context: Context, idle_s: float) -> None:
         async with asyncio.timeout(idle_s):
             await context.write(chunk)
     except TimeoutError:
-        raise UnavailableError("E-NET-12", f"nothing was read for {idle_s:g} s: continue from there") from None
+        raise UnavailableError(
+            "E-NET-12", f"nothing was read for {idle_s:g} s: continue from where it stopped"
+        ) from None
 
 
 def _forgotten(c: Contribution) -> StateError:
-    return StateError(
-        "E-RUN-06", f"expected an open round, found that round {c.round + 1} of {c.run_id} is over: discard this"
-    )
+    return StateError("E-RUN-06", f"round {c.round + 1} of {c.run_id} is over: discard this update")
 
 
 def _require_digests(request: pb.OpenRequest) -> None:

@@ -101,9 +101,9 @@ def invite(
         if not again and store.members.is_member(name):
             raise ConfigError(
                 "E-ID-30",
-                f"expected a name that is not taken, found the member {name!r}: a silo renews its certificate by "
-                f"itself; if that one has expired: coordinator invite {name} --again; if its machine is lost or "
-                f"somebody else has its key: coordinator revoke {name}",
+                f"{name!r} is a member already. A silo renews its certificate by itself. If the certificate has "
+                f"expired: coordinator invite {name} --again. If the machine is lost, or somebody else has the key: "
+                f"coordinator revoke {name}",
             )
         made = Membership(home, store).invite(name, timedelta(hours=hours), validation_only)
     if out is not None:

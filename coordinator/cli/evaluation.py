@@ -198,8 +198,8 @@ def of_file(file: Path, words: Sequence[str]) -> RunSpec:
     if CLASSIFIER in model.tensors:
         raise ConfigError(
             "E-CFG-08",
-            f"expected a model in {file} that its tensors describe completely, found one of method "
-            f"{model.facts.get('method')}, which classifies by fixed vectors: evaluate its run instead (coordinator "
+            f"the tensors in {file} do not describe the model completely, because method "
+            f"{model.facts.get('method')} classifies by fixed vectors: evaluate its run instead (coordinator "
             "evaluate RUN)",
         )
     keys = {word.partition("=")[0] for word in words}

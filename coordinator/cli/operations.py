@@ -101,7 +101,7 @@ def restore(
     from coordinator.runs.masked_rounds import end_masked_runs
 
     if (source is None) is not accept_loss:
-        raise ConfigError("E-CFG-02", "expected FROM or --accept-loss: name one of them")
+        raise ConfigError("E-CFG-02", "expected either FROM or --accept-loss: give one of them")
     facts: dict[str, object] = {"home": str(home)}
     with ExitStack() as alone:
         if source is not None:

@@ -64,7 +64,7 @@ def take(spec: RunSpec) -> Taken:
     Raises ConfigError: E-CFG-02 on a file that is refused or not declared, E-CFG-08 without onnxruntime.
     """
     if spec.weights_file:
-        raise ConfigError("E-CFG-08", "expected model.weights or model.body, found both: leave one out")
+        raise ConfigError("E-CFG-08", "model.weights and model.body cannot be used together: leave one out")
     named = spec.model["body"]
     files = [Path(str(n)).expanduser() for n in named] if isinstance(named, list | tuple) else _split(str(named))
     if not 0 < len(files) <= MAX_BODIES:
@@ -97,7 +97,7 @@ def _split(named: str) -> list[Path]:
 
 def _read(file: Path) -> bytes:
     if not file.is_file():
-        raise ConfigError("E-CFG-02", f"expected an ONNX file at {file}, found none: model.body is a local path")
+        raise ConfigError("E-CFG-02", f"there is no ONNX file at {file}: model.body must be a local path")
     if (size := file.stat().st_size) > graph_check.MAX_BYTES:
         raise ConfigError("E-CFG-02", f"expected at most {graph_check.MAX_BYTES} bytes in {file}, found {size}")
     try:
@@ -139,13 +139,14 @@ def _declared(file: Path, metadata: Mapping[str, str]) -> Mapping[str, object]:
                 more = yaml.safe_load(beside.read_text(encoding="utf-8"))
                 raw |= more if isinstance(more, Mapping) else {str(more): None}
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError("E-CFG-02", f"expected YAML or JSON beside {file}, found: {error}") from error
+        raise ConfigError(
+            "E-CFG-02", f"the file next to {file} must be YAML or JSON, but cannot be read: {error}"
+        ) from error
     if "mean" not in raw or "std" not in raw:
         raise ConfigError(
             "E-CFG-02",
-            f"expected the mean and std of {file.name}'s images declared in {file.with_suffix('.yaml')}, found none: "
-            "write `mean: [0.485, 0.456, 0.406]` and `std: [0.229, 0.224, 0.225]` there, or the values that it was "
-            "trained with",
+            f"{file.with_suffix('.yaml')} does not declare the mean and std of {file.name}'s images: add `mean: "
+            "[0.485, 0.456, 0.406]` and `std: [0.229, 0.224, 0.225]`, or the values used in training",
         )
     return raw
 

@@ -203,11 +203,11 @@ def compose_from(parent: RunSpec, overrides: Sequence[str], values: Mapping[str,
     if weights := [key for key in keys if key.startswith("model.weights")]:
         raise ConfigError(
             "E-CFG-08",
-            f"expected no {weights[0]} with --from, found one: the run starts from the model of the earlier run",
+            f"{weights[0]} cannot be used with --from, which starts from the model of the earlier run: leave it out",
         )
     if several := sorted({"experiment", "scale"} & set(keys)):
         raise ConfigError(
-            "E-CFG-01", f"expected single keys with --from, found {several[0]}=, which replaces many: name each key"
+            "E-CFG-01", f"--from takes only single keys, and {several[0]}= replaces many: set each key by itself"
         )
     raw = asdict(parent) | {"silos": None}
     groups = [f"{g}={raw[g]['name']}" for g in _CONTINUED if g not in keys and raw[g]["name"] in choices(g)]
@@ -215,9 +215,7 @@ def compose_from(parent: RunSpec, overrides: Sequence[str], values: Mapping[str,
     for key in keys:
         group = key.partition(".")[0]
         if group in _CONTINUED and key != group and raw[group]["name"] != changed[group]["name"]:
-            raise ConfigError(
-                "E-CFG-01", f"expected {group}={raw[group]['name']} together with {key}=, found none: add it"
-            )
+            raise ConfigError("E-CFG-01", f"{key}= needs {group}={raw[group]['name']}: add it")
         *path, last = key.split(".")
         to, of = raw, changed
         for step in path:
@@ -280,7 +278,7 @@ def _move_weights(chosen: dict[str, object]) -> None:
             f"expected model.weights=FILE and a text of its source, found {file!r} and {source!r}: correct them",
         )
     if source and file == _NONE:
-        raise ConfigError("E-CFG-02", "expected model.weights=FILE beside model.weights_source, found none: add it")
+        raise ConfigError("E-CFG-02", "model.weights_source needs model.weights=FILE: add it")
     chosen |= {"weights_file": "" if file == _NONE else file, "weights_source": source}
 
 
@@ -341,7 +339,7 @@ def _search_path(config_dir: Path | None) -> list[str]:
 def _check_config_dir(folder: Path) -> None:
     """Refuse a missing folder, and files under built-in names, which would never be read."""
     if not folder.is_dir():
-        raise ConfigError("E-CFG-02", f"--config-dir: expected a folder of configurations, found none at {folder}")
+        raise ConfigError("E-CFG-02", f"--config-dir: there is no folder of configurations at {folder}: check the path")
     for group in GROUPS:
         names = {file.stem for file in (folder / group).glob("*.yaml")}
         if taken := sorted(names & set(choices(group))):

@@ -39,7 +39,7 @@ class Keywords:
             for key in outer:
                 below = below.setdefault(key, {})
                 if not isinstance(below, dict):
-                    raise ConfigError("E-CFG-02", f"{path}: expected one value, found a second one for {key}")
+                    raise ConfigError("E-CFG-02", f"{path}: {key} has two values, but takes one")
             below[last] = _plain(path, value)
         elif isinstance(value, str):
             self.words.append(f"{path}={value}")

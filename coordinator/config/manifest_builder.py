@@ -375,8 +375,9 @@ def select_silos(spec: RunSpec, silos: Sequence[pb.SiloInfo]) -> list[str]:
     if not chosen:
         raise ConfigError(
             "E-RUN-05",
-            f"expected at least one hospital online that serves {kind!r} data, found none: invite some (coordinator "
-            "invite NAME) and start them (silo serve --data ...); `coordinator silos` shows who is here",
+            f"no hospital that serves {kind!r} data is online, and a run needs at least one: invite some "
+            "(coordinator invite NAME) and start them (silo serve --data ...); `coordinator silos` shows who is "
+            "here",
         )
     return sorted(chosen, key=natural_sort_key)
 

@@ -99,7 +99,8 @@ def begin(manifest: RunManifest, taken: TakenWeights | None) -> CompiledRun:
     manifest.kind.check_start(manifest)
     if beside := manifest.evaluation.beside:
         raise ConfigError(
-            "E-CFG-08", f"expected no own={beside} in a simulation, found one: only hospitals keep such models"
+            "E-CFG-08",
+            f"own={beside} is not possible in a simulation, because only hospitals keep their own models: leave it out",
         )
     if taken is None or manifest.start is None:
         return compiled

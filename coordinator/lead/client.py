@@ -87,7 +87,7 @@ class LeadClient:
             host, port = Address.parse(about["address"]).host, int(about["port"])
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise UnavailableError(
-                "E-NET-01", f"expected a coordinator running on {home}, found none: start it (coordinator serve)"
+                "E-NET-01", f"no coordinator is running on {home}: start it (coordinator serve)"
             ) from None
         return cls(Address(_LOCAL.get(host, host), port), credentials)
 
@@ -206,12 +206,10 @@ class LeadClient:
                     have = append_chunk(chunk, file, have)
                     if have > limit:
                         raise ProtocolError(
-                            "E-WIRE-04", f"expected at most {limit} bytes, found more: nothing was saved"
+                            "E-WIRE-04", f"the coordinator sent more than the expected {limit} bytes: nothing was saved"
                         )
             if file_digest(path) != digest:
-                raise ProtocolError(
-                    "E-WIRE-04", f"expected the object {digest[:16]}, found other bytes: fetch it again"
-                )
+                raise ProtocolError("E-WIRE-04", f"the received bytes are not the object {digest[:16]}: fetch it again")
         except BaseException:
             path.unlink(missing_ok=True)
             raise

@@ -41,8 +41,8 @@ class RunSubmission:
         if spec.data.get("path") is not None:
             raise ConfigError(
                 "E-CFG-23",
-                "expected no data.path in a run of hospitals, found one: it is for `coordinator simulate`; each "
-                "hospital names its own images (silo serve --data)",
+                "data.path is only for `coordinator simulate`: leave it out. In a run of hospitals, each hospital "
+                "names its own images (silo serve --data)",
             )
         return cls(*weights.take(spec), parent)
 

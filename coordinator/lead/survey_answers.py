@@ -34,7 +34,7 @@ class SurveyAnswers:
     Attributes:
         document: the digest of the question document
         hospitals: how many answered
-        epsilon, delta: guaranteed to each patient, or record if the data name no patients; None without noise
+        epsilon, delta: guaranteed to each patient, or record if the data have no patient IDs; None without noise
         answers: of all hospitals together   by_hospital: of each hospital, in a run that asked for them
         implausible: cells with impossible numbers: a hospital sent wrong ones
         records: the word for records, "images" or "rows"
@@ -67,11 +67,13 @@ class SurveyAnswers:
         if self.epsilon is not None:
             yield (
                 f"with noise: epsilon {self.epsilon:g} at delta {self.delta:g} for each patient (or each record, if "
-                "the data name no patients), spent once by each hospital; numbers with their 95 % interval"
+                "the data have no patient IDs), spent once by each hospital; numbers with their 95 % interval"
             )
         if unnamed := max((cell.unnamed for answer in self.answers for cell in answer.cells), default=0):
-            whose = "No hospital names" if unnamed == self.hospitals else f"{unnamed} of {self.hospitals} do not name"
-            yield f"{whose} patients: there each record counts as a patient, also for the smallest number shown."
+            whose = (
+                "No hospital has" if unnamed == self.hospitals else f"{unnamed} of {self.hospitals} hospitals have no"
+            )
+            yield f"{whose} patient IDs: their records count as one patient each, also for the smallest number shown."
         yield from self._tables(self.answers, self.hospitals, "")
         for name, answers in sorted(self.by_hospital.items()):
             yield from self._tables(answers, 1, f", {name}")

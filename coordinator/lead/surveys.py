@@ -59,9 +59,7 @@ def answers_of(manifest: RunManifest, state: State, included: Sequence[str] = ()
     Raises ConfigError (E-CFG-08) on a run that is no survey; ProtocolError (E-WIRE-06) on a state of another form.
     """
     if manifest.kind.name != SurveyProgram.name:
-        raise ConfigError(
-            "E-CFG-08", f"expected a survey, found a run of {manifest.method.name}: ask with coordinator survey"
-        )
+        raise ConfigError("E-CFG-08", f"this is no survey, but a run of {manifest.method.name}: use coordinator survey")
     method = build_written(manifest.method.name, manifest.method.options)
     assert isinstance(method, SurveyProgram)
     classes = manifest.schema.classes
@@ -105,7 +103,7 @@ def _checked(state: State, method: SurveyProgram, n_classes: int) -> Mapping[str
     if UNNAMED not in answers:  # 0.1.0 did not record what its numbers count
         del shapes[UNNAMED]
     if {name: tuple(value.shape) for name, value in answers.items()} != shapes or not tensor_maps.all_finite(answers):
-        raise ProtocolError("E-WIRE-06", "expected the answers to a survey, found a state of another form: update")
+        raise ProtocolError("E-WIRE-06", "the state does not have the form of survey answers: update")
     return answers
 
 

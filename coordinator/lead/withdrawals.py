@@ -40,7 +40,7 @@ def withdrawal_lines(withdrawal: pb.Withdrawal, anew: str) -> Iterable[str]:
     yield f"  {outcome(withdrawal)}"
     if withdrawal.reason and withdrawal.left:
         words = f"its configuration, with silos=[{','.join(withdrawal.left)}]"
-        yield f"  to train it anew: {anew or words}"
+        yield f"  to train it again: {anew or words}"
     yield f"  its model was read by: {'; '.join(withdrawal.fetched)}. {COPIES}" if withdrawal.fetched else f"  {COPIES}"
 
 

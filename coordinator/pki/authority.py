@@ -109,8 +109,8 @@ class Authority:
         if (home / FOLDER).exists() and marker_of(home) is None:
             raise StateError(
                 "E-STATE-44",
-                f"expected no authority in {home} yet, found {home / FOLDER}: a new one would lock every hospital "
-                "out. Use the existing one, or choose another home",
+                f"{home / FOLDER} already contains an authority, and a new one would lock every hospital out. Use "
+                "the existing one, or choose another home",
             )
 
     @classmethod
@@ -131,8 +131,8 @@ class Authority:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise StateError(
                 "E-STATE-43",
-                f"expected a consortium's authority in {home}, found none that can be read ({type(error).__name__} at "
-                f"{about}); run `coordinator init` once, or name its home",
+                f"there is no readable authority in {home} ({type(error).__name__} at {about}): run `coordinator "
+                "init` once, or name the authority's home",
             ) from None
         private_files.private_folder(about.parent)
         return authority
@@ -241,8 +241,8 @@ class Authority:
         if not (self.folder / "ca.key").exists():
             raise StateError(
                 "E-STATE-45",
-                "expected the authority's key on this machine, found that it is kept on another one: have the request "
-                "signed there (silo request, coordinator ca sign, coordinator ca admit)",
+                "the authority's key is not on this machine: have the request signed on the machine that has it "
+                "(silo request, coordinator ca sign, coordinator ca admit)",
             )
         path = self.folder / "ca.key"
         key = passphrase.unlock(private_files.read_private(path), path)
@@ -337,8 +337,8 @@ def build_leaf_certificate(
     if now >= ca.not_valid_after_utc:
         raise StateError(
             "E-STATE-43",
-            f"expected a valid authority, found one that expired on {ca.not_valid_after_utc:%Y-%m-%d}: create a new "
-            "consortium and invite every hospital again",
+            f"the authority expired on {ca.not_valid_after_utc:%Y-%m-%d}: create a new consortium and invite every "
+            "hospital again",
         )
     serves = identity.kind is CertificateRole.COORDINATOR
     # The blank keeps libraries that still read common names from taking it for a host name.

@@ -43,13 +43,11 @@ class Leads:
         self.adopt()
         if self.store.members.leads.is_lead(check_name(name)):
             raise ConfigError(
-                "E-ID-30", f"expected a name that is not taken, found the lead {name!r}: coordinator leads renew {name}"
+                "E-ID-30", f"the lead {name!r} exists already. To renew its certificate: coordinator leads renew {name}"
             )
         invited = any(invitation.name == name for invitation in self.store.members.invitations())
         if invited or self.store.members.is_member(name):
-            raise ConfigError(
-                "E-ID-30", f"expected a name that is not taken, found the hospital {name!r}: choose another"
-            )
+            raise ConfigError("E-ID-30", f"{name!r} is the name of a hospital: choose another")
         return self._certify(name)
 
     def renew(self, name: str) -> Lead:

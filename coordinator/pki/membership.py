@@ -61,7 +61,7 @@ class Membership:
 
     def _require_no_lead(self, name: str) -> None:
         if self.store.members.leads.is_lead(name):
-            raise ConfigError("E-ID-30", f"expected a name that is not taken, found the lead {name!r}: choose another")
+            raise ConfigError("E-ID-30", f"{name!r} is the name of a lead: choose another")
 
     def revoke(self, name: str, reason: str) -> None:
         """Revoke a silo or withdraw an invitation, from the next call on; raises ConfigError (E-RUN-10).
@@ -115,9 +115,8 @@ class Membership:
                 return ()
             raise RefusedError(
                 "E-ID-13",
-                f"expected a proof with the newest key of {name!r}, {silo.certificate.fingerprint[:16]}..., "
-                "found one with another key: join in an empty home, as if the key were lost; the other silos then "
-                "ask for consent",
+                f"the proof is not signed with the newest key of {name!r}, {silo.certificate.fingerprint[:16]}...: "
+                "join in an empty home, as if the key were lost. The other silos then ask for consent",
             )
         return (*silo.proofs, renewal_link(old, proof))[-_KEPT_PROOFS:]
 
@@ -141,10 +140,10 @@ class Membership:
         if newest.fingerprint != peer.fingerprint:
             error = RefusedError(
                 "E-ID-28",
-                f"expected a renewal of the newest key of {name!r}, found one of an older key: somebody renewed this "
+                f"only the newest key of {name!r} can be renewed, and this is an older one: somebody renewed this "
                 f"identity on {datetime.fromtimestamp(newest.issued, UTC):%Y-%m-%d %H:%M} UTC. If that was not this "
-                f"hospital, somebody else has its key: tell the lead at once; `coordinator invite {name} --again` and "
-                "`silo join --again` lock the other one out",
+                f"hospital, somebody else has its key: tell the lead at once; `coordinator invite {name} --again` "
+                "and `silo join --again` lock the other one out",
             )
             self.store.members.raise_alarm(name, str(error))
             raise error
@@ -169,8 +168,8 @@ class Membership:
             if not proof:
                 raise ConfigError(
                     "E-ID-30",
-                    "expected a new name, or a proof with the member's current key, found a new key for the member "
-                    f"{name!r}: make the request in that silo's home; if it is lost: coordinator revoke {name}",
+                    f"{name!r} is a member already, and the request has a new key without a proof from the current "
+                    f"key: make the request in that silo's home. If that home is lost: coordinator revoke {name}",
                 )
         proofs = self._succession(name, public, proof)
         made = self._record(authority.sign_silo(csr_pem, name), enrolled=False)
@@ -246,8 +245,9 @@ def import_roster(home: Path, store: CoordinatorStore, answer: Admission) -> Ros
     if theirs != ours.fingerprint():
         raise RefusedError(
             "E-ID-10",
-            f"expected an admission of the authority {format_fingerprint(ours.fingerprint())}, found one of "
-            f"{format_fingerprint(theirs)}: it is for another consortium, or somebody replaced the authority",
+            f"the admission was signed by the authority {format_fingerprint(theirs)}, but this consortium has "
+            f"{format_fingerprint(ours.fingerprint())}: it is for another consortium, or somebody replaced the "
+            "authority",
         )
     roster = answer.roster.verify(ours.ca_pem, ours.consortium)
     store.members.adopt(roster, answer.roster, [_certificate(member) for member in roster.members])

@@ -47,15 +47,13 @@ class PassphraseSource:
             if not sys.stdin.isatty():
                 raise StateError(
                     "E-STATE-47",
-                    "expected the passphrase of the authority's key, found no terminal to ask for it: give "
+                    "the authority's key needs its passphrase, and there is no terminal to ask for it: give "
                     "--ca-passphrase-file FILE or --ca-passphrase-env NAME",
                 )
             sys.stderr.write("")  # erases the line of `still_working`: the prompt goes to the terminal directly
             typed = getpass(f"{question}: ")
             if repeat and getpass("once more: ") != typed:
-                raise ConfigError(
-                    "E-CFG-02", "expected the same passphrase twice, found two different ones: nothing was changed"
-                )
+                raise ConfigError("E-CFG-02", "the two passphrases differ: nothing was changed. Try again")
             self._typed = typed.encode()
         return self._typed
 
@@ -78,7 +76,7 @@ def unlock(pem: bytes, where: Path) -> ec.EllipticCurvePrivateKey:
     except (ValueError, TypeError):
         SOURCE.forget()
         raise StateError(
-            "E-STATE-47", f"expected the passphrase of {where}, found another one: nothing was signed; try again"
+            "E-STATE-47", f"this is not the passphrase of {where}: nothing was signed. Try again"
         ) from None
     return certificates.load_key(certificates.key_to_pem(key), str(where))  # type: ignore[arg-type]  # which checks it
 

@@ -198,9 +198,9 @@ class Dispatcher:
         if conflict is not None:
             error = RefusedError(
                 "E-ID-26",
-                f"expected {session.name!r} to be connected once, found a session {conflict}: two machines use this "
-                "name. Stop one of them; a machine that replaces another joins again (coordinator invite "
-                f"{session.name} --again)",
+                f"two machines use the name {session.name!r}: there is already a session {conflict}. Stop one of "
+                f"them. If one machine replaces the other, it must join again (coordinator invite {session.name} "
+                "--again)",
             )
             log.warning("refused a session: %s", error)
             self.note_refusal(session.peer, error)
@@ -374,7 +374,7 @@ def negotiate(hello: pb.Hello, ours: int) -> None:
         older = "the silo" if hello.protocol_max < ours else "the coordinator"
         raise RefusedError(
             "E-WIRE-01",
-            f"expected protocol {ours}, found a silo that speaks {hello.protocol_min} to {hello.protocol_max} "
+            f"the coordinator speaks protocol {ours}, this silo {hello.protocol_min} to {hello.protocol_max} "
             f"({hello.software[:60]}): upgrade {older}",
         )
 

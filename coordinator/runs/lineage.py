@@ -132,8 +132,8 @@ class RunLineage:
         if len(manifest.members) != 1 or [g.fingerprint for g in models] != list(digests):
             raise ConfigError(
                 "E-CFG-08",
-                f"expected method.withdraws to name what {name} added to the sums of a run, found other digests: leave "
-                "it out, `coordinator withdraw` sets it",
+                f"the digests in method.withdraws are not those that {name} added to the sums of a run: leave it "
+                "out, since `coordinator withdraw` sets it",
             )
 
 
@@ -142,19 +142,17 @@ def require_over(parent: StoredRun) -> None:
     if not parent.state.ended:
         raise StateError(
             "E-RUN-11",
-            f"expected {parent.id} to be paused, failed or finished, found it {parent.state.value}: abort it first, "
-            "which keeps what was trained",
+            f"{parent.id} is {parent.state.value}, and must be paused, failed or finished: abort it first, which "
+            "keeps the trained rounds",
         )
     if parent.closed and parent.state_object is None:
         raise StateError(
             "E-RUN-11",
-            f"expected the model of {parent.id} to be here, found it deleted: a hospital's sums were taken out of "
-            f"it; continue from the run that took them out (coordinator logs {parent.id})",
+            f"the model of {parent.id} was deleted when a hospital's sums were taken out of it: continue from the "
+            f"run that took them out (coordinator logs {parent.id})",
         )
     if not parent.closed:
-        raise StateError(
-            "E-RUN-11", f"expected a run with a closed round, found none in {parent.id}: start from fresh weights"
-        )
+        raise StateError("E-RUN-11", f"{parent.id} has no closed round, so it has no model: start from fresh weights")
 
 
 def method_of(run: StoredRun) -> tuple[str, Mapping[str, Any]]:
@@ -204,7 +202,7 @@ def _require_same_sums(parent: StoredRun, now: RunManifest) -> None:
     if any(m.privacy.name != "none" or m.method.options.get("release", "exact") != "exact" for m in (before, now)):
         raise ConfigError(
             "E-CFG-08",
-            f"expected exact sums in {parent.id} and here, found noise in one of them: noisy sums can only be solved "
+            f"{parent.id} and this run need exact sums, and one of them adds noise: noisy sums can only be solved "
             "within one run; start a run with all hospitals",
         )
     weights = [m.method.options.get("class_weights", "none") for m in (before, now)]

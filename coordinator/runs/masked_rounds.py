@@ -109,15 +109,16 @@ class MaskedRounds:
         if sent is None:
             raise RefusedError(
                 "E-WIRE-01",
-                "expected the hospital's keys for a run with masks, found none: its software does not support "
-                "masks; upgrade it, or submit the run with secagg=off",
+                "the hospital sent no keys for a run with masks, because its software does not support them: "
+                "upgrade it, or submit the run with secagg=off",
             )
         if (size := sent.ByteSize()) > ENTRY_BYTES:
             raise SecaggError("E-ID-33", f"expected keys of at most {ENTRY_BYTES} bytes, found {size}")
         entry = _entry(name, sent)
         if not self._trust()(entry, entry.message(self._secagg)):
             raise SecaggError(
-                "E-ID-33", f"expected keys of {name} for this run under its certificate here, found another signature"
+                "E-ID-33",
+                f"the keys of {name} for this run are not signed with the certificate that the coordinator has",
             )
 
     def keep_keys(self, entries: Mapping[str, pb.SecaggEntry]) -> None:
@@ -135,7 +136,7 @@ class MaskedRounds:
         try:
             return self._vouch(pb.SecaggKeys.FromString(raw), lambda *_: True)  # at the time when they were stored
         except DecodeError as error:
-            raise StateError("E-STATE-22", f"expected the keys of {self.run.id}, found other bytes") from error
+            raise StateError("E-STATE-22", f"the stored keys of {self.run.id} are damaged") from error
 
     def _vouch(self, keys: pb.SecaggKeys, trusted: KeyVerifier) -> VerifiedKeys:
         entries = zip(self.run.members, keys.entries, strict=True)
@@ -274,8 +275,9 @@ class MaskedRounds:
         if lost := sorted(inside - set(members)):
             raise UnavailableError(
                 "E-RUN-45",
-                f"round {number + 1}: expected all updates of its aggregation set, found those of {', '.join(lost)} "
-                "lost after the set was fixed: the set cannot change; start these hospitals, then resume the run",
+                f"round {number + 1}: the updates of {', '.join(lost)} were lost after the aggregation set was "
+                "fixed. All updates of the set are needed, and the set cannot change: start these hospitals, then "
+                "resume the run",
             )
         return message
 
@@ -538,14 +540,14 @@ def _end_reason(run: StoredRun) -> str:
         remedy = f"Continue from its last model, in a new run with new keys: coordinator run --from {run.id} "
         remedy += f"rounds={run.rounds - run.closed}"
     else:
-        remedy = f"All rounds are trained: coordinator evaluate {run.id} measures its model with new keys"
+        remedy = f"All rounds are trained: coordinator evaluate {run.id} evaluates its model with new keys"
     charged = ""
     if DerivedFacts.of(run).private:
         charged = (
-            ". Each hospital's ledger keeps the charges of its rounds, also of those since the backup (there: "
-            "silo ledger show); a new run adds its own"
+            ". Each hospital's ledger keeps the charges of its rounds, also of those since the backup (on the "
+            "hospital's machine: silo ledger show). A new run adds its own"
         )
     return (
-        f"E-RUN-54: the coordinator was restored, found {rounds} closed in what is left, and hospitals answer no round "
-        f"of a run with secure aggregation twice. {remedy}{charged}"
+        f"E-RUN-54: the coordinator was restored and has {rounds} closed. In a run with secure aggregation, hospitals "
+        f"answer no round twice. {remedy}{charged}"
     )

@@ -209,7 +209,7 @@ class OpenRound:
 
 
 def excluded_error() -> FederationError:
-    return RefusedError("E-RUN-42", "excluded by the lead; coordinator exclude RUN SILO --readmit asks it again")
+    return RefusedError("E-RUN-42", "excluded by the lead; to ask it again: coordinator exclude RUN SILO --readmit")
 
 
 def missed_in_a_row(rounds: Sequence[RoundRow], names: Sequence[str]) -> dict[str, int]:

@@ -121,9 +121,9 @@ def _combined_error(failures: Mapping[str, FederationError], silos: int, run_id:
     remedy = f"no round began and nothing was charged; fix the cause, then: coordinator resume {run_id}"
     if not refused:
         return UnavailableError(
-            "E-RUN-37", f"expected all {silos} silos to report that they are ready, found {unanswered}: {remedy}"
+            "E-RUN-37", f"all {silos} silos must report that they are ready, but {unanswered}: {remedy}"
         )
-    lines = [f"expected all {silos} silos to be ready, found {len(refused)} not", *sorted(refused)]
+    lines = [f"all {silos} silos must be ready, but {len(refused)} refused", *sorted(refused)]
     lines += [unanswered] if unanswered else []
     explained = "`coordinator explain CODE` says what the hospital can do"
     return RefusedError("E-RUN-36", "\n  ".join([*lines, f"{explained}; {remedy}"]))

@@ -177,8 +177,8 @@ class ActiveRun:
         if left_out := coverage.left_out:
             them = "it" if len(left_out) == 1 else "them"
             question = (
-                f"{LEFT_OUT}: expected every class at {coverage.least} hospitals or more, found {listed(left_out)} "
-                f"at fewer: left out, the model will not know {them}. To continue without {them}: coordinator resume "
+                f"{LEFT_OUT}: every class must be at {coverage.least} hospitals or more, but these are at fewer: "
+                f"{listed(left_out)}. The model will not know {them}. To continue without {them}: coordinator resume "
                 f"{run.id}. To learn {them}: coordinator abort {run.id}, and start the run with "
                 "secagg.min_contributors=1"
             )

@@ -84,8 +84,8 @@ class RunScheduler:
         if refused := sorted(never & {member.name for member in manifest.members}):
             raise ConfigError(
                 "E-RUN-05",
-                f"expected hospitals that train, found {', '.join(refused)}, which only evaluate: leave "
-                "them out of silos=[...], and measure the model there with coordinator evaluate",
+                f"these hospitals only evaluate and never train: {', '.join(refused)}. Leave them out of "
+                "silos=[...], and evaluate the model at them with coordinator evaluate",
             )
         offers = {silo.name: silo.data for silo in members.silos()}
         sizes = [(m.name, offers[m.name].train_examples, offers[m.name].test_examples) for m in manifest.members]
@@ -183,7 +183,7 @@ class RunScheduler:
     def _open_round(self, run: StoredRun) -> int:
         row = self.store.runs.round(run.id, run.closed)
         if row is None or not row.is_open:
-            raise StateError("E-RUN-11", f"expected an open round of {run.id}, found none yet: wait for the next")
+            raise StateError("E-RUN-11", f"{run.id} has no open round yet: wait for the next")
         return row.round
 
     def with_model_digest(self, run: StoredRun) -> StoredRun:

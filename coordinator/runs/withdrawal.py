@@ -115,8 +115,7 @@ class Withdrawals:
         if not affected:
             raise ConfigError(
                 "E-RUN-05",
-                f"expected a hospital with an update in a model, found none of {silo[:60]!r} in any run: correct the "
-                "name (coordinator silos)",
+                f"no run contains an update of {silo[:60]!r}: correct the name (coordinator silos)",
             )
         if preview:
             return affected
@@ -174,7 +173,9 @@ class Withdrawals:
             return "trained by gradients or on class means only: one hospital's share cannot be separated"
         manifest = RunManifest.from_json(run.manifest)
         if manifest.secagg is not None:
-            return "its sums were added under masks, so the hospital's part is unknown: train again without it"
+            return (
+                "its sums were added under masks, so the hospital's part is unknown: train again without this hospital"
+            )
         if manifest.privacy.name != "none" or manifest.method.options.get("release", "exact") != "exact":
             return "its sums contain noise, which the hospital cannot send again"
         if manifest.method.options.get("class_weights", "none") != "none":

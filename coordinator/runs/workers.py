@@ -118,7 +118,7 @@ class ProcessWorker:
         try:
             self._child = ChildProcess(launch_here)
         except OSError as error:
-            raise _unavailable(f"none starts ({error})") from error
+            raise _unavailable(f"it did not start ({error})") from error
         self._first = Future[Mapping[str, Any] | None]()
         self._checks: dict[str, str] = {}
         self._calls = Calls(self._child.line, self._answers(), ERRORS)
@@ -237,8 +237,8 @@ class ProcessWorker:
 def _unavailable(what: str) -> UnavailableError:
     return UnavailableError(
         "E-RUN-56",
-        f"expected a worker process that computes the run, found that {what}: if the machine ran out of memory, free "
-        "some or give the service more; then resume the run if it has paused, otherwise run the command again",
+        f"the worker process that computes the run failed: {what}. If the machine ran out of memory, free some or "
+        "give the service more; then resume the run if it has paused, otherwise run the command again",
     )
 
 
@@ -361,9 +361,9 @@ class RunWorkers:
                         raise
                     raise ProtocolError(
                         "E-RUN-56",
-                        f"expected to check the update of {update.silo}, found that two processes ended while "
-                        "checking it: the coordinator's log has their last messages; exclude the hospital, or give "
-                        "the service more memory; then resume the run if it has paused",
+                        f"two processes ended while they checked the update of {update.silo}: the coordinator's log "
+                        "has their last messages. Exclude the hospital, or give the service more memory; then "
+                        "resume the run if it has paused",
                     ) from error
             self._suspects.discard(who)
 
@@ -424,7 +424,7 @@ class RunWorkers:
                 self._all.append(started)
                 return started
         self._end(started)
-        raise UnavailableError("E-RUN-56", "expected a running service, found that it is stopping: try again later")
+        raise UnavailableError("E-RUN-56", "the service is stopping: try again later")
 
     def _take(self, started: _Started, run_id: str) -> None:
         runs = self._store.runs

@@ -222,7 +222,7 @@ class MemberStore:
             if row is None or row.name != name or row.withdrawn is not None or row.expires <= now:
                 raise RefusedError(
                     "E-ID-13",
-                    f"expected an invitation for {name!r} that is valid, found none: ask the lead for a new one",
+                    f"there is no valid invitation for {name!r}: ask the lead for a new one",
                 )
             if row.used is not None:
                 certificate = db.execute(select(certificates).where(certificates.c.serial == row.certificate)).first()
@@ -280,8 +280,8 @@ class MemberStore:
             if newest is not None and newest.version >= roster.version and not same:
                 raise RefusedError(
                     "E-ID-14",
-                    f"expected a roster after version {newest.version}, found another one of version "
-                    f"{roster.version}: take the newest (coordinator ca roster); the current one stays",
+                    f"the current roster has version {newest.version}, and a new one needs a higher version than "
+                    f"{roster.version}: use the newest (coordinator ca roster). The current one stays",
                 )
             for gone in roster.revoked:
                 at = datetime.fromisoformat(gone.at).timestamp()

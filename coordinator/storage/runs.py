@@ -73,8 +73,8 @@ class RunStore:
                 if existing.spec != run.spec or existing.parent != run.parent:
                     raise ConfigError(
                         "E-CFG-02",
-                        f"expected the request {run.request_id!r} to have the configuration of {existing.id}, found "
-                        "another one: use a new request id for a new run",
+                        f"the request {run.request_id!r} was used for {existing.id} with another configuration: use a "
+                        "new request id for a new run",
                     )
                 return existing
             while db.execute(select(runs.c.id).where(runs.c.id == run.id)).first():
@@ -408,9 +408,7 @@ def require_state(run: StoredRun, states: Iterable[RunState], verb: str) -> Stor
     """Return a run; raises StateError (E-RUN-11) unless it is in one of these states. verb: for the message."""
     if run.state not in states:
         valid = " or ".join(state.value for state in states)
-        raise StateError(
-            "E-RUN-11", f"expected {run.id} to be {valid}, found it {run.state.value}: it cannot be {verb}"
-        )
+        raise StateError("E-RUN-11", f"{run.id} cannot be {verb}: it is {run.state.value}, and must be {valid}")
     return run
 
 

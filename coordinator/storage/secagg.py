@@ -104,7 +104,7 @@ class MaskedRunStore:
                 return stored
             this = (rounds.c.run_id == seal.run_id, rounds.c.round == seal.round, rounds.c.kind == kind.value)
             if not db.scalar(select(rounds.c.is_open).where(*this)):
-                raise StateError("E-RUN-50", f"expected round {seal.round + 1} of {seal.run_id} open, found it closed")
+                raise StateError("E-RUN-50", f"round {seal.round + 1} of {seal.run_id} is already closed")
             raw = seal.SerializeToString(deterministic=True)
             values = {"run_id": seal.run_id, "round": seal.round, "kind": kind.value, "seal": raw}
             db.execute(insert(secagg_seals).values(values))

@@ -69,7 +69,7 @@ def read_weights(objects: ObjectStore, weights: Weights) -> Tensors:
     object.
     """
     if not objects.has(weights.object):
-        raise StateError("E-STATE-22", f"expected {weights} to be here, found none: send them again (coordinator run)")
+        raise StateError("E-STATE-22", f"{weights} are not at the coordinator: send them again (coordinator run)")
     file = objects.verified(weights.object)
     if (size := file.stat().st_size) != weights.size:
         raise ProtocolError("E-WIRE-06", f"expected {weights.size} bytes of weights, found {size}: ask the lead")
@@ -98,7 +98,11 @@ def _from_parent(parent: StoredRun, compiled: CompiledRun, objects: ObjectStore)
             f"{manifest.method.name}, whose model has others: choose method={before.method.name}",
         )
     if not tensor_maps.all_finite(model):
-        raise ProtocolError("E-WIRE-05", f"expected a model of finite numbers in {parent.id}, found NaN or infinity")
+        raise ProtocolError(
+            "E-WIRE-05",
+            f"the model of {parent.id} contains NaN or infinity, and all numbers must be finite: start from another "
+            "run",
+        )
     partial = not set(tensor_maps.copy_state(compiled.network)) <= set(model)
     if partial and manifest.model != before.model:
         raise ConfigError(

@@ -103,7 +103,7 @@ def restore(
     no longer knows which sums it helped to open.
     """
     if (source is None) is not accept_loss:
-        raise ConfigError("E-CFG-02", "expected FROM or --accept-loss: name one of them")
+        raise ConfigError("E-CFG-02", "expected either FROM or --accept-loss: give one of them")
     facts: dict[str, object] = {"home": str(home.path)}
     with ExitStack() as alone:
         if source is not None:

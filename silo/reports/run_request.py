@@ -69,7 +69,7 @@ class SurveyPreview:
 
     def floor(self, least: int) -> str:
         """Describe the smallest number that may leave."""
-        return f"at least {least} {self.counts}" + ("" if self.named else "; the data name no patients")
+        return f"at least {least} {self.counts}" + ("" if self.named else "; the data have no patient IDs")
 
     def sentence(self) -> str:
         if self.noise:

@@ -188,7 +188,7 @@ def test_a_lead_steers_a_run_and_withdraws_a_hospital_as_by_the_commands(
             assert {name for name in command if command[name] != python[name]} <= {"at", "statement", "signature"}
             assert listed.to_frame().run.tolist() == [run.id]
             assert f"{run.id} (aborted): updates of north" in repr(listed)
-            assert "to train it anew: coordinator run" in listed._repr_html_()
+            assert "to train it again: coordinator run" in listed._repr_html_()
         with pytest.raises(ConfigError, match="E-RUN-05"):
             lead.withdraw("nobody")
         for call in ("Lead/Extend", "Lead/Exclude", "Lead/Withdraw"):

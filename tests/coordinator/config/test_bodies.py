@@ -159,7 +159,7 @@ def test_a_body_that_nobody_declared_is_refused_with_the_line_to_write(tmp_path:
     file = vit_file(tmp_path)
     beside = file.with_suffix(".yaml")
     beside.unlink()
-    assert "write `mean: [0.485" in refused(compose_spec(words(file)))
+    assert "add `mean: [0.485" in refused(compose_spec(words(file)))
     for text, said in (
         ("mean: [0.5, 0.5, 0.5]", "std"),
         ("mean: [0.5]\nstd: [0.5]", "1 channel"),
@@ -201,7 +201,7 @@ def test_a_program_of_torch_is_refused_with_the_call_that_writes_onnx(tmp_path: 
 
 def test_files_that_are_not_there_or_no_encoders_are_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "bad.onnx"
-    assert "found none" in refused(compose_spec(words(file)))
+    assert "there is no ONNX file" in refused(compose_spec(words(file)))
     file.with_suffix(".yaml").write_text(DECLARED)
     for content, said in (
         (b"\xff" * 100, "not an ONNX model"),

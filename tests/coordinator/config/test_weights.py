@@ -159,7 +159,7 @@ def test_a_path_is_in_no_configuration_that_is_sent_and_a_service_refuses_one(tm
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["model.weights_source=x"], r"E-CFG-02.*beside model.weights_source"),
+        (["model.weights_source=x"], r"E-CFG-02.*model.weights_source needs"),
         (["model.weights=3"], r"E-CFG-02.*model.weights=FILE"),
         (["model.weights=''"], r"E-CFG-02.*model.weights=FILE"),
         (["weights=x.pth"], r"E-CFG-01.*write model.weights=FILE"),

@@ -63,8 +63,8 @@ def test_a_number_that_nobody_told_is_none_and_never_0():
     ("unnamed", "counts", "said"),
     [
         (0.0, "patients", ""),
-        (3.0, "images", "No hospital names patients: there each record counts as a patient"),
-        (2.0, "patients or images", "2 of 3 do not name patients: there each record counts as a patient"),
+        (3.0, "images", "No hospital has patient IDs: their records count as one patient each"),
+        (2.0, "patients or images", "2 of 3 hospitals have no patient IDs: their records count as one patient each"),
     ],
 )
 def test_images_are_called_patients_by_nobody(unnamed, counts, said):

@@ -104,7 +104,8 @@ def test_a_run_that_would_leave_classes_out_asks_before_round_1_and_goes_on_when
     assert world.server.store.runs.round(run.id, 0) is None
     found = coverage(run)
     assert len(found.left_out) == 6
-    assert run.reason.startswith(f"E-RUN-53: expected every class at 2 hospitals or more, found {found.left_out[0]}, ")
+    begin = f"E-RUN-53: every class must be at 2 hospitals or more, but these are at fewer: {found.left_out[0]}, "
+    assert run.reason.startswith(begin)
     assert f"coordinator resume {run.id}" in run.reason
     assert "secagg.min_contributors=1" in run.reason
     world.server.runs.resume(run.id)

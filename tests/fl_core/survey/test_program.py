@@ -97,7 +97,7 @@ def test_a_simulated_survey_shows_its_answers_and_no_accuracy():
     assert result.exit_code == 0
     shown = result.output
     assert "6 hospitals answered" in shown
-    assert "No hospital names patients" in shown
+    assert "No hospital has patient IDs" in shown
     assert "accuracy" not in shown
 
 

@@ -175,7 +175,7 @@ def test_images_of_data_that_name_no_patients_are_not_counted_as_patients(make, 
         (asked,) = service.store.approvals.all()
         request = RunRequest.from_json(asked.request)
         shown, policy = request.survey, Policy.read(home.policy)
-        said = f"at least 10 {word}" + ("; the data name no patients" if word == "images" else "")
+        said = f"at least 10 {word}" + ("; the data have no patient IDs" if word == "images" else "")
         assert said in shown.sentence()
         assert said in next(c.policy for c in request.compare(policy) if c.what == "Questions")
         assert shown.head[2:4] == ("images", word if more else "images counted")
