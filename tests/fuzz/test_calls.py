@@ -20,7 +20,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.mark.fault(
     "a hospital or a lead",
-    "sends any bytes or numbers in any call",
+    "sends arbitrary bytes or numbers in any call",
     "an answer, an error with a code, or gRPC's own error for malformed messages",
 )
 @pytest.mark.parametrize("name", METHODS)

@@ -14,7 +14,9 @@ EXAMPLES = 12
 
 
 @pytest.mark.fault(
-    "an attacker", "gives a decoder any bytes", "a value or an error with a code; no hang, no memory exhausted"
+    "an attacker",
+    "sends arbitrary bytes to a decoder",
+    "a value or an error with a code; it never hangs or exhausts memory",
 )
 @pytest.mark.parametrize("name", TARGETS)
 def test_any_bytes_give_a_value_or_an_error_of_ours(name: str) -> None:

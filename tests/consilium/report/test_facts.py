@@ -99,7 +99,7 @@ def test_a_run_without_a_closed_round_has_no_results() -> None:
 
 
 @pytest.mark.parametrize("sums", [(70.3, 39.1), (-4.0, 100.0), (642.0, 100.0), (3.0, -55.0), (1e38, 1e-40), (1.0, 1.5)])
-@pytest.mark.fault("a hospital", "sends test results that are no counts", "the card withholds them")
+@pytest.mark.fault("a hospital", "sends test results that are not counts", "the card withholds them")
 def test_sums_that_are_no_counts_are_withheld(sums: tuple[float, float]) -> None:
     made = card(manifest(rounds=1), evaluated((sums[0], 1, 0, 0), (sums[1], 2, 0, 3)))
     assert made.results.accuracy.withheld

@@ -163,7 +163,7 @@ def test_a_card_of_a_time_for_which_its_certificate_is_not_is_refused(
         {"privacy": {"epsilon": 1.0, "delta": 2.0}},
     ],
 )
-@pytest.mark.fault("a lead", "signs a card with numbers that no run gives", "refused")
+@pytest.mark.fault("a lead", "signs a card with numbers that no run can produce", "refused")
 def test_numbers_that_no_run_gives_are_refused_though_they_are_signed(
     own: Credentials, authority: str, lie: dict[str, dict[str, object]]
 ) -> None:

@@ -47,7 +47,7 @@ def test_idle_connections_keep_nobody_out(tmp_path: Path, few_descriptors: int) 
 
 @pytest.mark.fault(
     "a stranger",
-    "holds more connections than the service may have files open",
+    "holds more connections than the service's limit on open files",
     "the service keeps enough descriptors for its own files",
 )
 def test_connections_leave_descriptors_for_the_services_own_files(

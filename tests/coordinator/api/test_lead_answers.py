@@ -82,7 +82,7 @@ def test_a_status_that_is_short_enough_is_not_cut() -> None:
     assert status.to_status(error)[1] == str(error)
 
 
-@pytest.mark.fault("a lead", "asks for a run with impossible numbers", "refused with E-CFG-02; no list contains it")
+@pytest.mark.fault("a lead", "submits a run with impossible numbers", "refused with E-CFG-02; no list contains it")
 @pytest.mark.parametrize(
     "wrong", [{"rounds": 10**12}, {"rounds": 2**31}, {"threads": 10**6}, {"name": "x" * 1_000_000}], ids=str
 )

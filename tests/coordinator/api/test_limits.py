@@ -278,7 +278,7 @@ def test_an_upload_that_was_not_opened_is_not_read(tmp_path: Path) -> None:
         assert code(error) == (AWAY, "E-NET-12")
 
 
-@pytest.mark.fault("a hospital", "calls without pause", "refused with E-NET-12; leads are answered")
+@pytest.mark.fault("a hospital", "sends calls without pause", "refused with E-NET-12; leads are answered")
 def test_calls_per_second_are_bounded(tmp_path: Path) -> None:
     limits = replace(Limits(), calls={**Limits().calls, CertificateRole.SILO: Rate(0.001, 10)})
     with serving(tmp_path, limits) as world:

@@ -44,7 +44,7 @@ def test_a_run_measures_all_that_is_exact_unless_it_is_told_otherwise(words: tup
     assert RunManifest.from_json(made.to_json()) == made
 
 
-@pytest.mark.fault("a coordinator", "asks for exact histograms in a private run", "refused before any charge")
+@pytest.mark.fault("a coordinator", "requests exact histograms in a private run", "refused before any charge")
 @pytest.mark.parametrize("privacy", ["dp_record", "dp_silo_small"])
 def test_a_private_run_with_exact_tables_is_refused_by_both_sides(privacy: str) -> None:
     words = (f"privacy={privacy}", *(["privacy.allow_large=true"] if privacy == "dp_silo_small" else []))

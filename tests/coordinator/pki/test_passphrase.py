@@ -41,7 +41,9 @@ def init(home: Path) -> None:
     command(home, "init", "demo", "--address", "localhost:8443", "--ca-passphrase-env", "SECRET")
 
 
-@pytest.mark.fault("a thief", "has the key file of the authority", "it signs nothing without its passphrase")
+@pytest.mark.fault(
+    "a thief", "has the key file of the authority", "the key cannot sign anything without its passphrase"
+)
 def test_nothing_is_signed_without_the_passphrase(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     init(home)
     pem = (home / "pki" / "ca.key").read_bytes()

@@ -185,7 +185,7 @@ def test_no_member(server, ca, tmp_path):
     assert server.expect("denied")["code"] == "E-ID-13"
 
 
-@pytest.mark.fault("the holder of an invitation", "makes any call but enrolment", "refused")
+@pytest.mark.fault("the holder of an invitation", "makes any call except enrolment", "refused")
 def test_an_invitation_opens_enrolment_alone(server, ca):
     token = InvitationToken.decode(ca.invite("new").token)
     (ca.home / "members").write_text(token.certificate.fingerprint)

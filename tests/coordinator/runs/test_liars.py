@@ -98,7 +98,7 @@ def test_a_long_update_is_refused_in_the_round_and_the_silo_hears_why(tmp_path: 
 
 
 @pytest.mark.fault(
-    "a hospital", "sends an update of nine times the usual length", "clipped; the lead and the hospital are told"
+    "a hospital", "sends an update of nine times the usual length", "clipped; the lead and the hospital are notified"
 )
 def test_a_cut_is_in_the_record_in_the_events_and_told_to_the_silo(tmp_path: Path) -> None:
     with finished_beside(tmp_path, replace(AGREED, quorum=3), scaled(9.0, since=1)) as (world, run, told):

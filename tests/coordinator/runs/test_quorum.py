@@ -101,7 +101,7 @@ def test_a_restart_is_no_absence(tmp_path: Path) -> None:
 
 @pytest.mark.fault(
     "a hospital",
-    "is offline and alone has a class",
+    "is offline and is the only one with a class",
     "the round waits for it, shown by name and class, as long as the lead allows",
 )
 def test_the_only_holder_of_a_class_is_awaited_and_shown_and_the_lead_can_wait_longer(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_the_only_holder_of_a_class_is_awaited_and_shown_and_the_lead_can_wait_l
 
 @pytest.mark.fault(
     "a hospital",
-    "is offline for good and alone has a class",
+    "is offline for good and is the only one with a class",
     "the run waits for it in two rounds, then continues without it and reports the lost class",
 )
 def test_the_only_holder_of_a_class_that_never_returns_is_given_up_and_named(tmp_path: Path) -> None:

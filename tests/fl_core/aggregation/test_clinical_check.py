@@ -74,7 +74,9 @@ LIES: list[tuple[str, Change, str]] = [
 ]
 
 
-@pytest.mark.fault("a hospital", "sends clinical metrics that no evaluation gives", "refused by name (E-RUN-43)")
+@pytest.mark.fault(
+    "a hospital", "sends clinical metrics that no evaluation can produce", "refused and reported by name (E-RUN-43)"
+)
 @pytest.mark.parametrize(("name", "change", "said"), LIES)
 def test_tables_that_do_not_agree_are_refused_by_name(name: str, change: Change, said: str) -> None:
     with pytest.raises(ProtocolError, match=f"E-RUN-43: north: clinical metrics: .*{said}"):

@@ -104,7 +104,7 @@ def test_the_order_of_arrival_changes_nothing() -> None:
 @pytest.mark.parametrize("history", [None, BEFORE])
 @pytest.mark.parametrize("factor", [130.0, 1000.0, -1000.0, 1e30, 1e-40])
 @pytest.mark.fault(
-    "a hospital", "multiplies its update by 1,000, flips its sign, or both", "refused by name (E-RUN-44)"
+    "a hospital", "multiplies its update by 1,000, flips its sign, or both", "refused and reported by name (E-RUN-44)"
 )
 def test_an_update_above_a_hundred_medians_is_refused_and_leaves_no_trace(
     factor: float, history: NormHistory | None
@@ -120,7 +120,7 @@ def test_an_update_above_a_hundred_medians_is_refused_and_leaves_no_trace(
     assert same_bundle(total, honest)
 
 
-@pytest.mark.fault("a hospital", "moves batch norm's statistics far", "refused by name (E-RUN-44)")
+@pytest.mark.fault("a hospital", "moves batch norm's statistics far", "refused and reported by name (E-RUN-44)")
 def test_statistics_of_batch_norm_are_bounded_apart() -> None:
     _, decided = aggregated({**HONEST, "north": update(along(1.0), buffers=101.0)}, BEFORE)
     assert list(decided.refused) == ["north"]
@@ -196,7 +196,9 @@ BEGUN = NormHistory(initial={"delta": 1.0, "delta.buffers": 1.0})
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("factor", [10.0, -1000.0, 1e30])
 @pytest.mark.fault(
-    "a hospital", "is one of two and sends anything", "clipped to four times the norm of the initial weights"
+    "a hospital",
+    "is one of two hospitals and sends any update",
+    "clipped to four times the norm of the initial weights",
 )
 def test_fewer_than_three_updates_are_bounded_by_the_initial_weights(count: int, factor: float) -> None:
     sent = {"a": update(along(factor))} | {name: HONEST[name] for name in "b"[: count - 1]}
@@ -402,7 +404,7 @@ def test_no_direction_is_held_against_a_hospital_whose_classes_the_model_knows()
 
 @pytest.mark.fault(
     "an honest hospital",
-    "has a converged model that only weight decay moves",
+    "has a converged model that is changed only by weight decay",
     "accepted: weight decay does not count as a direction",
 )
 def test_weight_decay_of_a_converged_model_is_held_against_nobody() -> None:

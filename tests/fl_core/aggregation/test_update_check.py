@@ -67,7 +67,9 @@ WRONG = [2.0**24, 288_000.0, 14.5, 15.0, -580.0, -1.0, 1e38, -1e-40, float(2**63
 
 
 @pytest.mark.parametrize("weight", WRONG)
-@pytest.mark.fault("a hospital", "gives its update more examples than it declared", "refused by name (E-RUN-43)")
+@pytest.mark.fault(
+    "a hospital", "claims more examples for its update than it declared", "refused and reported by name (E-RUN-43)"
+)
 def test_a_weight_outside_the_declared_size_is_refused_by_name(weight: float) -> None:
     said = refusal(CHECK, weighed(SENT[0], "delta", weight))
     assert said.startswith("E-RUN-43: north: update refused: weight of 'delta' ")
@@ -80,7 +82,7 @@ def test_a_weight_that_is_no_number_is_refused(weight: float) -> None:
     assert "E-WIRE-05" in refusal(CHECK, weighed(SENT[0], "metrics", [1.0, 0, 0, weight]))
 
 
-@pytest.mark.fault("a hospital", "sends values with a weight of zero", "refused by name (E-RUN-43)")
+@pytest.mark.fault("a hospital", "sends values with a weight of zero", "refused and reported by name (E-RUN-43)")
 def test_values_without_a_weight_are_refused() -> None:
     for nothing in (0.0, -0.0):
         assert "values of weight 0" in refusal(CHECK, weighed(SENT[0], "delta", nothing))
@@ -106,7 +108,9 @@ METRICS_LIES = {
 
 
 @pytest.mark.parametrize("lie", METRICS_LIES)
-@pytest.mark.fault("a hospital", "sends metrics that its test examples do not allow", "refused by name (E-RUN-43)")
+@pytest.mark.fault(
+    "a hospital", "sends metrics that its test examples do not allow", "refused and reported by name (E-RUN-43)"
+)
 def test_false_metrics_are_refused(lie: str) -> None:
     correct, examples = METRICS_LIES[lie]
     part = Part({"correct": torch.tensor(correct)}, torch.tensor(examples))
@@ -133,7 +137,9 @@ def changed(update: Bundle, part: str, key: str, change: Callable[[torch.Tensor]
     ("method", "part", "key"),
     [("fednova", "steps", "tau"), ("scaffold", "census", "n"), ("fedgen", "heads", "n"), ("feddyn", "census", "n")],
 )
-@pytest.mark.fault("a hospital", "lies about its steps, or about sizes inside an update", "refused by name (E-RUN-43)")
+@pytest.mark.fault(
+    "a hospital", "lies about its steps, or about sizes inside an update", "refused and reported by name (E-RUN-43)"
+)
 def test_lies_inside_totals_are_refused(method: str, part: str, key: str) -> None:
     check, sent = honest(method)
     check.check(sent[0], "north")

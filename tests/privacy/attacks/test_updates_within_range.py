@@ -64,7 +64,7 @@ def test_a_private_weight_above_the_declared_size_is_refused() -> None:
 @pytest.mark.fault(
     "a hospital",
     "sends false prototypes in a private run",
-    "refused by name if longer than clipping and noise allow (E-RUN-43)",
+    "refused and reported by name if longer than clipping and noise allow (E-RUN-43)",
 )
 @pytest.mark.parametrize("method", ["fedmr", "fedproto", "fednh"])
 def test_prototypes_of_a_private_run_are_no_longer_than_clip_and_noise_make_them(method: str) -> None:

@@ -94,7 +94,7 @@ def made(tmp_path: Path) -> Iterator[Database]:
 
 
 @pytest.mark.fault(
-    "a power cut", "comes at any moment of a checkpoint, also within a page", "the home opens with all data"
+    "a power cut", "comes at any moment of a checkpoint, even within a page", "the home opens with all data"
 )
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_home_opens_with_all_that_was_written_wherever_a_checkpoint_was_interrupted(

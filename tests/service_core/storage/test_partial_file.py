@@ -45,9 +45,7 @@ def test_a_full_disk_is_said_as_such_and_what_arrived_before_it_counts(tmp_path:
     assert writer.size == 0
 
 
-@pytest.mark.fault(
-    "a disk", "takes no larger file (a limit on file sizes)", "E-STATE-63 names the folder; the write is tried again"
-)
+@pytest.mark.fault("a disk", "reaches a limit on file sizes", "E-STATE-63 names the folder; the write is tried again")
 def test_a_limit_on_the_size_of_files_is_said_as_what_a_disk_does_not_take(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with open_partial(tmp_path / "file") as writer:

@@ -85,7 +85,7 @@ def all_four(hospital, round=0):
 
 @pytest.mark.fault(
     "a coordinator",
-    "asks for the same model in two rounds of a masked run and claims in one that a hospital was absent",
+    "sends the same model in two rounds of a masked run and claims in one of them that a hospital was absent",
     "the second set is refused, whatever round it is for (E-RUN-50)",
 )
 @pytest.mark.parametrize("restarts", [False, True])
@@ -218,8 +218,8 @@ def test_a_round_of_training_is_about_one_model_unless_the_coordinator_was_resto
 
 @pytest.mark.fault(
     "a coordinator",
-    "asks for evaluation after evaluation, each of another model",
-    "the policy limits runs per day that measure models (E-POLICY-19), also if the clock is set back",
+    "requests evaluation after evaluation, each of another model",
+    "the policy limits the runs per day that evaluate models (E-POLICY-19), even if the clock is set back",
 )
 def test_runs_of_a_day_that_measure_models_are_bounded_by_the_policy(started):
     hospital = started(evaluation())

@@ -112,7 +112,7 @@ BEFORE = classes(a=20, b=22)
 
 
 @pytest.mark.fault(
-    "a lead", "surveys 42 patients, then 52, of whom nine new ones have one label and one has another", "suppressed"
+    "a lead", "surveys 42 patients, then 52: of the ten new ones, nine have one label and one has another", "suppressed"
 )
 def test_the_one_of_ten_new_patients_who_has_another_label_is_not_told(memory):
     assert numbers(memory, Version.of(BEFORE), "classes") == {"classes": {"a": 20, "b": 22}}

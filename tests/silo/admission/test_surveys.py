@@ -159,7 +159,7 @@ def test_a_renamed_export_with_one_more_is_known_by_its_pixels(ask, tmp_path, na
 
 
 @pytest.mark.fault(
-    "a hospital", "has twelve images of one patient that its data do not name", "they are called images, not patients"
+    "a hospital", "has twelve images of one patient, but no patient IDs", "they are counted as images, not as patients"
 )
 def test_images_of_data_that_name_no_patients_are_not_counted_as_patients(make, tmp_path):
     reference = write_images(tmp_path / "images", range(1, 2), images=12, named=False)

@@ -93,7 +93,7 @@ def test_an_object_with_a_damaged_chunk_is_fetched_again(rig):
 
 
 @pytest.mark.parametrize("wrong", [BYTES[:-1] + b"?", BYTES + b"more", b""], ids=["other", "longer", "empty"])
-@pytest.mark.fault("a coordinator", "sends other bytes than the digest names", "deleted; an error after a few tries")
+@pytest.mark.fault("a coordinator", "sends bytes that do not match the digest", "deleted; an error after a few tries")
 def test_wrong_bytes_are_deleted_and_an_error_after_a_few_tries(rig, wrong):
     digest = digests.digest(BYTES)
     rig.fake.objects[digest] = wrong

@@ -687,7 +687,7 @@ def test_a_page_that_comes_for_ever_is_read_once(bench: Bench) -> None:
     assert len(bench.pacs.asked) == 2
 
 
-@pytest.mark.fault("a hospital's PACS", "lists results without end", "refused with E-DATA-22 after a million results")
+@pytest.mark.fault("a hospital's PACS", "lists endless results", "refused with E-DATA-22 after a million results")
 def test_results_without_end_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dicomweb, "MAX_RESULTS", 2000)
     count = iter(range(10**9))
@@ -727,7 +727,7 @@ def _endless(request: Any, start: bytes, block: bytes = b"x" * 65536) -> None:
 
 @pytest.mark.fault(
     "a hospital's PACS",
-    "answers without end, or with more than requested",
+    "sends an endless answer, or more than requested",
     "cut off: an object is left out and listed, a list is refused",
 )
 @pytest.mark.parametrize("level", ["list", "object", "multipart", "zipped"])

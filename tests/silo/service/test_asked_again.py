@@ -139,7 +139,7 @@ def test_a_question_that_is_refused_refuses_the_round_before_any_charge(hospital
 
 @pytest.mark.fault(
     "a coordinator",
-    "denies having the update of a private round and asks for it again and again",
+    "denies receiving a private round's update and requests it again and again",
     "charged at most three times, reported each time",
 )
 def test_a_coordinator_that_denies_a_receipt_is_paid_again_three_times_at_most_and_never_silently(hospital):

@@ -70,7 +70,7 @@ def test_a_round_leaves_lines_without_measurements_and_the_ends_of_both_logs_cro
 
 @pytest.mark.fault(
     "a coordinator",
-    "restores its audit log, or signs two",
+    "restores its audit log, or signs two different ones",
     "each hospital reports it at its next round and keeps both ends",
 )
 def test_a_coordinator_whose_log_goes_back_is_noticed(make, monkeypatch):

@@ -171,7 +171,7 @@ def test_a_damaged_token_is_refused_before_anything_is_sent(rig):
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.fault(
     "a mail server",
-    "replaces an invitation by one of another authority",
+    "replaces an invitation with one from another authority",
     "refused with `--authority` before anything is sent",
 )
 def test_an_invitation_of_another_authority_is_refused_before_anything_is_sent(rig, again):

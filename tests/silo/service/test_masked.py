@@ -193,7 +193,7 @@ def test_t49_a_colleague_whose_certificate_was_renewed_meanwhile_is_accepted(hos
 
 @pytest.mark.fault(
     "a coordinator",
-    "sends other keys in the middle of a run",
+    "sends different keys in the middle of a run",
     "refused with E-ID-33: keys are checked once and never change",
 )
 def test_other_keys_in_the_middle_of_a_run_are_refused(hospital):
@@ -380,7 +380,7 @@ def test_whatever_bytes_a_seal_or_an_opening_has_the_hospital_answers_or_refuses
 
 @pytest.mark.fault(
     "a coordinator",
-    "asks for a second set of a round",
+    "requests a second set for a round",
     "refused with E-RUN-50: a hospital signs one set and stores it first",
 )
 def test_t34_a_second_set_of_a_round_is_refused_also_after_a_restart(hospital):

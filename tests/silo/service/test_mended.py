@@ -130,7 +130,9 @@ def images_run(names):
     return manifest(data="folder", schema=schema, layout=layout, model=model, image_size=32, rounds=3)
 
 
-@pytest.mark.fault("a hospital", "changes its data during a run", "refused there (E-DATA-10); the lead is told")
+@pytest.mark.fault(
+    "a hospital", "changes its data during a run", "the hospital refuses (E-DATA-10), and the lead is notified"
+)
 def test_data_that_change_during_a_run_are_refused_until_they_are_as_they_were(started, tmp_path):
     images, names = tmp_path / "images", ("nevus", "melanoma")
     pictures(images, names)
@@ -154,7 +156,9 @@ def test_data_that_change_during_a_run_are_refused_until_they_are_as_they_were(s
 
 
 @pytest.mark.fault(
-    "a hospital", "replaces an image but keeps its size and date", "refused there (E-DATA-10); the lead is told"
+    "a hospital",
+    "replaces an image but keeps its size and date",
+    "the hospital refuses (E-DATA-10), and the lead is notified",
 )
 def test_an_image_that_is_replaced_with_its_size_and_date_kept_is_refused_and_one_that_is_touched_is_not(
     started, tmp_path

@@ -424,8 +424,8 @@ def test_a_worker_that_says_what_nobody_understands_is_ended_and_the_service_goe
 
 @pytest.mark.fault(
     "a hospital's worker",
-    "reports a cancelled task in words of its own",
-    "counted as killed (E-RUN-46); its words are dropped",
+    "reports a cancelled task with a text of its own",
+    "counted as killed (E-RUN-46); its text is dropped",
 )
 @pytest.mark.parametrize("said", ["raise CancelledError(WORDS)", "service.tell(CancelledError(WORDS))"])
 def test_a_worker_cannot_say_in_its_own_words_that_a_task_was_given_up(

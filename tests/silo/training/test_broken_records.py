@@ -130,7 +130,9 @@ class Bench:
         return tensor_maps.digest(parts), float(result.bundle["delta"].weight)
 
 
-@pytest.mark.fault("a hospital", "cannot read an image from some round on", "the run continues without this record")
+@pytest.mark.fault(
+    "a hospital", "becomes unable to read an image during a run", "the run continues without this record"
+)
 @pytest.mark.parametrize("train", [TrainConfig(epochs=1, batch_size=64), FROZEN])
 def test_a_record_that_breaks_between_rounds_is_left_out_for_good_also_after_a_restart(tmp_path, images, train):
     bench = Bench(tmp_path / "home", images, images_run(train=train))

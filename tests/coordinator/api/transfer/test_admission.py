@@ -171,9 +171,7 @@ def test_downloads_wait_in_line_and_give_their_turn_back(monkeypatch: pytest.Mon
     asyncio.run(story())
 
 
-@pytest.mark.fault(
-    "hospitals", "upload more at once than there is room for", "some wait with E-NET-12 and are admitted later"
-)
+@pytest.mark.fault("hospitals", "upload more at once than fits", "some wait with E-NET-12 and are admitted later")
 def test_an_upload_beyond_the_budget_waits(tmp_path: Path) -> None:
     settings = replace(FAST, limits=replace(Limits(), upload_bytes=3 * len(DATA)))
     with running(tmp_path / "home", NAMES, settings) as world:
