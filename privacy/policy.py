@@ -134,15 +134,15 @@ class Policy:
         if runs.hide_size and (terms is None or terms.weights != "uniform"):
             raise RefusedError(
                 "E-POLICY-06",
-                "expected a private run in which all hospitals have the same weight, since this one declares no "
-                f"size, found weights {terms.weights if terms else 'and evaluation sums in the clear'!r}: set "
+                "this hospital declares no size, so it needs a private run in which all hospitals have the same "
+                f"weight, found weights {terms.weights if terms else 'and evaluation sums in the clear'!r}: set "
                 "privacy.weights=uniform",
             )
         if strangers := sorted(set(self.prototypes.hidden) - set(manifest.schema.classes)):
             raise RefusedError(
                 "E-POLICY-09",
-                f"expected the hidden classes in the label space {manifest.schema.classes}, found none called "
-                f"{strangers}: a misspelt name would hide nothing",
+                f"prototypes.hidden names {strangers}, which are not classes of the run {manifest.schema.classes}: "
+                "correct them, since a misspelt name would hide nothing",
             )
         profile = manifest.privacy.name if run.private else "none"
         if floors.require not in ("", profile):
@@ -160,16 +160,16 @@ class Policy:
         if self.privacy.delta > SHARE_OF_UNITS / size:
             raise RefusedError(
                 "E-POLICY-05",
-                f"expected [privacy] delta <= {SHARE_OF_UNITS / size:.2g} in the policy of a hospital of this size, "
-                f"which hides it, found {self.privacy.delta:g}: lower it, or type a size (silo serve --nominal-size)",
+                f"expected [privacy] delta <= {SHARE_OF_UNITS / size:.2g} for a hospital of this size, which the "
+                f"policy hides, found {self.privacy.delta:g}: lower it, or declare a size (silo serve --nominal-size)",
             )
 
 
 def training_refused(rounds: int, why: str) -> RefusedError:
     return RefusedError(
         "E-POLICY-18",
-        f"expected an evaluation (rounds=0), since this hospital does not train: {why}; found {rounds} rounds: leave "
-        "it out of the run, and measure the model there with coordinator evaluate",
+        f"this hospital only evaluates models: {why}. The run trains for {rounds} rounds: leave the hospital out of "
+        "the run, and evaluate the model there with `coordinator evaluate`",
     )
 
 
@@ -179,14 +179,14 @@ def check_labels(declared: Iterable[str], run: Iterable[str]) -> None:
     if not declared:
         raise RefusedError(
             "E-POLICY-16",
-            "expected the list of classes that records here may have, found none: name them all in policy.toml, "
-            f"[privacy] labels = [...]; this run has {space}",
+            "this hospital has not declared the classes that its records may have, which private runs need: list "
+            f"them all in policy.toml, [privacy] labels = [...]; this run has {space}",
         )
     if missing := sorted(set(declared) - set(space)):
         raise RefusedError(
             "E-POLICY-16",
-            f"expected a run over all classes that this hospital declares, found one over {space}, which lacks "
-            f"{missing}: ask the lead for a run with them, or declare others in policy.toml ([privacy] labels)",
+            f"the run's classes {space} lack {missing}, which this hospital declares: ask the lead for a run with "
+            "them, or change [privacy] labels in policy.toml",
         )
 
 
@@ -243,12 +243,12 @@ def open_file(file: Path) -> tuple[bytes, os.stat_result] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise closed(f"expected to look at {file}, found {error.strerror}") from error
+        raise closed(f"cannot access {file}: {error.strerror}") from error
     try:
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         link = ", a broken link" if file.is_symlink() and not file.exists() else ""
-        raise closed(f"expected to read {file}, found {error.strerror}{link}") from error
+        raise closed(f"cannot read {file}: {error.strerror}{link}") from error
     try:
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode):
@@ -260,7 +260,7 @@ def open_file(file: Path) -> tuple[bytes, os.stat_result] | None:
     finally:
         os.close(fd)
     if len(raw) > MAX_BYTES:
-        raise closed(f"expected at most {MAX_BYTES} bytes in {file}, found more")
+        raise closed(f"{file} has more than {MAX_BYTES} bytes")
     return raw, facts
 
 

@@ -96,11 +96,17 @@ class Floors:
                 f"{terms.delta:g}",
             )
         if terms.rng != "secure" and self.rng == "secure":
-            raise RefusedError("E-POLICY-05", "expected noise that cannot be reproduced, found privacy.rng=test")
+            raise RefusedError(
+                "E-POLICY-05", "privacy.rng=test makes the noise reproducible, which the policy does not allow"
+            )
         if terms.test_data == "public" and not self.public_test:
-            raise RefusedError("E-POLICY-05", "expected noise on evaluations, found privacy.test_data=public")
+            raise RefusedError(
+                "E-POLICY-05", "the policy requires noise on evaluations, found privacy.test_data=public"
+            )
         if terms.central and not self.central:
-            raise RefusedError("E-POLICY-05", "expected noise before anything leaves, found privacy.placement=central")
+            raise RefusedError(
+                "E-POLICY-05", "the policy requires noise to be added at the hospital, found privacy.placement=central"
+            )
         if isinstance(terms, RecordDpConfig) and terms.coupled not in self.coupled:
             raise RefusedError(
                 "E-POLICY-05", f"expected privacy.coupled to be one of {self.coupled}, found {terms.coupled!r}"
@@ -119,8 +125,9 @@ class Floors:
             )
             raise RefusedError(
                 "E-POLICY-05",
-                f"expected {allowed}, found noise {noise:.4g}, which is enough only together with others' "
-                f"(privacy.placement=distributed): privacy.min_noise_alone of the policy is {self.min_noise_alone:g}",
+                f"expected {allowed}, found noise {noise:.4g}, which is enough only together with other hospitals' "
+                "noise (privacy.placement=distributed): privacy.min_noise_alone of the policy is "
+                f"{self.min_noise_alone:g}",
             )
 
     def check_plan(self, plan: ReleasePlan, unit: str, declared: float = 0.0) -> None:
@@ -136,7 +143,7 @@ class Floors:
         if not plan.terms.delta <= most:
             raise RefusedError("E-POLICY-05", f"expected delta <= {most:.2g}, found {plan.terms.delta:g}")
         if self.unit == "group" and unit != "group":
-            raise RefusedError("E-POLICY-05", "expected data with groups, found single records")
+            raise RefusedError("E-POLICY-05", "the policy protects groups, but the data have no group column")
 
 
 @dataclass(frozen=True, slots=True)

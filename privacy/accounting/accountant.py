@@ -305,8 +305,8 @@ def solve_noise(epsilon: float, delta: float, history: Callable[[float], History
         if high > _MAX_NOISE:
             raise ConfigError(
                 "E-PRIV-12",
-                f"expected room for training in (epsilon {epsilon:g}, delta {delta:g}), found none: the other releases "
-                "of the run take all of it; send prototypes in fewer rounds or with more noise, or raise epsilon",
+                f"(epsilon {epsilon:g}, delta {delta:g}) leaves no room for training, because the other releases of "
+                "the run use all of it: send prototypes in fewer rounds or with more noise, or raise epsilon",
             )
     low = 0.0
     while high - low > _PRECISION * high:

@@ -66,7 +66,7 @@ class ReleaseAllowance:
         """Use up a planned release; raises RefusedError (E-PRIV-15) if it was not planned."""
         if release not in self.left:
             raise RefusedError(
-                "E-PRIV-15", f"expected one of the releases {self.left}, found {release}: nothing was released"
+                "E-PRIV-15", f"release {release} is not planned (planned: {self.left}): nothing was released"
             )
         self.left.remove(release)
         self.made.append(release)
@@ -139,15 +139,15 @@ class ReleasePlan:
         if needs.example_sums:
             raise RefusedError(
                 "E-PRIV-16",
-                f"method {method.name} sums over examples without a known bound: choose a method whose releases "
-                "are deltas, class counts and prototypes",
+                f"method {method.name} sends sums over examples without a bound: choose a method whose releases are "
+                "deltas, class counts and prototypes",
             )
         if shared is not None and (not needs.moments or needs.steps or needs.closing or needs.class_sums):
             raise RefusedError(
                 "E-PRIV-16",
                 "expected a method whose private release is one sum (analytic) for privacy.placement=distributed, "
-                f"found {method.name}, which trains by steps or sends prototypes: noise that a step lacks cannot be "
-                "added to the sum; set privacy.placement=local",
+                f"found {method.name}, which trains by steps or sends prototypes: missing noise in a step cannot be "
+                "added to the sum later. Set privacy.placement=local",
             )
         return cls(
             terms,

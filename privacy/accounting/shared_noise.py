@@ -45,15 +45,15 @@ class SharedNoise:
         if manifest.secagg is None:
             raise ConfigError(
                 "E-PRIV-16",
-                "expected masks over noise that is shared out (privacy.placement=distributed), found none, so that the "
-                "coordinator would see each hospital's small part: set secagg=auto, with three hospitals or more, or "
+                "shared noise (privacy.placement=distributed) needs masks; without them the coordinator would see "
+                "each hospital's small noise share: set secagg=auto, with three hospitals or more, or "
                 "privacy.placement=local",
             )
         c, most = manifest.secagg.collusion, tolerated_colluders(n)
         if not 1 <= c <= most:
             raise ConfigError(
                 "E-CFG-02",
-                f"expected secagg.collusion from 1 to {most} where noise is shared out among {n} hospitals, found {c}: "
+                f"expected secagg.collusion from 1 to {most} if noise is shared among {n} hospitals, found {c}: "
                 "change it, or set privacy.placement=local",
             )
         return cls(n, manifest.secagg.smallest_sum(n), c)
@@ -101,7 +101,7 @@ class SharedFigures:
     def __str__(self) -> str:
         n, c = self.terms.silos, self.terms.colluding
         return (
-            f"shared out under masks among {n} hospitals: epsilon {self.promised:.2f} while at most {c} of the "
-            f"others {'colludes' if c == 1 else 'collude'} with the coordinator, {self.all_honest:.2f} if all take "
-            f"part and are honest, {self.alone:.2f} if the masks fail"
+            f"shared under masks among {n} hospitals: epsilon {self.promised:.2f} while at most {c} of the others "
+            f"{'colludes' if c == 1 else 'collude'} with the coordinator, {self.all_honest:.2f} if all take part and "
+            f"are honest, {self.alone:.2f} if the masks fail"
         )

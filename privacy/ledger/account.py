@@ -203,7 +203,7 @@ class Account:
                 refusal = Refusal.of(event.detail)
                 self.refusals[refusal.coordinator, refusal.code] = refusal.times
             else:
-                raise InvalidEventError(f"{event.state} refers to no entry")
+                raise InvalidEventError(f"{event.state} does not refer to an entry")
         except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
             raise InvalidEventError(f"its detail cannot be read ({type(error).__name__}: {error})") from error
 
@@ -241,7 +241,7 @@ class Account:
     def _load(self, facts: Mapping[str, Any]) -> None:
         """Load the state of a ledger of version 1 (`privacy.ledger.before_the_key`)."""
         if self.entries or self.versions:
-            raise InvalidEventError("the first event must put the ledger under a key")
+            raise InvalidEventError("the first event must name the ledger's key")
         self.collections = {name: (unit, at) for name, (unit, at) in facts["collections"].items()}
         self.single = {name for name, (unit, _) in self.collections.items() if unit == "record"}
         self.versions = {fingerprint: DataVersion(*row) for fingerprint, row in facts["versions"].items()}

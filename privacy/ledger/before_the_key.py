@@ -80,7 +80,7 @@ def _rows(db: sqlite3.Connection) -> dict[tuple[str, str, str], list[str]]:
             names = f"restored/{round}/{run.removeprefix('restored ')[:16]}/{collection}"
         made[_ENTRY, names, repr(plain(planned))].append(entry.detail())
     if mechanisms:
-        raise InvalidEventError(f"no entry has the mechanisms of {sorted(mechanisms)[0]}")
+        raise InvalidEventError(f"the mechanisms of {sorted(mechanisms)[0]} have no entry")
     for fingerprint, collection, unit, records, units in db.execute(
         "SELECT v.fingerprint, v.collection, c.unit, v.records, v.units FROM dataset_version v "
         "JOIN collection c ON c.name = v.collection"
@@ -112,6 +112,4 @@ def _say(account: Account) -> str:
 
 
 def _edited(name: str, what: str) -> StateError:
-    return StateError(
-        "E-BUDGET-07", f"expected the ledger {name} as it was written, found that {what}: restore it from a backup"
-    )
+    return StateError("E-BUDGET-07", f"the ledger {name} was edited or damaged: {what}. Restore it from a backup")

@@ -97,8 +97,8 @@ class EventChain:
     def changed(self, what: str) -> StateError:
         return StateError(
             "E-BUDGET-07",
-            f"the ledger {self.file.name} was changed, or {self.key_file.name} is not its key: {what}; nothing is "
-            "trained until it is restored from a backup",
+            f"the ledger {self.file.name} was changed, or {self.key_file.name} is not its key: {what}. Training "
+            "stops until the ledger is restored from a backup",
         )
 
     def follow(self, db: sqlite3.Connection, after: ChainHead) -> Iterator[tuple[LedgerEvent, ChainHead]]:
@@ -116,7 +116,7 @@ class EventChain:
             last = broken.after.seq
             raise self.changed(f"event {last + 1} does not follow from event {last}") from None
         if 0 < self.unkeyed >= head.seq:
-            raise self.changed(f"it ends at event {head.seq}, before it came under its key")
+            raise self.changed(f"it ends at event {head.seq}, before its key was created")
 
     def _hash(self, previous: str, event: LedgerEvent) -> str:
         return (
@@ -144,8 +144,8 @@ class EventChain:
             if first_key and self.key_file.exists():
                 raise StateError(
                     "E-BUDGET-08",
-                    f"expected a ledger under the key {self.key_file.name}, found a copy of {self.file.name} from "
-                    "before that: put the newer one back; if it is lost, accept the spending: silo ledger restore",
+                    f"{self.file.name} is a copy from before the key {self.key_file.name} was created: put the newer "
+                    "ledger back; if it is lost, accept the spending with `silo ledger restore`",
                 )
             if version <= 1:
                 ledger_key.obtain(pending if first_key else self.key_file)
@@ -281,6 +281,6 @@ def schema_statements() -> list[str]:
 def rolled_back(seen: int, last: int) -> StateError:
     return StateError(
         "E-BUDGET-08",
-        f"expected a ledger with events after {seen}, found one that ends at {last}: an older copy was "
-        "restored; nothing is trained until the newer one is back",
+        f"the ledger ends at event {last}, but event {seen} was recorded elsewhere: an older copy was restored. "
+        "Training stops until the newer copy is back",
     )

@@ -83,7 +83,7 @@ def _write(file: Path, secret: bytes) -> None:
 def _unusable(file: Path, problem: str) -> StateError:
     return StateError(
         "E-BUDGET-14",
-        f"expected the ledger's key in {file}, for its owner alone, found {problem}: restore it from its own backup; "
-        "if it is lost, the ledger is lost too: move the ledger away, register the data again and run silo ledger "
-        "restore, which charges what may have been spent",
+        f"expected the ledger's key in {file}, readable only by its owner, found {problem}: restore it from its own "
+        "backup. If it is lost, the ledger is lost too: move the ledger away, register the data again and run `silo "
+        "ledger restore`, which charges what may have been spent",
     )

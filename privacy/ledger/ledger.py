@@ -134,7 +134,7 @@ class Ledger:
                 self._apply(account, event)
             differences = [*schema_differences(db), *_unit_differences(db, account)]
             if stray := db.execute("SELECT count(*) FROM event WHERE seq<1").fetchone()[0]:
-                differences.append(f"table event: expected events from 1 on, found {stray} before")
+                differences.append(f"table event: events start at 1, found {stray} before")
             broken = [str(row[0]) for row in db.execute("PRAGMA quick_check") if row[0] != "ok"]
         if wrong := differences + broken:
             raise self._differs(wrong)
@@ -219,8 +219,8 @@ class Ledger:
         more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         return StateError(
             "E-BUDGET-07",
-            f"expected rows and schema of the ledger {self.chain.file.name} as its events have them, found "
-            f"{len(wrong)} differences: {'; '.join(wrong[:SHOWN])}{more}; restore the file from a backup",
+            f"rows or schema of the ledger {self.chain.file.name} differ from its events in {len(wrong)} places: "
+            f"{'; '.join(wrong[:SHOWN])}{more}. Restore the file from a backup",
         )
 
     # ---- what the operator does ---------------------------------------------------------------------------------
@@ -254,8 +254,8 @@ class Ledger:
             if other:
                 raise RefusedError(
                     "E-BUDGET-04",
-                    f"expected records that are in no other collection, found some of {len(of_units)} units in "
-                    f"{sorted(other)}: serve them under that name, so that their spending adds up, or leave them out",
+                    f"some of {len(of_units)} units are already registered in {sorted(other)}: serve them under that "
+                    "name, so that their spending adds up, or leave them out",
                 )
             registered = {
                 row[0] for row in db.execute("SELECT digest FROM unit_digest WHERE collection=?", (collection,))
@@ -295,8 +295,8 @@ class Ledger:
             if filter == GAUSSIAN and math.isinf(gaussian_cost(account.history(collection))):
                 raise ConfigError(
                     "E-PRIV-20",
-                    f"expected the filter renyi for {collection!r}, which training steps over samples were charged to, "
-                    "found gaussian, which cannot count them",
+                    f"{collection!r} has been charged for sampled training steps, which the filter gaussian cannot "
+                    "count: use the filter renyi",
                 )
             made = Budget(collection, PrivacyFilter.of(float(epsilon), float(delta), named), operator, reason, now())
             self.chain.write(db, None, collection, "BUDGET", made.detail(), made.created_at)
@@ -326,7 +326,9 @@ class Ledger:
             version = account.versions.get(task.fingerprint)
             if version is None or version.collection != collection:
                 raise RefusedError(
-                    "E-BUDGET-04", f"expected data registered under {collection!r}, found another version: register it"
+                    "E-BUDGET-04",
+                    f"this version of the data is not registered under {collection!r}: register it with `silo "
+                    "ledger register`",
                 )
             refusal = refused(account, collection, task, [p.mechanism for p in planned], cap, run)
             same = [e for e in account.of_run(task.run, "", collection) if (e.round, e.kind) == (task.round, task.kind)]
@@ -493,7 +495,7 @@ class Ledger:
             try:
                 self.chain.write(db, entry, entry, state, detail)
             except sqlite3.IntegrityError as error:
-                raise StateError("E-BUDGET-12", f"the ledger does not let {entry!r} become {state}: {error}") from error
+                raise StateError("E-BUDGET-12", f"the ledger cannot set {entry!r} to {state}: {error}") from error
 
 
 def _digest_of_units(digests: Iterable[bytes]) -> str:
@@ -509,4 +511,4 @@ def _unit_differences(db: sqlite3.Connection, account: Account) -> Iterator[str]
             yield f"table unit_digest: expected a digest, found {digest!r}"
     for collection in sorted({*digests, *account.units}):
         if account.units.get(collection) != _digest_of_units(digests.get(collection, [])):
-            yield f"table unit_digest: the units of {collection!r} are not those that were registered"
+            yield f"table unit_digest: the units of {collection!r} differ from the registered ones"

@@ -40,7 +40,7 @@ def charge_unknown_spending(ledger: Ledger, seen: Sequence[SeenHead], operator: 
     collection is not registered, or there is nothing to charge; as `Ledger.verify` if the ledger was edited.
     """
     if owners.has_others(ledger.chain.file):
-        raise StateError("E-BUDGET-11", "expected no service on this ledger, found one running: stop it first")
+        raise StateError("E-BUDGET-11", "a service is using this ledger: stop it first")
     newest = max(seen, key=lambda s: (s.restored, s.head.seq, bool(s.sealed)), default=SeenHead(ChainHead(0, "")))
     try:
         ledger.verify(newest.head)
@@ -48,7 +48,9 @@ def charge_unknown_spending(ledger: Ledger, seen: Sequence[SeenHead], operator: 
         if error.code != "E-BUDGET-08":
             raise
     else:
-        raise StateError("E-BUDGET-11", f"expected a ledger that lacks event {newest.head.seq}, found that it has it")
+        raise StateError(
+            "E-BUDGET-11", f"nothing to restore: the ledger has event {newest.head.seq}, the newest on record"
+        )
     fork = max((s.head.seq for s in seen if ledger.holds(s.head)), default=0)
     unsealed = {s: unseal(ledger.chain.secret, s.head, s.restored, s.sealed) for s in seen}
     figures = unsealed[newest] and largest_of(
@@ -84,7 +86,7 @@ def _missing(account: Account, common: Account, figures: SpendingSummary) -> dic
     charged = {name for name, spent in figures.spent.items() if spent}
     if strangers := sorted(charged - set(account.collections)):
         raise StateError(
-            "E-BUDGET-04", f"expected the collections {strangers} in the ledger, since they were charged: register them"
+            "E-BUDGET-04", f"the collections {strangers} were charged, but are not in the ledger: register them"
         )
     charges: dict[str, list[PlannedRelease]] = {}
     for name in account.collections:
@@ -121,4 +123,4 @@ def _all_of(budget: PrivacyFilter) -> PlannedRelease:
 
 
 def _nothing() -> StateError:
-    return StateError("E-BUDGET-04", "expected a collection with a budget to charge, found none: register the data")
+    return StateError("E-BUDGET-04", "the ledger has no collection with a budget to charge: register the data")

@@ -105,9 +105,9 @@ class RunLedger:
                 if not limit.admits(spent_before, mechanisms):
                     raise RefusedError(
                         "E-BUDGET-01",
-                        f"expected all rounds to fit the budget of {collection!r} (epsilon {limit.epsilon:g}), found "
-                        f"that it takes {limit.used(mechanisms):.0%} of it and {1 - limit.used(spent_before):.0%} is "
-                        "left: ask for fewer rounds or a smaller epsilon, or set another "
+                        f"all rounds together would take {limit.used(mechanisms):.0%} of the budget of "
+                        f"{collection!r} (epsilon {limit.epsilon:g}), and {1 - limit.used(spent_before):.0%} is "
+                        "left: use fewer rounds or a smaller epsilon, or set another "
                         f"budget{limit.remedy(spent_before, mechanisms)}",
                     )
         for split, mechanisms in whole.items():
@@ -156,7 +156,7 @@ def _registered(ledger: Ledger, dataset: SiloDataset, split: str) -> _Version:
     if collection is None:
         raise RefusedError(
             "E-BUDGET-04",
-            f"expected the {split} data of {dataset.origin} as they are registered, found a version that the ledger "
-            f"does not know: silo ledger register --data {dataset.origin}",
+            f"the {split} data of {dataset.origin} are not the registered version: register them with `silo ledger "
+            f"register --data {dataset.origin}`",
         )
     return _Version(fingerprint, collection)

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 Config = RecordDpConfig | SiloDpConfig
 PLACEMENTS = {
     "local": "at the hospital, before anything leaves",
-    "central": "at the coordinator, who is trusted",
-    "distributed": "distributed: each hospital adds a part under masks, and only the sum has enough",
+    "central": "at the coordinator, which is trusted",
+    "distributed": "distributed: each hospital adds a share under masks, and only the sum has enough noise",
 }
 """Placements of noise, for reports."""
 
@@ -119,15 +119,15 @@ class PrivacyProfile(ABC):
             if self.run.manifest.evaluation.metrics == CLINICAL and self.terms.test_data != "public":
                 raise RefusedError(
                     "E-PRIV-16",
-                    f"expected metrics={BASIC} where test data are private, found {CLINICAL}: histograms and a "
-                    "confusion matrix are not measured with noise; set metrics=auto, or privacy.test_data=public where "
-                    "the test examples are published anyway",
+                    f"private test data need metrics={BASIC}, found {CLINICAL}: histograms and confusion matrix have "
+                    "no version with noise. Set metrics=auto, or privacy.test_data=public if the test examples are "
+                    "published anyway",
                 )
             if self.run.manifest.schema.multi_label and self.terms.test_data != "public":
                 raise ConfigError(
                     "E-CFG-08",
-                    "expected privacy.test_data=public with several labels at once, whose counts have no noise: a "
-                    "record is counted for each of them; set it where the test examples are published anyway",
+                    "expected privacy.test_data=public for multi-label data, because a record is counted for each "
+                    "of its labels and these counts have no noise: set it if the test examples are published anyway",
                 )
             ranges.check(self.run.manifest, self.terms)
 

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from privacy.policy_terms import Floors
 
 CLASSES_SHOW = (
-    "Record-level privacy does not hide which classes a hospital treats: "
-    "without secure aggregation its update shows them."
+    "Record-level privacy does not hide which classes a hospital treats: without secure aggregation, its update "
+    "reveals them."
 )
 
 
@@ -89,8 +89,8 @@ class RecordProfile(PrivateProfile):
         if differ := schedule.of_plain_training(self.run.manifest.train):
             raise ConfigError(
                 "E-CFG-08",
-                f"expected {differ[0]} with record-level privacy, whose gradients are per example and in float32, "
-                f"found {differ[1]}: leave it out",
+                f"record-level privacy computes gradients per example in float32, so it needs {differ[0]}, found "
+                f"{differ[1]}: leave it out",
             )
         capabilities.check_supported(self.run.method, {Capability.DIFFERENTIAL_PRIVACY})
         if self.terms.distributed:
@@ -103,8 +103,8 @@ class RecordProfile(PrivateProfile):
             option = "privacy.min_count" if self.terms.min_count else "prototype_share"
             raise ConfigError(
                 "E-PRIV-16",
-                "expected sums with noise of every hospital in every row for privacy.placement=distributed, found "
-                f"{option}, which leaves some out: leave it out, or set privacy.placement=local",
+                f"with privacy.placement=distributed, each row needs noise from every hospital, but {option} leaves "
+                "some hospitals out: remove it, or set privacy.placement=local",
             )
         for k in range(len(self.run.manifest.members)):
             plan = self.plan(k)
@@ -136,8 +136,8 @@ class RecordProfile(PrivateProfile):
         if plan.shared and withheld.min_count:
             raise RefusedError(
                 "E-POLICY-05",
-                "expected a run in which this hospital's noise is its own, since its policy leaves small classes out "
-                "by noisy counts (prototypes.min_count), found privacy.placement=distributed",
+                "this hospital's policy leaves out small classes by noisy counts (prototypes.min_count), so it "
+                "cannot share noise (privacy.placement=distributed): start a run with privacy.placement=local",
             )
         if withheld.min_count > plan.terms.min_count:
             plan = replace(plan, terms=replace(plan.terms, min_count=withheld.min_count))
@@ -191,7 +191,7 @@ class RecordProfile(PrivateProfile):
         return self.spent(
             logs,
             "epsilon_prv",
-            unit="record, or the group that the data names",
+            unit="record, or group if the data have groups",
             adjacency="add or remove one unit",
             accountant="RDP; PRV for information; exact Gaussian curve where every release is over all records",
             noise=PLACEMENTS[self.terms.placement],
@@ -246,8 +246,8 @@ class RecordProfile(PrivateProfile):
         if self.terms.distributed and not submits:
             raise RefusedError(
                 "E-POLICY-05",
-                "expected a run in which this hospital's noise is its own, since it submits no sums over classes and "
-                "so none of the noise that others count on, found privacy.placement=distributed",
+                "this hospital sends no sums over classes, so it would not add its share of the noise "
+                "(privacy.placement=distributed): start a run with privacy.placement=local",
             )
 
     def check_part(self, index: int, floors: Floors, unit: str, declared: float) -> None:

@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 RECORD_OF_A_SILO = 4.0
 """RDP of a record per RDP of its hospital, which is alpha mu^2 / 2: alpha / (2 (z/2)^2) over alpha / (2 z^2)."""
 HOSPITAL_HIDDEN = (
-    "Silo-level privacy hides, within epsilon, what all data of a hospital change, and so which classes it treats; "
-    "that it takes part is not hidden."
+    "Silo-level privacy hides, within epsilon, the influence of all data of a hospital, and so which classes it "
+    "treats. It does not hide that the hospital takes part."
 )
 
 
@@ -49,7 +49,7 @@ class _HospitalData(PlainLocalData):
     """Plain local data; training without a step is only logged here, since an error would reveal the data."""
 
     def _refuse(self, error: RefusedError) -> None:
-        log.warning("nothing was trained in this round: %s", error)
+        log.warning("no training in this round: %s", error)
 
 
 def silo_releases(guard: SiloDpGuard, train: bool) -> list[Release]:
@@ -94,7 +94,7 @@ class SiloProfile(PrivateProfile):
         """
         if not isinstance(chosen, Mean | NormClipped):
             raise ConfigError(
-                "E-CFG-08", f"expected aggregator=mean under silo-level privacy, which hides sums, found {chosen.name}"
+                "E-CFG-08", f"expected aggregator=mean, because silo-level privacy protects sums, found {chosen.name}"
             )
         return Mean()
 

@@ -81,8 +81,7 @@ def discrete_gaussian(source: Bytes, n: int, sigma: float) -> Tensor:
     if not MIN_SIGMA <= sigma <= MAX_SIGMA:
         raise ConfigError(
             "E-PRIV-20",
-            f"expected noise between {MIN_SIGMA:g} and 2^40 units of the grid, found {sigma:g}: choose another clip or "
-            "scale",
+            f"expected noise between {MIN_SIGMA:g} and 2^40 grid steps, found {sigma:g}: choose another clip or scale",
         )
     drawn = np.empty(n, dtype=np.int64)
     for start in range(0, n, _BLOCK):

@@ -76,7 +76,7 @@ def check_rows(query: ClassSums | MomentSums, schema: Schema) -> None:
     if alone.shape[:1] != (6,) or among.shape[:1] != batch[1].shape:
         raise _refused(f"a query of {len(batch[1])} examples has {tuple(among.shape)} numbers")
     if not (moved := _distance(alone, among[kept])) <= PROBES[-1][1]:
-        raise _refused(f"its vector in a sum moves by {moved:.1e} when other examples are added")
+        raise _refused(f"its vector in a sum changes by {moved:.1e} when other examples are added")
 
 
 def blanks(schema: Schema, n: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ class _Probe:
         try:
             self.compare("others are not finite", alone, self.observe(batch, kept, finite=False))
         except (RuntimeError, ValueError, IndexError, AssertionError, ZeroDivisionError) as error:
-            raise _refused(f"the loss fails when another is not finite ({type(error).__name__})") from error
+            raise _refused(f"the loss fails when another example is not finite ({type(error).__name__})") from error
         again = self.observe(base, stay)
         self.compare("others came before", alone, again)
         if not _distance(alone.coupled, again.coupled) <= self.tolerance:
@@ -158,12 +158,12 @@ class _Probe:
     def compare(self, when: str, alone: _Observed, among: _Observed) -> None:
         pairs = [(alone.losses, among.losses), *zip(alone.rows, among.rows, strict=False)]
         if len(alone.rows) != len(among.rows):
-            raise _refused(f"other layers work when {when}")
+            raise _refused(f"other layers run when {when}")
         if len(among.gradient):
             pairs.append((alone.gradient, among.gradient))
         moved = max(_distance(a, b) for a, b in pairs)
         if not moved <= self.tolerance:
-            raise _refused(f"its gradient moves by {moved:.1e} when {when}")
+            raise _refused(f"its gradient changes by {moved:.1e} when {when}")
 
 
 def _flat(gradients: Sequence[Tensor]) -> Tensor:
@@ -202,8 +202,8 @@ def _inserted(base: _Batch, more: _Batch, places: Sequence[int]) -> tuple[_Batch
 def _refused(problem: str) -> RefusedError:
     return RefusedError(
         "E-PRIV-16",
-        f"expected the loss of an example to depend on that example alone, found that {problem}: put what mixes "
-        "examples into the coupled term",
+        f"the loss of an example must depend on that example alone, but {problem}: move terms that mix examples into "
+        "the coupled term",
     )
 
 
@@ -292,8 +292,8 @@ class DrawDetector:
         if any(not torch.equal(a, b) for a, b in zip(self._before, self._states(), strict=True)):
             raise RefusedError(
                 "E-PRIV-16",
-                "expected a loss that draws no random numbers, found that it does: the random numbers depend on the "
-                "position in the batch, which changes when an example is added",
+                "the loss draws random numbers: they depend on the position in the batch, which changes when an "
+                "example is added. Use a loss without random numbers",
             )
 
     def _states(self) -> list[Tensor]:

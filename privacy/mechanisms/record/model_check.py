@@ -21,7 +21,9 @@ def validate(model: nn.Module) -> None:
                 "with frozen normalisation",
             )
         if getattr(module, "track_running_stats", False):
-            raise ConfigError("E-PRIV-14", f"{where} keeps statistics of the data: turn track_running_stats off")
+            raise ConfigError(
+                "E-PRIV-14", f"{where} keeps running statistics of the data: set track_running_stats=False"
+            )
         if isinstance(module, nn.RNNBase):
             raise ConfigError(
                 "E-PRIV-14",
@@ -29,4 +31,7 @@ def validate(model: nn.Module) -> None:
                 "model for a private run",
             )
         if getattr(module, "inplace", False):
-            raise ConfigError("E-PRIV-14", f"{where} works in place, which per-example gradients forbid: inplace=False")
+            raise ConfigError(
+                "E-PRIV-14",
+                f"{where} is an in-place operation, which per-example gradients do not allow: set inplace=False",
+            )

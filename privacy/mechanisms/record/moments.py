@@ -68,15 +68,14 @@ class ReleaseGrid:
         if h > COARSEST or std / math.sqrt(2.0) < MIN_SIGMA * h**2 or std < MIN_SIGMA * h:
             raise ConfigError(
                 "E-PRIV-20",
-                f"expected a grid of steps of at most {COARSEST**2:g} for sums of moments, found {self.step:g}: "
-                "set secagg.ring=ring64",
+                f"sums of moments need grid steps of at most {COARSEST**2:g}, found {self.step:g}: set "
+                "secagg.ring=ring64",
             )
         room = min(self.most, _EXACT * h**2) - NOISE_STDS * std
         if room <= 0:
             raise ConfigError(
                 "E-PRIV-20",
-                f"expected a grid for numbers up to {NOISE_STDS * std:.3g}, since noise can be that large, found "
-                f"{self.most:g}: set secagg.ring=ring64",
+                f"noise can reach {NOISE_STDS * std:.3g}, but the grid ends at {self.most:g}: set secagg.ring=ring64",
             )
         return room
 

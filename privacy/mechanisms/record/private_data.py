@@ -230,7 +230,7 @@ class DpSgdLocalData:
         if isinstance(query, MomentSums) and split is Split.TRAIN:
             release = plan.moments(self._context.round) if self._context.round in plan.moment_shares else None
             if release is None:
-                raise RefusedError("E-PRIV-15", "expected no moments in this round, found a request: none was planned")
+                raise RefusedError("E-PRIV-15", "this round plans no release of moments, but the method requested one")
             self._allowance.take(release)
             return moment_sums(
                 query,
@@ -244,7 +244,7 @@ class DpSgdLocalData:
             )
         if not isinstance(query, ClassSums):
             raise RefusedError(
-                "E-PRIV-16", "expected a joint sum per class under differential privacy, found a query without a bound"
+                "E-PRIV-16", "under differential privacy, sums per class need a bound, and this query has none"
             )
         if split is Split.TRAIN and not plan.sends_prototypes(self._context.round):
             width = self._width(query)

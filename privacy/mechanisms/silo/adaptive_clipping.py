@@ -38,10 +38,10 @@ def clip_of(terms: SiloDpConfig, setting: Tensors | None) -> float | None:
     """
     if not terms.adaptive:
         if setting is not None:
-            raise RefusedError("E-PRIV-15", "expected the fixed clip that the plan states, found another one broadcast")
+            raise RefusedError("E-PRIV-15", "the broadcast clip differs from the fixed clip of the plan")
         return None
     if setting is None or set(setting) != {"clip"} or setting["clip"].numel() != 1:
-        raise RefusedError("E-PRIV-15", "expected the clip of this round beside the model, found none")
+        raise RefusedError("E-PRIV-15", "the clip of this round was not sent with the model")
     low, high, _ = CLIP
     if not low * (1 - _ROUNDING) <= (clip := float(setting["clip"])) <= high * (1 + _ROUNDING):
         raise RefusedError("E-PRIV-15", f"expected a clip of {CLIP}, found {clip}")

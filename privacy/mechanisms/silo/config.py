@@ -56,7 +56,7 @@ class SiloDpConfig(DpConfig):
             raise ConfigError(
                 "E-PRIV-20",
                 f"privacy.bit_noise: expected a number > 0 with clipping=adaptive, found {self.bit_noise}: the bits "
-                "that the clip follows are a release of their own, whose noise the plan must state",
+                "that adapt the clip are a separate release, and the plan must state its noise",
             )
         if self.clip_decay != 1:
             raise ConfigError("E-PRIV-20", "privacy.clip_decay: expected 1 with clipping=adaptive, which sets the clip")

@@ -81,7 +81,7 @@ class SiloDpGuard(Guard):
     def clip_at(self, round: int) -> float:
         """Return C_t; raises RefusedError (E-PRIV-15) if it is adaptive and was not broadcast."""
         if self.terms.adaptive and self.broadcast_clip is None:
-            raise RefusedError("E-PRIV-15", "expected the clip of this round beside the model, found none")
+            raise RefusedError("E-PRIV-15", "the clip of this round was not sent with the model")
         return self.terms.clip_at(round) if self.broadcast_clip is None else self.broadcast_clip
 
     def outgoing(self, bundle: Bundle, silo: int, round: int) -> Bundle:
@@ -270,8 +270,8 @@ def silo_level(run: RunSetup) -> SiloDpGuard:
     if method.exact:
         raise ConfigError(
             "E-PRIV-16",
-            f"method {method.name} sends sums over examples, and one clip for a whole hospital would leave only "
-            "their direction: set privacy=dp_record, where each record is bounded",
+            f"method {method.name} sends sums over examples, and one clip for a whole hospital would keep only their "
+            "direction: set privacy=dp_record, which bounds each record",
         )
     uniform = terms.weights == "uniform"
     if not uniform and (missing := [m.name for m in manifest.members if m.units < 1]):
@@ -290,16 +290,16 @@ def silo_level(run: RunSetup) -> SiloDpGuard:
     if terms.adaptive and not coordinates(manifest.layout):
         raise ConfigError(
             "E-PRIV-16",
-            f"method {method.name} sends nothing whose norm a clip could follow: set privacy.clipping=fixed",
+            f"method {method.name} has nothing to adapt the clip to: expected privacy.clipping=fixed",
         )
     if manifest.personal or (method.unsummed_parts and terms.placement != "local"):
         remedy = "personal=false" if manifest.personal else "privacy.placement=local"
-        raise ConfigError("E-PRIV-16", f"silo-level privacy covers sums over silos alone: set {remedy}")
+        raise ConfigError("E-PRIV-16", f"silo-level privacy covers only sums over silos: set {remedy}")
     weights = dry_run(method, run.new_model(), run.schema, manifest.train, lambda _: 1, probe=False).weights
     if odd := sorted(name for name, w in weights.items() if w not in (0.0, 1.0, SIZE)):
         raise ConfigError(
             "E-PRIV-16",
-            f"method {method.name} weighs {odd[0]!r} by values that depend on the data: set method.weights=uniform",
+            f"method {method.name} weights {odd[0]!r} by values that depend on the data: set method.weights=uniform",
         )
     most = 1 if uniform else max(m.units for m in manifest.members)
     trained = max(map(len, run.training_rounds))

@@ -100,7 +100,7 @@ def test_its_silo_refuses_to_train_whatever_the_coordinator_says(
     world: tuple[World, dict[str, Hospital]], name: str
 ) -> None:
     controls = HospitalControls(world[1][name].home, world[1][name].service.store)
-    with pytest.raises(RefusedError, match=r"E-POLICY-18.*does not train"):
+    with pytest.raises(RefusedError, match=r"E-POLICY-18.*only evaluates models"):
         controls.admit(AdmissionRequest("run-of-a-liar", manifest(rounds=1, names=("north", name))))
 
 

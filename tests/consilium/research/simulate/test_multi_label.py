@@ -234,7 +234,7 @@ def test_one_hospital_with_all_records_has_the_same_closed_form(
     [
         (["method=fedmr"], "method fedmr cannot be used with several labels at once"),
         (["method=fedprox", "method.prototypes=mixture"], "set method.prototypes=off"),
-        (["privacy=dp_record"], "expected privacy.test_data=public with several labels at once"),
+        (["privacy=dp_record"], "expected privacy.test_data=public for multi-label data"),
         (
             ["method=analytic", "train.freeze=features", "privacy=dp_record", "privacy.test_data=public"],
             "no noisy release",
