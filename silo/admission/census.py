@@ -38,7 +38,7 @@ def prove(
         return kept[key.run_id], False
     masked = store.secagg.masked_run(key.run_id)
     if proof is None:
-        raise SecaggError("E-RUN-48", f"expected the census of run {key.run_id} with its first round, found none")
+        raise SecaggError("E-RUN-48", f"the first round of run {key.run_id} came without its census")
     row = store.secagg.row(TaskKey.census(key.run_id))
     classes = len(run.manifest.schema.classes)
     counts = silo_side.verify_census(masked.terms.run, masked.keys, classes, read_proof(proof()), row)
@@ -69,9 +69,7 @@ def read_proof(file: Path) -> silo_side.CensusProof:
                 path.write_bytes(raw)
                 read[index] = bytes.fromhex(digests.digest(raw)), _upload(BundleFile(path))
     except (DecodeError, ValueError, LookupError, ProtocolError) as error:
-        raise SecaggError(
-            "E-RUN-48", f"expected the messages that open a census, found other bytes: {error}"
-        ) from error
+        raise SecaggError("E-RUN-48", f"the received bytes are not the messages that open a census: {error}") from error
     seeds = {seed.member: seed.seed for seed in message.seeds if seed.block == BLOCK_OF_CLASSES}
     return silo_side.CensusProof(seal, {c.index: c.signature for c in message.confirmations}, read, seeds)
 

@@ -303,8 +303,8 @@ class HospitalControls(HospitalRules):
         if floor is not None and (sent is None or sent.tolist() != list(coverage.hospitals)):
             raise SecaggError(
                 "E-RUN-48",
-                "expected the number of hospitals of each class as the census proves it, found other numbers from "
-                "the coordinator: nothing is sent",
+                "the coordinator's number of hospitals of each class differs from what the census proves: nothing "
+                "is sent",
             )
         return coverage if new else None
 
@@ -365,7 +365,7 @@ class HospitalControls(HospitalRules):
         if question.began not in ("", question.version):
             raise DataChangedError(
                 "E-DATA-10",
-                f"expected the data that run {run.manifest.name!r} began with, found {dataset.origin} changed",
+                f"{dataset.origin} has changed since run {run.manifest.name!r} began",
             )
         return RunAccess(question, submits, floors, factory, ledger)
 

@@ -150,5 +150,7 @@ def _measured(db: Connection, now: float) -> int:
 def _require_room(db: Connection, now: float, most: int) -> None:
     if _measured(db, now) >= most:
         raise RefusedError(
-            "E-POLICY-19", f"expected at most {most} runs a day that measure models here, found one more"
+            "E-POLICY-19",
+            f"this hospital allows at most {most} runs a day that evaluate models here, and this is one more: try "
+            "again later",
         )

@@ -26,8 +26,8 @@ def in_force(home: Home) -> Policy:
     elif home.had_policy.exists():
         raise RefusedError(
             "E-POLICY-13",
-            f"expected the policy file {home.policy}, which was here before, found none: put it back; to use the "
-            f"defaults from now on, create an empty one: touch {shlex.quote(str(home.policy))}",
+            f"the policy file {home.policy} was here before and is missing: put it back. To use the defaults from "
+            f"now on, create an empty one: touch {shlex.quote(str(home.policy))}",
         )
     return policy
 

@@ -138,7 +138,7 @@ def describe_request(run: CompiledRun) -> str:
     lead += "".join(f", with the code {extension}" for extension in manifest.extensions)
     tail = f"; {run.updates.reading}"
     if kind.measures and TEST not in profile.protected:
-        tail += f"; {pluralize(manifest.rounds + 1, 'model')} measured on test images here, counted exactly"
+        tail += f"; {pluralize(manifest.rounds + 1, 'model')} evaluated on test images here, counted exactly"
     if run.counts_classes:
         tail += f"; before round 1 {NAMED if run.updates.counts_in_preflight else COUNTED}"
     if profile.terms is None:

@@ -88,8 +88,8 @@ def _labels_written(reference: str, local: str, classes: Sequence[str] | None) -
     if place.path is None or classes is None:
         raise ConfigError(
             "E-CFG-02",
-            "expected a folder, a list or a table of this hospital, and --classes (the classes of the run), with "
-            "--write-labels: name both",
+            "--write-labels needs a folder, a list or a table of this hospital, and --classes (the classes of the "
+            "run): give both",
         )
     folder, then = (place.path if place.source == "folder" else place.path.parent), "check again"
     if (listed := parse(reference)) is not None:
@@ -103,7 +103,7 @@ def _labels_written(reference: str, local: str, classes: Sequence[str] | None) -
         if file.exists():
             raise ConfigError(
                 "E-CFG-08",
-                f"expected no {file}, found one, which is not overwritten: add a line for {', '.join(names[:5])}",
+                f"{file} exists and is not overwritten: add a line for {', '.join(names[:5])}",
             )
         write_public(file, label_dictionary.to_fill_in(counts, classes).encode())
     records = sum(counts[name] for name in names)

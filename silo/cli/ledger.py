@@ -35,7 +35,7 @@ def _ledger(home: Home, make: bool = False) -> Ledger:
     if make:
         home.make()
     elif not home.ledger.exists():
-        raise StateError("E-BUDGET-04", f"expected a ledger in {home.ledger}, found none: silo ledger register")
+        raise StateError("E-BUDGET-04", f"there is no ledger in {home.ledger}. Create it with: silo ledger register")
     return Ledger(home.ledger, home.ledger_key)
 
 
@@ -91,7 +91,7 @@ def verify(home: SiloHome) -> CommandResult:
     """
     ledger, seen = _ledger(home), _seen(home)
     count, head = ledger.verify(seen), ledger.head()
-    events = f"{count}, unbroken" if count else "none: nothing was ever registered here, or the file was emptied"
+    events = f"{count}, unbroken" if count else "none: nothing has been registered here, or the file was emptied"
     facts = [("events", events), ("head", head.hash), ("others saw", f"event {seen.seq}")]
     return CommandResult({"events": count, "head": head.hash, "seen": seen.seq}, [KeyValues(facts)])
 
@@ -206,7 +206,8 @@ def restore(
 
     if not acknowledge:
         raise ConfigError(
-            "E-BUDGET-11", "expected --acknowledge-spend: every collection will be charged for what may be missing"
+            "E-BUDGET-11",
+            "expected --acknowledge-spend: every collection will be charged the largest amount that may be missing",
         )
     with home.make().locked():
         with open_store(home.database) as store:
@@ -242,8 +243,8 @@ def place_ledger(
             if before.exists() and before.absolute() != after:
                 raise StateError(
                     "E-BUDGET-11",
-                    f"expected no ledger left in {before}, found one: its spending would be forgotten. Move it, with "
-                    f"its key, to {after} first, or away if this home never spent anything",
+                    f"{before} still has a ledger, and its spending would be forgotten. First move it, with its "
+                    f"key, to {after}, or elsewhere if this home never spent anything",
                 )
             if after.exists():
                 beside = after.with_name(f"{after.stem}.key")
@@ -326,12 +327,12 @@ def _shown(
     for c in collections:
         if c["epsilon_masks_broken"] > c["epsilon"]:
             yield (
-                f"{c['collection']}: noise was shared out with other hospitals under masks; if these failed, epsilon "
-                f"{c['epsilon_masks_broken']:.4f} is spent"
+                f"{c['collection']}: noise was shared out with other hospitals under masks; if the masks were "
+                f"broken, epsilon {c['epsilon_masks_broken']:.4f} is spent"
             )
     yield from (f"{name}: {count.sentence()}" for name, count in counts.items() if count.updates)
     if shared:
-        yield "Updates without privacy of other homes that use this ledger are not among these: ask there."
+        yield "Updates without privacy of other homes with this ledger are not included: look them up in those homes."
     if entries:
         yield _entries(collections)
 

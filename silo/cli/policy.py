@@ -76,7 +76,7 @@ def check(
     facts = [("file", str(place)), ("sound", "yes" if policy.digest else "there is no file, so the defaults apply")]
     facts += [(f"extension {name}", version) for name, version in registry.installed(policy.runs.extensions).items()]
     if policy.budgets and not home.ledger.exists():
-        facts += [("budgets", "not compared with the ledger, which is not there yet: silo ledger register")]
+        facts += [("budgets", "not compared with the ledger, which does not exist yet: silo ledger register")]
     return CommandResult({"file": str(place), "digest": policy.digest, "sound": True}, [KeyValues(facts)])
 
 

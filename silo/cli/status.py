@@ -27,7 +27,7 @@ Json = Mapping[str, object]
 
 @command
 def status(home: SiloHome) -> CommandResult:
-    """Show the identity, the connection, unsent updates, and how well received models do on this hospital's images.
+    """Show identity, connection, unsent updates, and how well received models perform on this hospital's images.
 
     Nobody else sees these measurements, unless the policy allows it ([evaluation] by_hospital).
     """

@@ -136,6 +136,6 @@ def to_federation_error(error: grpc.RpcError, watch: IdleWatch | None = None) ->
         return UnavailableError("E-NET-12", "no byte moved for too long; opening a new connection")
     if isinstance(error, grpc.Call):
         if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in (error.details() or ""):
-            return ProtocolError("E-WIRE-06", f"expected messages of at most 4 MiB, found more: {error.details()}")
+            return ProtocolError("E-WIRE-06", f"a message is larger than the limit of 4 MiB: {error.details()}")
         return passing(status.from_status(error.code().name, error.details()))
     return UnavailableError("E-NET-01", f"the call failed: {error}")

@@ -98,9 +98,9 @@ class Session:
         self._call = self._stub.Session(self._messages())
         threading.Thread(target=self._read, name="session-read", daemon=True).start()
         if not self._answered.wait(timeout_s):
-            self._fail(UnavailableError("E-NET-12", f"expected a welcome within {timeout_s:g} s, found none"))
+            self._fail(UnavailableError("E-NET-12", f"the coordinator sent no welcome within {timeout_s:g} s"))
         if self.welcome is None:
-            raise self.error or UnavailableError("E-NET-12", "expected a welcome, found the end of the session")
+            raise self.error or UnavailableError("E-NET-12", "the coordinator ended the session before its welcome")
         try:
             _check_times(self.welcome, min(_MIN_S, self._pulse_floor))
         except ProtocolError as error:

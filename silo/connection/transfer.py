@@ -67,7 +67,7 @@ class ReceiptVerifier:
             attested = attested.signed
         received = {n: getattr(receipt, n) for n in facts} | {"silo": receipt.silo, "attestation": attested}
         if received != expected:
-            raise ProtocolError("E-WIRE-12", f"expected a receipt for {expected}, found one for {received}")
+            raise ProtocolError("E-WIRE-12", f"the receipt is for {received} instead of {expected}")
         return receipt.SerializeToString(deterministic=True)
 
 
@@ -233,7 +233,7 @@ class Transfer:
         if self._objects.holds(digest):
             return self._objects.path(digest)
         if size > most:
-            raise ProtocolError("E-WIRE-06", f"expected an object of at most {most} bytes, found one of {size}")
+            raise ProtocolError("E-WIRE-06", f"an object of {size} bytes is larger than the limit of {most} bytes")
         backoff, damage = self._retry_policy.backoff(), _RetryBudget(self._retry_policy.tries)
 
         def attempt() -> Path:
@@ -270,7 +270,7 @@ class Transfer:
                     if (end := chunk.offset + len(chunk.data)) > most or (size and end > size):
                         partial.unlink()
                         code, limit = ("E-WIRE-04", size) if size else ("E-WIRE-06", most)
-                        raise ProtocolError(code, f"expected an object of at most {limit} bytes, found more")
+                        raise ProtocolError(code, f"the object is larger than the limit of {limit} bytes")
                     _require_room(partial, len(chunk.data))
                     append_chunk(chunk, file, file.size)
                     progress(file.size, size)
@@ -308,6 +308,5 @@ def _require_room(file: Path, size: int) -> None:
     if size > (room := disk.available(file.parent)):
         raise RefusedError(
             "E-RUN-38",
-            f"expected room for {max(size, 0)} bytes on the disk of {file.parent}, above its reserve, found {room}: "
-            "free some",
+            f"the disk of {file.parent} has {room} bytes above its reserve, and {max(size, 0)} are needed: free some",
         )

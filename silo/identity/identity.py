@@ -79,9 +79,9 @@ class SiloIdentity:
             if mine != (token.consortium, token.name, certificate_fingerprint(token.ca_pem)):
                 raise StateError(
                     "E-STATE-44",
-                    f"expected {self.home} to be new, or to belong to {token.name!r} of {token.consortium!r}; found it "
-                    f"to belong to {certificate.identity} (of its own authority). Choose another home for "
-                    "another membership, with the same ledger (silo ledger place)",
+                    f"expected {self.home} to be new, or to belong to {token.name!r} of {token.consortium!r}, but "
+                    f"it belongs to {certificate.identity} (of its own authority). Choose another home for another "
+                    "membership, with the same ledger (silo ledger place)",
                 )
             proof = self._proof(certificate, key)
         csr = certificates.make_request(certificates.key_to_pem(key))
@@ -126,9 +126,7 @@ class SiloIdentity:
         key and certificate.
         """
         if not self.joined:
-            raise StateError(
-                "E-STATE-44", f"expected a silo's identity in {self.home}, found none; run `silo join TOKEN`"
-            )
+            raise StateError("E-STATE-44", f"there is no silo's identity in {self.home}: run `silo join TOKEN`")
         private_files.private_folder(self.folder)
         return self._read(self._previous if self._is_early() else self.folder / "silo.pem")
 
@@ -197,7 +195,7 @@ class SiloIdentity:
         """Read the pinned CA certificate; raises StateError (E-STATE-43) if it is missing."""
         path = self.folder / "ca.crt"
         if not path.exists():
-            raise StateError("E-STATE-43", f"expected the consortium's authority at {path}, found nothing; join anew")
+            raise StateError("E-STATE-43", f"the file of the consortium's authority, {path}, is missing: join again")
         return path.read_bytes()
 
     def _current_key(self) -> ec.EllipticCurvePrivateKey:

@@ -85,15 +85,14 @@ class PinnedPeers:
             if roster.version < before.version:
                 raise RefusedError(
                     "E-ID-14",
-                    f"expected a roster of version {before.version} or later, found {roster.version}: somebody sent "
-                    "an old list, perhaps with a silo that was revoked. The newer one stays; ask the lead",
+                    f"the roster has version {roster.version}, but the pinned one has {before.version}: somebody "
+                    "sent an old list, perhaps with a revoked silo. The newer one stays. Ask the lead",
                 )
             if roster.version == before.version and signed.document != pinned.signed.document:
                 raise RefusedError(
                     "E-ID-14",
-                    f"expected the roster of version {before.version} that is pinned, found another one of that "
-                    "version: two different lists exist. Compare `silo fingerprint` with another hospital, ask the "
-                    "lead",
+                    f"this roster of version {before.version} differs from the pinned one: two different lists of "
+                    "that version exist. Compare `silo fingerprint` with another hospital, and ask the lead",
                 )
         pins, change = _decide(pinned, roster, accept_additions)
         pinned._pin(signed, pins)
@@ -171,13 +170,13 @@ class PinnedPeers:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise StateError(
                 "E-STATE-43",
-                f"expected the pinned roster in {self.path}, found a damaged file; restore it from a backup",
+                f"the pinned roster in {self.path} is damaged: restore it from a backup",
             ) from None
         return PinnedPeers(self.path, self.ca_pem, self.consortium, signed, pins, former, by_hand)
 
     def save(self) -> None:
         if self.signed is None:
-            raise StateError("E-STATE-43", "expected a roster to pin, found none")
+            raise StateError("E-STATE-43", "there is no roster to pin")
         raw = {
             "document": base64.b64encode(self.signed.document).decode(),
             "signature": base64.b64encode(self.signed.signature).decode(),

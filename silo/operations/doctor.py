@@ -139,7 +139,7 @@ class Examination:
         if not policy.digest:
             yield checks.warning(
                 "policy",
-                "there is none: any run without privacy is accepted, and private ones up to epsilon 8",
+                "there is no policy file: any run without privacy is accepted, and private ones up to epsilon 8",
                 "write policy.toml; docs/privacy says what it can refuse",
             )
             return
@@ -202,7 +202,7 @@ class Examination:
 
         files = FeatureCache(self.home.features, 0).files()
         if damaged := [file.path.name for file in files if not file.sound]:
-            remedy = "nothing: they are computed again when a run needs them"
+            remedy = "no action needed: they are computed again when a run needs them"
             yield checks.warning("features", f"{damaged[0]} is damaged", remedy)
         sound = [file for file in files if file.sound]
         size, lost = sum(file.size for file in files), sum(file.left_out for file in sound)
@@ -325,7 +325,7 @@ class Examination:
         free, total = torch.cuda.mem_get_info(device)
         text = f"{device}: {torch.cuda.get_device_name(device)}, {free >> 20} of {total >> 20} MiB free"
         if free < total // 4:
-            yield checks.warning("device", text, "end the other programs on it, or choose another with --device")
+            yield checks.warning("device", text, "end the other programs on this GPU, or choose another with --device")
         else:
             yield checks.ok("device", text)
 

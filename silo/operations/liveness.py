@@ -103,9 +103,9 @@ class Health:
     def require(self, connected: bool) -> None:
         """Raise UnavailableError (E-NET-01) unless the service is alive and, if `connected`, has a session."""
         if not self.alive:
-            raise UnavailableError("E-NET-01", f"expected a running service, found that {self.why}: see its log")
+            raise UnavailableError("E-NET-01", f"the service is not available: {self.why}. See its log")
         if connected and not self.connected:
             raise UnavailableError(
                 "E-NET-01",
-                f"expected a session with the coordinator, found none ({self.why or 'not yet'}): silo doctor",
+                f"there is no session with the coordinator ({self.why or 'not yet'}): run silo doctor",
             )

@@ -151,8 +151,8 @@ class PacsClient:
             if self._left < 0 or self._seconds > LISTING_S:
                 raise ConfigError(
                     "E-DATA-22",
-                    f"expected at most {MAX_RESULTS} results within {LISTING_S / 3600:g} hours of the PACS, found "
-                    "more: ask for fewer (modality, date, description, accessions)",
+                    f"the PACS has more than {MAX_RESULTS} results, or needs more than {LISTING_S / 3600:g} hours "
+                    "to list them: ask for fewer (modality, date, description, accessions)",
                 )
             read = [{key: _text(row, tag) for key, tag in tags.items()} for row in rows]
             fresh = {facts[name]: facts for facts in read if facts[name] not in seen}
@@ -248,14 +248,15 @@ class PacsClient:
         except ssl.SSLCertVerificationError as error:
             raise ConfigError(
                 "E-DATA-22",
-                f"expected a certificate of {self._host} that can be trusted, found: {error.verify_message}. Renew it, "
-                "or name the hospital's own authority with ca=FILE",
+                f"the certificate of {self._host} cannot be trusted: {error.verify_message}. Renew it, or name the "
+                "hospital's own authority with ca=FILE",
             ) from None
         except ssl.SSLError as error:
             if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
                 raise _away(self._host, "the connection was closed") from None
             raise ConfigError(
-                "E-DATA-22", f"expected TLS at {self._host}, found: {error.reason}. Check address and port of the PACS"
+                "E-DATA-22",
+                f"the TLS connection to {self._host} failed: {error.reason}. Check the address and port of the PACS",
             ) from None
         except (HTTPException, OSError) as error:
             if answered and isinstance(error, OSError):
@@ -294,17 +295,17 @@ class PacsClient:
             to = "the same host"
             with suppress(ValueError):
                 to = printable((urlsplit(response.headers.get("Location", "")).hostname or to)[:100])
-            text = f"expected an answer of {of}, found a redirect to {to}, which is not followed: use that"
+            text = f"{of} redirects to {to}. Redirects are not followed: use that"
             raise ConfigError("E-DATA-22", f"{text} address if it belongs to the hospital")
         if status in (401, 403):
             remedy = "correct the file named by credentials=FILE (user:password), or ask the administrators of the PACS"
-            raise ConfigError("E-DATA-22", f"expected access to {of}, found that it refuses (HTTP {status}): {remedy}")
+            raise ConfigError("E-DATA-22", f"{of} refuses access (HTTP {status}): {remedy}")
         if response.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise LeftOutError("compressed by HTTP, which the request did not allow")
         if status in (404, 410):
             raise LeftOutError(f"the PACS does not have it any more (HTTP {status})")
         if status in _BUSY:
-            raise BusyError("E-DATA-21", f"expected an answer of the PACS {of}, found: busy (HTTP {status})")
+            raise BusyError("E-DATA-21", f"the PACS {of} is busy (HTTP {status})")
         if status in _AWAY or (listing and status >= 500):
             raise _away(of, f"HTTP {status}")
         if status not in (200, 204, 206):
@@ -312,14 +313,14 @@ class PacsClient:
 
 
 def _away(host: str, why: str) -> UnavailableError:
-    return UnavailableError("E-DATA-21", f"expected an answer of the PACS {host}, found: {why}; it will be asked again")
+    return UnavailableError("E-DATA-21", f"the PACS {host} did not answer: {why}. It will be asked again")
 
 
 def _no_list(host: str, found: str) -> ConfigError:
     return ConfigError(
         "E-DATA-22",
-        f"expected a list of results in JSON from {host}, found: {found}. Check that the address is that of DICOMweb, "
-        "for instance https://pacs.example/dicom-web",
+        f"the answer from {host} is no list of results in JSON: {found}. Check that the address is that of "
+        "DICOMweb, for instance https://pacs.example/dicom-web",
     )
 
 
@@ -332,7 +333,7 @@ def _authorization(reference: PacsReference) -> dict[str, str]:
         return {"Authorization": credentials}
     if ":" not in credentials or not credentials.isprintable():
         raise ConfigError(
-            "E-CFG-02", f"expected user:password or Bearer TOKEN in {reference.credentials}, found neither: write one"
+            "E-CFG-02", f"{reference.credentials} must contain user:password or Bearer TOKEN: write one of them"
         )
     return {"Authorization": f"Basic {b64encode(credentials.encode()).decode()}"}
 
@@ -341,7 +342,7 @@ def _trusted(ca: str) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=ca or None)
     except OSError as error:
-        raise ConfigError("E-CFG-02", f"expected an authority in PEM in {ca}, found none: {error}") from None
+        raise ConfigError("E-CFG-02", f"cannot read an authority in PEM format from {ca}: {error}") from None
 
 
 def _blocks(response: HTTPResponse, most: int) -> Iterator[bytes]:

@@ -65,13 +65,13 @@ def read_query(file: Path) -> LabelQuery:
     try:
         query = structure(LabelQuery, tomllib.loads(read_text(file, _CHARS)), "")
     except FileNotFoundError as error:
-        raise DataError("E-DATA-02", f"expected a query for labels in {file}, found no file: check the path") from error
+        raise DataError("E-DATA-02", f"there is no query for labels at {file}: check the path") from error
     except (OSError, ValueError, RecursionError) as error:
         what = error.message if isinstance(error, ConfigError) else str(error)
         kind = "url and query" if isinstance(error, (ConfigError, ConversionError)) else "TOML in UTF-8"
-        raise DataError("E-DATA-07", f"expected {kind} in {file}, found: {what[:300]}. Correct it") from error
+        raise DataError("E-DATA-07", f"{file} must contain {kind}: {what[:300]}. Correct it") from error
     if not query.query.strip():
-        raise DataError("E-DATA-07", f"expected a query in {file}, found none: write one")
+        raise DataError("E-DATA-07", f"{file} has no query: write one")
     return query
 
 
@@ -89,9 +89,7 @@ def ask(file: Path, column: str, stop: CancelToken, keys: Sequence[str] = KEYS) 
     with _said(url, file, stop), _connected(url, stop) as db:
         answer = db.execution_options(stream_results=True, no_parameters=True).exec_driver_sql(query.query)
         if not answer.returns_rows:
-            raise DataError(
-                "E-DATA-07", f"expected rows from {where}, found a statement that returns no rows: write a SELECT"
-            )
+            raise DataError("E-DATA-07", f"the statement of {where} returns no rows: write a SELECT")
         header = [composed(name) for name in answer.keys()]  # noqa: SIM118 - no mapping
         if len(set(header)) < len(header) or column not in header:
             raise DataError(
@@ -108,7 +106,7 @@ def _rows(answer: CursorResult[Any], header: Sequence[str], where: str, stop: Ca
         if number >= MAX_ROWS or time.monotonic() > until:
             raise DataError(
                 "E-DATA-07",
-                f"expected at most {MAX_ROWS} rows within {SECONDS:g} s from {where}, found more: ask for fewer",
+                f"{where} returned more than {MAX_ROWS} rows, or took more than {SECONDS:g} s: ask for fewer rows",
             )
         yield dict(zip(header, map(_text, row), strict=True))
 
@@ -132,7 +130,7 @@ def _address(query: LabelQuery, file: Path) -> URL:
     kind = url.get_backend_name()
     if kind == "sqlite":
         if not url.database or not Path(url.database).is_file():
-            raise DataError("E-DATA-02", f"expected the database of {file}, found no such file: check its url")
+            raise DataError("E-DATA-02", f"the database file that {file} names does not exist: check its url")
         place = Path(url.database).absolute().as_uri()
         return URL.create("sqlite", database=place, query={"mode": "ro", "uri": "true"})
     if kind != "postgresql":
@@ -190,13 +188,13 @@ def _said(url: URL, file: Path, stop: CancelToken) -> Iterator[None]:
         if error.connection_invalidated or _is_away(_line(error)):
             raise UnavailableError(
                 "E-DATA-21",
-                f"expected an answer of the database at {host}, found: {_line(error)}; it will be asked again",
+                f"the database at {host} did not answer: {_line(error)}. It will be asked again",
             ) from None
         if isinstance(error, OperationalError):
-            raise ConfigError("E-DATA-22", f"expected to read the database at {host}, found: {_line(error)}") from None
-        raise DataError("E-DATA-07", f"expected a query that only reads in {file}, found: {_line(error)}") from None
+            raise ConfigError("E-DATA-22", f"cannot read the database at {host}: {_line(error)}") from None
+        raise DataError("E-DATA-07", f"the query in {file} failed: {_line(error)}. It may only read") from None
     except SQLAlchemyError as error:
-        raise DataError("E-DATA-07", f"expected a query in {file}, found: {type(error).__name__}: correct it") from None
+        raise DataError("E-DATA-07", f"the query in {file} failed ({type(error).__name__}): correct it") from None
 
 
 _AWAY = re.compile(

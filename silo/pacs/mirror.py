@@ -79,7 +79,7 @@ class Listed(NamedTuple):
     in_folder: bool = False
 
     def sentence(self) -> str:
-        parts = [f"{pluralize(self.images, 'image')} of {self.studies} studies listed, {self.fetched} fetched anew"]
+        parts = [f"{pluralize(self.images, 'image')} of {self.studies} studies listed, {self.fetched} newly fetched"]
         if self.in_folder:
             parts = [f"{pluralize(self.images, 'image')} of {self.studies} in the folder listed"]
         if self.left_out:
@@ -132,8 +132,8 @@ class Mirror:
         if (name := self._list_of(run_id) or self._list_of("")) is None:
             raise DataError(
                 "E-DATA-02",
-                f"expected a list of the images of {self.reference.public} in {self.folder}, found none: silo data "
-                "fetch, or silo serve",
+                f"there is no list of the images of {self.reference.public} in {self.folder}: run silo data fetch "
+                "or silo serve",
             )
         return f"manifest:{self.folder / name}"
 
@@ -178,7 +178,9 @@ class Mirror:
         except UnavailableError as error:
             if run_id or error.code != "E-DATA-21":
                 raise
-            self.emit(event("pacs", f"images are missing here, and are fetched when a run needs them: {error.message}"))
+            self.emit(
+                event("pacs", f"images are missing here, and will be fetched when a run needs them: {error.message}")
+            )
 
     def _fetch_lost(self, run_id: str, stop: CancelToken, progress: Progress) -> None:
         if self.source is None:
@@ -332,7 +334,7 @@ class _Look:
         """List the labelled images of a folder. The table's most specific name for an image decides its label."""
         folder = Path(self._mirror.reference.public.removeprefix(FOLDER))
         if not folder.is_dir():
-            raise DataError("E-DATA-02", f"expected a folder of images at {folder}, found none: check the path")
+            raise DataError("E-DATA-02", f"there is no folder of images at {folder}: check the path")
         names = dict(listed_images(folder, self._mirror.caged(), self._stop))
         times = Counter(word for name in names for word in {Path(name).name, Path(name).stem})
         with self._db:
@@ -447,8 +449,8 @@ class _Look:
             if size > most:
                 raise ConfigError(
                     "E-CFG-02",
-                    f"expected at most {source.cache:g} GiB of images of the PACS, found more: ask for fewer "
-                    "(modality, date, description, accessions), or raise the limit (cache=GIB)",
+                    f"the PACS has more images than the limit of {source.cache:g} GiB: ask for fewer (modality, "
+                    "date, description, accessions), or raise the limit (cache=GIB)",
                 )
             if available(folder) < 0:
                 raise disk_error(folder, full=True, cause="")
@@ -500,9 +502,7 @@ class _Look:
         listed = Listed(*counts, left, self._labels.source, self._mirror.source is None)
         if not images:
             part.unlink()
-            raise DataError(
-                "E-DATA-02", f"expected images in {self._mirror.reference.public}, found none: {listed.sentence()}"
-            )
+            raise DataError("E-DATA-02", f"there are no images in {self._mirror.reference.public}: {listed.sentence()}")
         name = f"images-{hasher.hexdigest()[:16]}.csv"
         if self._mirror.source is None:
             where = json.dumps(self._mirror.reference.public.removeprefix(FOLDER), ensure_ascii=False)

@@ -196,4 +196,4 @@ def _absolute(path: str) -> Path:
 
 
 def _wrong(expected: str, found: str) -> ConfigError:
-    return ConfigError("E-CFG-02", f"expected {expected} in the reference to images, found {found}: docs/data.md")
+    return ConfigError("E-CFG-02", f"expected {expected} in the reference to images, found {found}: see docs/data.md")

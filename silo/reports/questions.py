@@ -124,7 +124,7 @@ def _spends(request: RunRequest | None, basis: PolicyAndLedger) -> tuple[tuple[S
     if not request.private:
         return (), ("It has no differential privacy: it spends no budget, and nothing bounds what its updates reveal.")
     if request.charges is None:
-        return None, "It spends nothing here: this hospital is not among its members."
+        return None, "It spends nothing here, because this hospital is not one of its members."
     if basis.ledger_error:
         return None, f"The ledger cannot be read, so the run would be refused: {basis.ledger_error}"
     if basis.ledger is None:
@@ -135,7 +135,7 @@ def _spends(request: RunRequest | None, basis: PolicyAndLedger) -> tuple[tuple[S
         return None, f"Its cost cannot be computed: {error}"
     if previews is None:
         return None, (
-            "What it would spend is not known, because the ledger does not have the data that is served, or has "
-            "several: silo ledger register"
+            "What it would spend is unknown, because the ledger has no collection, or several, for the data that is "
+            "served: silo ledger register"
         )
     return previews, "At most, for all its rounds together:"

@@ -260,7 +260,7 @@ class RunRequest:
             allowed += (
                 f"; no class of fewer than {limits.min_examples} test images{left}" if limits.min_examples else ""
             )
-            allowed += f"; {measured} of at most {pluralize(limits.runs_a_day, 'run')} a day measured models here"
+            allowed += f"; {measured} of at most {pluralize(limits.runs_a_day, 'run')} a day evaluated models here"
         return RequestLine("Results on test images", f"{accuracies}{more}", allowed)
 
     def _prototypes(self, policy: Policy) -> RequestLine:

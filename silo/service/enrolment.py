@@ -71,7 +71,7 @@ def join(
     request = pb.JoinRequest(csr_pem=material.csr_pem, renewal_proof=material.proof)
     answer = _first_answer(material.addresses, request, connect(material.invitation), material.invitation, diagnose)
     if certificate_fingerprint(answer.authority_pem) != certificate_fingerprint(invitation.ca_pem):
-        raise ProtocolError("E-WIRE-06", "expected the authority of the invitation, found another one: ask the lead")
+        raise ProtocolError("E-WIRE-06", "the coordinator's authority is not that of the invitation: ask the lead")
     roster = SignedRoster.unpack(answer.signed_roster) if answer.signed_roster else None
     home.write_addresses(material.addresses)
     home.join_for(answer.validation_only)  # before the identity: the service does not start without one
@@ -128,7 +128,9 @@ def install_signed(text: str, home: Home, authority: str | None, clock: Clock = 
     """
     answer = Admission.from_json(text)
     if not answer.certificate_pem:
-        raise ConfigError("E-ID-31", "expected an admission with a certificate, found a list of members alone")
+        raise ConfigError(
+            "E-ID-31", "the admission has only a list of members and no certificate: use the answer to `silo request`"
+        )
     identity = SiloIdentity(home.path, clock)
     fingerprint = certificate_fingerprint(answer.ca_pem)
     if authority is not None:
@@ -136,7 +138,7 @@ def install_signed(text: str, home: Home, authority: str | None, clock: Clock = 
     elif not identity.joined:
         raise RefusedError(
             "E-ID-10",
-            "expected the fingerprint that the lead reads out (--authority), found none: the answer is from the "
+            "--authority is missing: give the fingerprint that the lead reads out. The answer is from the "
             f"authority {format_fingerprint(fingerprint)}",
         )
     if identity.joined:

@@ -100,7 +100,7 @@ class TaskQueue:
                 self._emit(event("restored", text, key))
                 self._forget_later(key)
             elif self._store.closed(key):
-                error = ProtocolError("E-RUN-33", f"expected a task of an open round, found {key}, closed here before")
+                error = ProtocolError("E-RUN-33", f"{key} was closed here before, and a task needs an open round")
                 self._answer(key, error)
                 return
             attempt, refusal = self._refused.get((key, offer.base_digest, offer.incarnation), (0, None))
@@ -139,8 +139,8 @@ class TaskQueue:
             news, self._too_often = not self._too_often, True
         refusal = RefusedError(
             "E-WIRE-17",
-            f"expected at most {PREFLIGHTS_PER_MIN} preflights a minute and {PREFLIGHTS_AT_ONCE} at once, found more: "
-            "ask again in a minute",
+            f"more than {PREFLIGHTS_PER_MIN} preflights a minute, or {PREFLIGHTS_AT_ONCE} at once: ask again in a "
+            "minute",
         )
         if news:
             self._emit(event("refused", f"{task.key}: {refusal}", task.key, {"code": refusal.code}))
@@ -190,9 +190,7 @@ class TaskQueue:
     def _require_room(self, key: TaskKey, waiting: Collection[TaskKey]) -> None:
         """Record a run that asks this silo; raises ProtocolError (E-WIRE-06) if too many wait already."""
         if key not in waiting and len(waiting) >= _MAX_TASKS:
-            raise ProtocolError(
-                "E-WIRE-06", f"expected at most {_MAX_TASKS} tasks that wait, found one more: {key} is left"
-            )
+            raise ProtocolError("E-WIRE-06", f"{_MAX_TASKS} tasks wait already, which is the limit: {key} is ignored")
         self._asked[key.run_id] = None
         _drop_oldest(self._asked)
 

@@ -171,7 +171,7 @@ class TaskRunner:
         """Requeue a task whose worker died, as after a kill of the whole service; refuse a preflight."""
         log.error("%s: the worker failed: %s", task.key, error)
         if isinstance(task, PreflightTask):
-            text = f"expected a worker that survives a preflight, found that {error}: give it more memory"
+            text = f"the worker did not survive the preflight: {error}. Give it more memory"
             self.queue.refuse(task, RefusedError("E-RUN-46", text))
             return
         self.outbox.store.begin_training(task.key, task.offer.attempt)
@@ -190,8 +190,8 @@ class TaskRunner:
         if policy.worker.isolation == REQUIRED and not walls.offline:
             error = RefusedError(
                 "E-POLICY-21",
-                "[worker] isolation: expected a worker without a network, found that this machine gives it neither "
-                "namespaces nor a seccomp filter: silo doctor says why",
+                "[worker] isolation: the worker must have no network, but this machine offers neither namespaces "
+                "nor a seccomp filter. To see why, run silo doctor",
             )
             self.controls.record_refusal(run_id, error)
             raise error
@@ -225,8 +225,8 @@ class TaskRunner:
         again = kills < MAX_KILLS
         error = RefusedError(
             "E-RUN-46",
-            f"expected a service that survives its task, found that it or its worker was killed "
-            f"{pluralize(kills, 'time')} in the middle of a task of this run, most likely out of memory: "
+            f"the service or its worker was killed {pluralize(kills, 'time')} in the middle of a task of this run, "
+            "most likely because of too little memory: "
             + ("it tries once more" if again else "the run is given up here")
             + ". Give it more memory, or choose smaller batches or images",
         )

@@ -299,8 +299,9 @@ class CagedWorker:
                 if home.shares_ledger and self._place.machine != machine():
                     raise StateError(
                         "E-RUN-55",
-                        "expected a ledger that only this home uses, since its worker is on another machine, found "
-                        f"{home.ledger}: services that share a ledger must run on one machine, with their workers",
+                        "the worker is on another machine, so only this home may use its ledger, but "
+                        f"{home.ledger} may be shared: services that share a ledger must run on one "
+                        "machine, with their workers",
                     )
                 folders = home.path, home.ledger.parent, home.ledger_key.parent
                 with (
@@ -323,7 +324,7 @@ class CagedWorker:
             self.end()
             rmtree(self._scratch, ignore_errors=True)
             if isinstance(error, (WorkerEndedError, OSError)):
-                raise StateError("E-RUN-55", f"expected the worker to start, found that {error}") from error
+                raise StateError("E-RUN-55", f"the worker did not start: {error}") from error
             raise
         self._since = time.monotonic()
         if self._run_id:

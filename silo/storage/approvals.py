@@ -72,8 +72,8 @@ class Approvals:
             if db.execute(waiting).scalar_one() >= MAX_UNDECIDED:
                 raise RefusedError(
                     "E-WIRE-17",
-                    f"expected at most {MAX_UNDECIDED} runs that wait for the hospital's decision, found one more: "
-                    "decide about them there (silo approve), then ask again",
+                    f"{MAX_UNDECIDED} runs already wait for this hospital's decision, which is the limit: decide "
+                    "about them at the hospital (silo approve), then try again",
                 )
             db.execute(question)
             return None
@@ -95,9 +95,7 @@ class Approvals:
             names = [row for row in rows if run in (row.run_id, row.name, row.manifest_digest)]
             matches = waiting if run == LATEST else names
             if run == LATEST and not matches:
-                raise ConfigError(
-                    "E-RUN-10", "expected a run that waits for this hospital, found none: see silo approve"
-                )
+                raise ConfigError("E-RUN-10", "no run waits for this hospital's decision: see silo approve")
             if (
                 not matches
                 or len({row.run_id for row in matches}) > 1
@@ -106,8 +104,8 @@ class Approvals:
                 run_ids = ", ".join(row.run_id for row in waiting) or "none"
                 raise ConfigError(
                     "E-RUN-10",
-                    f"expected one of the runs that wait ({run_ids}), found {run!r}, which is none or several: give a "
-                    "run's id, or its manifest's digest (silo approve --json)",
+                    f"{run!r} is none or several of the runs that wait ({run_ids}): give a run's id, or its "
+                    "manifest's digest (silo approve --json)",
                 )
             chosen = next((row for row in matches if row.decided is None), matches[-1])
             this = _is(chosen.run_id, chosen.manifest_digest)

@@ -269,7 +269,7 @@ class FeatureCache:
             raise _too_large()
         if size > disk.available(self.folder):
             raise RefusedError(
-                "E-RUN-38", "expected free disk for the features of this hospital's examples, found less: free some"
+                "E-RUN-38", "the disk has no room for the features of this hospital's examples: free some"
             )
 
     def _delete(self, unwanted: Callable[[FeatureKey], bool]) -> None:
@@ -282,8 +282,8 @@ class FeatureCache:
 def _too_large() -> RefusedError:
     return RefusedError(
         "E-RUN-38",
-        "expected features of this hospital's examples that fit into its feature cache, found more: serve with a "
-        "larger --feature-cache, or choose a body with fewer features",
+        "the features of this hospital's examples do not fit into its feature cache: serve with a larger "
+        "--feature-cache, or choose a body with fewer features",
     )
 
 

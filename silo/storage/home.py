@@ -117,7 +117,7 @@ class Home:
             place = None
         if place is None or not set(place) <= {"ledger", "key"}:  # a second ledger would be a second budget
             raise StateError(
-                "E-BUDGET-11", f"expected the ledger's path in {path}, found something else: silo ledger place PATH"
+                "E-BUDGET-11", f"{path} does not contain the ledger's path. Set it with: silo ledger place PATH"
             )
         return {str(k): str(v) for k, v in place.items()}
 
@@ -179,9 +179,7 @@ class Home:
         except (OSError, ValueError, TypeError, RecursionError, ConfigError):
             addresses = ()
         if not addresses:
-            raise StateError(
-                "E-STATE-44", f"expected the coordinator's address in {path}, found none; run `silo join TOKEN`"
-            )
+            raise StateError("E-STATE-44", f"the coordinator's address is missing in {path}: run `silo join TOKEN`")
         return addresses
 
     def note_served(self, served: ServeOptions) -> None:

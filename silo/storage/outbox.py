@@ -153,9 +153,9 @@ def read_manifest(path: Path, digest: str) -> RunManifest:
     try:
         manifest = RunManifest.from_json(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
-        raise ProtocolError("E-WIRE-06", f"expected a manifest in UTF-8, found other bytes: {error}") from error
+        raise ProtocolError("E-WIRE-06", f"the manifest is not UTF-8 text: {error}") from error
     if manifest.digest() != digest:
-        raise ProtocolError("E-WIRE-04", f"expected the manifest {digest} in canonical form, found another text")
+        raise ProtocolError("E-WIRE-04", f"the manifest {digest} is not in canonical form")
     return manifest
 
 

@@ -162,7 +162,7 @@ class SecaggKeyStore:
         if row is not None and row.state == KEYED:
             raise SecaggError(
                 "E-RUN-50",
-                f"expected the keys of all members of run {run_id}, found none yet: they come with its first task here",
+                f"the keys of all members of run {run_id} are not here yet: they come with its first task",
             )
         if row is None or row.state != READY:
             raise _no_keys(run_id)
@@ -201,7 +201,7 @@ class SecaggKeyStore:
         with self._database.write() as db:
             run = _run(db, key.run_id)
             if run is None or run.state != READY or _position(key) < run.position or _round(db, key) != before:
-                raise SecaggError("E-RUN-50", f"{key} has changed here meanwhile: ask for its set again")
+                raise SecaggError("E-RUN-50", f"{key} has changed here in the meantime: ask for its set again")
             keep_to_one_set(db, key, row.base_digest.hex(), row.inside)
             _put_round(db, key, row)
 
@@ -243,9 +243,11 @@ def enter_update(db: Connection, entry: OutboxEntry) -> None:
 
     before = _round(db, entry.key)
     if before is not None and before.object_digest:
-        raise SecaggError("E-RUN-49", f"expected one masked update of {entry.key}, found a second one: it is not sent")
+        raise SecaggError(
+            "E-RUN-49", f"{entry.key} has a masked update already, and may have only one: the second one is not sent"
+        )
     if before is not None or _position(entry.key) < run.position:
-        raise SecaggError("E-RUN-50", f"expected {entry.key} to be open, found it sealed or closed: it comes too late")
+        raise SecaggError("E-RUN-50", f"{entry.key} is sealed or closed: the update comes too late")
     base, mine = bytes.fromhex(entry.base_digest), bytes.fromhex(entry.object_digest)
     _put_round(db, entry.key, MaskedTaskRow(entry.key.kind.value, entry.key.round, base, mine))
 
@@ -338,7 +340,6 @@ def _put_round(db: Connection, key: TaskKey, row: MaskedTaskRow) -> None:
 def _no_keys(run_id: str) -> SecaggError:
     return SecaggError(
         "E-RUN-50",
-        f"expected this hospital's keys of run {run_id}, found none: the run has ended here, or the hospital's "
-        "service was restored from a backup or set up again. It can take part in the next run; ask the lead for one "
-        "from the last model",
+        f"this hospital has no keys of run {run_id}: the run has ended here, or the hospital's service was restored "
+        "from a backup or set up again. It can take part in the next run; ask the lead for one from the last model",
     )

@@ -72,7 +72,7 @@ def undivided(run: CompiledRun, at_once: int) -> str:
     if method.exchanges:
         return f"method {method.name} takes no training steps"
     if wanted := " and ".join(f"method.{option}={value}" for option, value in method.private_form.items()):
-        return f"the loss of {method.name} depends on the whole batch; the lead can set {wanted}"
+        return f"the loss of {method.name} depends on the whole batch. The lead can set {wanted}"
     if method.coupling is Coupling.BATCH:
         return f"the loss of {method.name} mixes the examples of a batch"
     if has_batch_norm(run.model):

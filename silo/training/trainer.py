@@ -103,8 +103,8 @@ class PreparedRun:
         if shutil.disk_usage(folder).free < need:
             raise RefusedError(
                 "E-RUN-38",
-                f"expected {memory.mib(need)} of free disk for the run's bases, update and state, found less: free "
-                "some on the disk of the silo's home, or choose a smaller model",
+                f"the disk of the silo's home has less than the {memory.mib(need)} of free space that the run's "
+                "models, update and state need: free some, or choose a smaller model",
             )
         self.require_memory()
 
@@ -130,8 +130,9 @@ class PreparedRun:
         if (need := self.body_memory) > free:
             raise RefusedError(
                 "E-RUN-38",
-                f"expected about {memory.mib(need)} of free memory on {self.device} to pass images through the frozen "
-                f"body of {self.run.manifest.model.name}, found less: choose a smaller model or smaller images",
+                f"the frozen body of {self.run.manifest.model.name} needs about {memory.mib(need)} of free memory on "
+                f"{self.device} to process images, and there is less: choose a smaller model or "
+                "smaller images",
             )
         rows, step = self.step_memory
         shares_memory = self.processes > 1 and self.device.type == "cpu" and not self.undivided
@@ -253,7 +254,7 @@ class Trainer:
                 return prepared
         if not _compatible(manifest.software, version()):
             raise RefusedError(
-                "E-WIRE-01", f"expected a run of {version()}, found one of {manifest.software}: upgrade the older side"
+                "E-WIRE-01", f"the run is of {manifest.software}, and this silo has {version()}: upgrade the older side"
             )
         index = manifest.index(self._silo)
         with _hide_details(run.private, ConfigError):
@@ -264,8 +265,8 @@ class Trainer:
         if {**run.own_layout(), **profiles.extra_parts(manifest.privacy), **run.guard_parts} != manifest.layout:
             raise ProtocolError(
                 "E-WIRE-06",
-                f"expected the bundle layout that {manifest.method.name} has here, found another in the manifest: "
-                "both sides must run the same version",
+                f"the bundle layout of {manifest.method.name} in the manifest differs from the one here: both sides "
+                "must run the same version",
             )
         with _hide_details(run.private, ConfigError, RefusedError, SchemaError, DataChangedError):
             size, typed = self.source.nominal_size, self.source.typed
@@ -509,8 +510,8 @@ class Trainer:
             )
             raise ProtocolError(
                 "E-WIRE-06",
-                f"expected the coordinator's message to match the server of {prepared.run.method.name}, found other "
-                f"names, shapes or types in {different[0]!r}: both sides must run the same version",
+                f"the coordinator's message does not match the server of {prepared.run.method.name}: it has other "
+                f"names, shapes or types in {different[0]!r}. Both sides must run the same version",
             )
 
     @staticmethod
@@ -591,8 +592,8 @@ def _other_schema(manifest: RunManifest, dataset: SiloDataset) -> DataError:
     if differ := difference(run.columns, local.columns):
         return SchemaError(
             "E-DATA-05",
-            f"expected the columns of run {manifest.name!r} in this hospital's schema, found others: {differ}. Agree "
-            "on one schema, or serve the data that the run is about",
+            f"the columns of run {manifest.name!r} differ from this hospital's schema: {differ}. Agree on one "
+            "schema, or serve the run's data",
         )
     if run.multi_label != local.multi_label:
         mismatch = f"expected {run.kind} for run {manifest.name!r}, found {local.kind} in this hospital's schema"

@@ -64,7 +64,7 @@ def listed_images(folder: Path, caged: bool, stop: CancelToken) -> Iterator[tupl
                 yield str(answer["name"]), str(answer["reason"])
         stop.raise_if_cancelled()
         if answer is None:
-            raise StateError("E-RUN-55", f"expected a process that lists images, found that {child.ending()}")
+            raise StateError("E-RUN-55", f"the process that lists images failed: {child.ending()}")
     finally:
         child.end()
         child.line.incoming.close()
@@ -77,13 +77,13 @@ def _started(folder: Path, caged: bool, **more: object) -> ChildProcess:
         child.line.send(folder=str(folder), **more)
         answer = child.line.read()
     if answer is None:
-        raise StateError("E-RUN-55", f"expected a process that decodes images, found that {child.ending()}")
+        raise StateError("E-RUN-55", f"the process that decodes images failed: {child.ending()}")
     if caged and not cage.Walls(*answer["walls"]).offline:
         child.end()
         raise RefusedError(
             "E-POLICY-21",
-            "[worker] isolation: expected a process without a network to decode images, found that this machine gives "
-            "it neither namespaces nor a seccomp filter: silo doctor says why",
+            "[worker] isolation: the process that decodes images must have no network, but this machine offers "
+            "neither namespaces nor a seccomp filter. To see why, run silo doctor",
         )
     return child
 

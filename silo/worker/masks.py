@@ -72,7 +72,7 @@ class RunMasks:
         if offer.secagg_keys_digest != masked_run.keys_object:
             raise SecaggError(
                 "E-ID-33",
-                f"expected the members' keys that run {key.run_id} began with, {masked_run.keys_object[:16]}, found "
+                f"run {key.run_id} began with the members' keys {masked_run.keys_object[:16]}, and this task has "
                 f"others, {offer.secagg_keys_digest[:16]}: keys never change within a run",
             )
         cohort = masked_run.terms.cohort_of(key)
@@ -90,9 +90,7 @@ class RunMasks:
     ) -> None:
         private_keys = self.store.secagg.own_keys(run_id)
         if not digest:
-            raise SecaggError(
-                "E-ID-33", f"expected the keys of all members with the first task of run {run_id}, found none"
-            )
+            raise SecaggError("E-ID-33", f"the first task of run {run_id} came without the keys of all members")
         masked_run = MaskedRun.of(secagg_run(run_id, manifest), manifest)
         peers, mine = self.identity.pins().load(), self.identity.load().identity
         entries = _entries(fetch(digest), masked_run.members)

@@ -272,10 +272,10 @@ class TaskWork:
         try:
             digest, state = self.outbox.store.manifest_of(terms.beside), self.outbox.state(terms.beside)
             if digest is None or state is None:
-                raise StateError("E-STATE-24", f"expected a local model of this hospital of {terms.beside}, found none")
+                raise StateError("E-STATE-24", f"this hospital has no local model of {terms.beside}")
             kept = CompiledRun.of(read_manifest(self.outbox.objects.verified(digest), digest))
             if not isinstance(kept.method, LocalOnly) or kept.manifest.schema != manifest.schema:
-                raise StateError("E-STATE-24", f"expected a run of method=local on such data, found {terms.beside}")
+                raise StateError("E-STATE-24", f"{terms.beside} is not a run of method=local on data with this schema")
             return kept.method.own_model(kept.new_model(), state)
         except (FederationError, FileNotFoundError) as error:
             task.service.emit(event("alone", f"{key}: no local model of this hospital to compare with: {error}", key))

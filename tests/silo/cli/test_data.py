@@ -34,10 +34,10 @@ def test_a_table_of_labels_is_written_to_be_filled_in_and_never_over_another(tmp
     assert all(" records" in line for line in lines[3:])
     unfilled = called("data", "check", reference, "--classes", f"{own[0]},another", status=1)
     assert "no name of a class" in unfilled
-    assert "which is not overwritten" in called(*words, status=1)
+    assert "is not overwritten" in called(*words, status=1)
     file.write_text("\n".join([*lines[:3], *(line.replace('""', '"another"') for line in lines[3:])]))
     assert "renamed by it" in called("data", "check", reference, "--classes", f"{own[0]},another")
-    assert "name both" in called("data", "check", reference, "--write-labels", status=1)
+    assert "give both" in called("data", "check", reference, "--write-labels", status=1)
 
 
 def called(*words: str, status: int = 0) -> str:

@@ -253,7 +253,7 @@ def test_latest_is_the_only_run_that_waits_and_none_where_several_could_be_meant
     """A coordinator that asks a moment before the operator types would choose what is approved."""
     place = enrolled(tmp_path / "home")
     home = ["--home", str(place.path)]
-    assert "found none" in fails(capsys, "E-RUN-10", 2, "approve", "latest", *home)
+    assert "no run waits" in fails(capsys, "E-RUN-10", 2, "approve", "latest", *home)
     store = SiloStore(place.database)
     store.approvals.ask("run-1", "a" * 64, "skin", "fedmr")
     assert answer(capsys, "approve", "latest", *home)["runs"][0]["run"] == "run-1"
@@ -262,7 +262,7 @@ def test_latest_is_the_only_run_that_waits_and_none_where_several_could_be_meant
     assert "run-2, run-3" in fails(capsys, "E-RUN-10", 2, "approve", "latest", *home)
     assert answer(capsys, "approve", "bone", "--deny", *home)["runs"][0]["run"] == "run-3"
     assert answer(capsys, "approve", "latest", *home)["runs"][0]["run"] == "run-2"
-    assert "found none" in fails(
+    assert "no run waits" in fails(
         capsys, "E-RUN-10", 2, "approve", "latest", *home
     )  # and nothing that was decided changes
     found = {r["run"]: r["decided"] for r in answer(capsys, "approve", *home)["runs"]}

@@ -130,7 +130,7 @@ def test_a_folder_without_a_label_or_that_is_none_is_refused(images: Path, tmp_p
         look(served(tmp_path, "file,diagnosis\nx,a\n"))
     with pytest.raises(DataError, match="expected one of the columns number"):
         look(served(tmp_path, "file,diagnosis\nx,a\n", "&by=number"))
-    with pytest.raises(DataError, match="expected a folder of images"):
+    with pytest.raises(DataError, match="there is no folder of images"):
         look(of(tmp_path, f"folder:{tmp_path}/nowhere?labels={tmp_path}/labels.csv:diagnosis"))
 
 

@@ -476,7 +476,7 @@ def test_the_time_for_a_list_counts_only_while_the_pacs_answers(
     if away:
         assert look(served).images == 4
     else:
-        with pytest.raises(ConfigError, match=r"E-DATA-22.*within 6 hours"):
+        with pytest.raises(ConfigError, match=r"E-DATA-22.*more than 6 hours"):
             look(served)
 
 
@@ -635,12 +635,12 @@ def test_a_redirect_is_refused_and_the_password_goes_nowhere_else(bench: Bench, 
     password = _password(tmp_path)
     with pacs() as other:
         bench.pacs.before = lambda request: not send(request, 302, Location=other.url)
-        with pytest.raises(ConfigError, match=r"E-DATA-22.*a redirect to 127\.0\.0\.1"):
+        with pytest.raises(ConfigError, match=r"E-DATA-22.*redirects to 127\.0\.0\.1"):
             bench.listed(credentials=password)
         assert other.asked == []
     for place in ("https://[::1", "", "\x1b[31m//x", "https://" + "a" * 5000):
         bench.pacs.before = lambda request, place=place: not send(request, 307, Location=place)
-        with pytest.raises(ConfigError, match=r"E-DATA-22.*a redirect") as refused:
+        with pytest.raises(ConfigError, match=r"E-DATA-22.*redirects") as refused:
             bench.listed()
         assert "\x1b" not in str(refused.value)
 
@@ -697,7 +697,7 @@ def test_results_without_end_are_refused(bench: Bench, monkeypatch: pytest.Monke
         json.dumps([{"0020000D": {"Value": [f"1.2.{next(count)}"]}} for _ in range(200)]).encode(),
         "application/dicom+json",
     )
-    with pytest.raises(ConfigError, match=r"E-DATA-22.*at most 2000 results"):
+    with pytest.raises(ConfigError, match=r"E-DATA-22.*more than 2000 results"):
         bench.listed()
 
 
@@ -788,7 +788,7 @@ def test_more_bytes_than_the_cache_may_have_are_refused(bench: Bench) -> None:
         bench.study(k)
         uid = f"1.2.{k}.0.7"
         bench.pacs.studies[f"1.2.{k}"].series[f"1.2.{k}.0"].instances[uid] = dicom(uid, side=64)
-    with pytest.raises(ConfigError, match=r"E-CFG-02.*at most 5e-06 GiB"):
+    with pytest.raises(ConfigError, match=r"E-CFG-02.*limit of 5e-06 GiB"):
         bench.listed(cache=0.000005)
 
 
@@ -847,7 +847,7 @@ def test_a_password_is_read_from_a_file_and_said_nowhere(
 def test_a_password_that_others_can_read_is_refused(bench: Bench, tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"E-STATE-42.*others on this machine may have read the password"):
         bench.listed(credentials=_password(tmp_path, 0o644))
-    with pytest.raises(ConfigError, match=r"E-CFG-02.*found neither"):
+    with pytest.raises(ConfigError, match=r"E-CFG-02.*must contain user:password"):
         bench.listed(credentials=_password(tmp_path, text="nothing"))
 
 
@@ -877,7 +877,7 @@ def test_the_hospitals_own_authority_is_trusted_and_no_other(bench: Bench, tmp_p
         of = Bench(secure, tmp_path)
         of.study(1)
         assert of.listed(ca=good).images == 1
-        with pytest.raises(ConfigError, match=r"E-DATA-22.*can be trusted.*ca=FILE"):
+        with pytest.raises(ConfigError, match=r"E-DATA-22.*cannot be trusted.*ca=FILE"):
             of.listed()
     with (
         pacs(_tls(expired := _certificate(tmp_path, -1))) as secure,

@@ -93,7 +93,7 @@ def test_what_of_an_evaluation_leaves_is_said_beside_the_word_of_the_policy() ->
     assert said["basic", "clinical"] == (
         "correct answers per class; 3 models, counted exactly: of a class with one test image here, the counts "
         "reveal the model's answer for that image",
-        "all of it leaves; 0 of at most 100 runs a day measured models here",
+        "all of it leaves; 0 of at most 100 runs a day evaluated models here",
     )
     assert "confusion matrix" in said["clinical", "accuracy"][0]
     assert said["clinical", "accuracy"][1].startswith("only correct answers per class leave; ")

@@ -183,7 +183,7 @@ def started(place: SiloSettings) -> CagedWorker:
 def test_a_shared_ledger_is_refused_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "machine", lambda: "another")
     monkeypatch.setenv("CONSILIUM_SILO_LEDGER", str(tmp_path / "elsewhere" / "ledger.db"))
-    with pytest.raises(StateError, match=r"E-RUN-55.*ledger that only this home uses"):
+    with pytest.raises(StateError, match=r"E-RUN-55.*only this home may use its ledger"):
         started(settings(tmp_path / "home", CLEAN))
 
 
