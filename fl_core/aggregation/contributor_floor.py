@@ -59,7 +59,7 @@ class ContributorFloor(Guard):
         counts = None if setting is None else setting.get(HOSPITALS)
         if counts is None or counts.shape != (self.n_classes,):
             raise RefusedError(
-                "E-RUN-51", f"expected how many hospitals have each of {self.n_classes} classes beside the model"
+                "E-RUN-51", f"the number of hospitals for each of {self.n_classes} classes was not sent with the model"
             )
         return replace(self, hospitals=counts)
 

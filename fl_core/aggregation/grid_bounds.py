@@ -118,6 +118,6 @@ class _Bounds:
 def _unbounded(part: str, why: str) -> ConfigError:
     return ConfigError(
         "E-CFG-08",
-        f"expected a bound of every number that is masked on ring32, found none of {part!r}: {why}; set "
-        "secagg.ring=ring64, whose words are twice as long",
+        f"ring32 needs a bound of every masked number, and {part!r} has none: {why}. Set secagg.ring=ring64, which "
+        "uses words twice as long",
     )

@@ -88,8 +88,8 @@ class MaskedSum(RoundSum):
         except ProtocolError as error:
             raise RefusedError(
                 "E-RUN-48",
-                f"expected a sum that updates of {len(self._added)} hospitals add up to, found another "
-                f"({error.message}): nothing is merged, and the sum does not show which hospital is responsible",
+                f"the sum cannot be the sum of updates of {len(self._added)} hospitals ({error.message}): nothing is "
+                "merged. The sum does not show which hospital is responsible",
             ) from error
         return AggregationDecision()
 

@@ -90,7 +90,7 @@ class NormGuard(Guard):
         medians = {} if setting is None else dict(setting)
         if set(medians) != {_FIRST, _LARGEST} or not all(_are_norms(v, len(self.blocks)) for v in medians.values()):
             raise ProtocolError(
-                "E-WIRE-06", f"expected the median norms of {len(self.blocks)} blocks beside the model, found others"
+                "E-WIRE-06", f"expected the median norms of {len(self.blocks)} blocks with the model, found other ones"
             )
         return replace(
             self, history=NormHistory(*(self._measured_blocks(medians[name]) for name in (_FIRST, _LARGEST)))
@@ -119,8 +119,8 @@ class NormGuard(Guard):
             if norm > self.options.refuse_above * reference:
                 raise RefusedError(
                     "E-RUN-44",
-                    f"this hospital's update is more than {self.options.refuse_above:g} times as long as is usual in "
-                    "the run: withheld; look for another scale of the images, or training that diverged",
+                    f"update withheld: its norm is more than {self.options.refuse_above:g} times the usual norm in "
+                    "this run. Check whether the images have another scale, or training diverged",
                 )
             for part, key in keys:
                 parts[part][key] = bundle[part].total[key].double() * (self.options.clip_at * reference / norm)

@@ -234,8 +234,8 @@ class NormClippedSum(RoundSum):
         times = f"{ratio:.3g} times" if math.isfinite(ratio) else "without bound above"
         error = RefusedError(
             "E-RUN-44",
-            f"{name}: update is {times} the usual length (limit {self._options.refuse_above:g}): refused; look for "
-            "another scale of the images, or training that diverged",
+            f"{name}: update refused: its norm is {times} the usual norm (limit {self._options.refuse_above:g}). "
+            "Check whether the images have another scale, or training diverged",
         )
         return str(error)
 
@@ -251,7 +251,7 @@ class NormClippedSum(RoundSum):
                     if key.endswith(BUFFERS) is is_own_block
                 }
         if factors:
-            decided.cut[name] = f"update cut to {self._options.clip_at:g} times the usual length"
+            decided.cut[name] = f"update clipped to {self._options.clip_at:g} times the usual norm"
         self.sums.add(late.update, late.silo, factors)
 
     # ---- rows and levels -------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ class NormClippedSum(RoundSum):
                 what = f"{shortened} rows of {part}" if shortened else part
                 times = self._options.rows if isinstance(factor, Tensor) else self._options.clip_at
                 before = f"{decided.cut[name]}, " if name in decided.cut else ""
-                decided.cut[name] = f"{before}{what} cut to {times:g} times the median"
+                decided.cut[name] = f"{before}{what} clipped to {times:g} times the median"
         for name, late in remaining.items():
             self.sums.add(late.update, late.silo, factors[name])
 
@@ -307,7 +307,8 @@ def require_direction(measured: UpdateNorms, name: str, bias: Tensor | None) -> 
     """Raise RefusedError (E-RUN-44) if an update lowers the score of its own classes; as `UpdateNorms.direction`."""
     if measured.direction(bias) < 0:
         raise RefusedError(
-            "E-RUN-44", f"{name}: update lowers the score of its own classes: refused; check the label order"
+            "E-RUN-44",
+            f"{name}: update refused: it lowers the scores of the hospital's own classes. Check the label order",
         )
 
 

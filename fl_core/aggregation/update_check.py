@@ -449,7 +449,7 @@ def clinical_fault(total: Mapping[str, Tensor], weight: Tensor, correct: Tensor,
     low, high = edges[:-1] * counts["examples"], edges[1:] * counts["examples"]
     confidence = total["confidence"]
     if bool(((confidence < low - _rounding_margin(low)) | (confidence > high + _rounding_margin(high))).any()):
-        return "a sum of confidences outside its bin, expected between its edges times its examples"
+        return "a sum of confidences outside its bin, expected between the bin's edges times its examples"
     return ""
 
 

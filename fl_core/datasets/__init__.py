@@ -194,10 +194,10 @@ def schema_of(
             f"{data}: expected one class for each record, found data.multi_label: use data=manifest or data=table",
         )
     elif columns:
-        raise ConfigError("E-CFG-23", f"{data}: expected no columns, which only tables have: use data=table")
+        raise ConfigError("E-CFG-23", f"{data}: only tables have columns: use data=table")
     if space is None:
         raise ConfigError(
-            "E-CFG-23", f"{data}: expected `classes`, the label space of the run, found none: list every class by name"
+            "E-CFG-23", f"{data}: `classes` is missing (the label space of the run): list every class by name"
         )
     if data == "table":
         return Schema((width(columns),), space, tuple(columns), multi_label=multi_label)
@@ -226,7 +226,7 @@ def _check_settings(source: str, request: DataRequest, fewest: int = 2) -> None:
     if image_size is None:
         return
     if source == "table":
-        raise ConfigError("E-CFG-23", "table: expected image_size null, found a number: a table has no images")
+        raise ConfigError("E-CFG-23", "table: a table has no images: leave image_size out")
     sizes = SIZES
     if fixed := _fixed(source):
         side = fixed.shape[-1]
@@ -335,6 +335,5 @@ def _root(data_root: Path | None) -> Path:
         return Path(named)
     raise DataError(
         "E-DATA-02",
-        "expected the folder of the data sets, found neither a data root among the arguments (--data-root) nor the "
-        f"environment variable {DATA_ROOT}: set one of them",
+        f"the folder of the data sets is not set: use --data-root or the environment variable {DATA_ROOT}",
     )

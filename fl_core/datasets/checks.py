@@ -175,10 +175,10 @@ class SourceIndex:
         if dark:
             notes = (
                 *notes,
-                f"images that are almost black, with at most a sixteenth of their range of values: {_listed(dark)}",
+                f"almost black images, which use at most a sixteenth of their value range: {_listed(dark)}",
             )
         if oblong:
-            notes = (*notes, f"images whose pixels are not square, and are read as if they were: {_listed(oblong)}")
+            notes = (*notes, f"images with non-square pixels, which are read as if they were square: {_listed(oblong)}")
         return replace(
             report,
             problems=(*report.problems, *unreadable, *twins),
@@ -248,7 +248,7 @@ class SourceIndex:
         train, test = ({c for c, n in zip(self.classes, counts[s], strict=True) if not n} for s in SPLITS)
         none, untested = sorted(train & test), sorted(test - train)
         notes = (
-            (f"classes without an image: {_listed(none)}; correct if this hospital has never seen them",)
+            (f"classes without an image: {_listed(none)}; this is correct if the hospital has no cases of them",)
             if none
             else ()
         )
@@ -262,7 +262,7 @@ class SourceIndex:
         """Name classes that look like several labels at once, or like a missing one."""
         joined = [c for c in self.classes if len(parts := re.split(r"\s*[|;]\s*", c)) > 1 and all(parts)]
         missing = [c for c in self.classes if c.lower() in ("nan", "null", "n/a", "<na>")]
-        several = "one image has one label here; a list can give it several (separator, docs/data.md)"
+        several = "here each image has one label; a manifest can list several (separator, docs/data.md)"
         return (
             *([f"classes that look like several labels: {_listed(joined)}: {several}"] if joined else ()),
             *([f"classes that look like a missing label: {_listed(missing)}"] if missing else ()),
@@ -282,7 +282,9 @@ class SourceIndex:
         ungrouped = [item.name for item in self.items if item.group is None]
         if len(ungrouped) == len(self.items):
             return ()
-        return problem("E-DATA-07", "images without a group among images that have one", ungrouped, "Name every group")
+        return problem(
+            "E-DATA-07", "images without a group, although other images have one", ungrouped, "Name every group"
+        )
 
 
 def allowed_broken(n: int) -> int:
@@ -314,7 +316,7 @@ def unknown_labels(
 
 def dictionary_problems(labels: Translator) -> tuple[CheckProblem, ...]:
     remedy = f'Write NAME = "class", NAME = ["class", "class"] or NAME = [] under [{TABLE}]'
-    return problem("E-DATA-07", f"lines of {FILE} without an effect", labels.dictionary.faults, remedy)
+    return problem("E-DATA-07", f"lines of {FILE} that have no effect", labels.dictionary.faults, remedy)
 
 
 def require_even(federation: Partitioner) -> None:
@@ -332,8 +334,8 @@ def require_one_class(labels: Translator) -> None:
     if labels.coarse:
         raise ConfigError(
             "E-CFG-23",
-            f"expected a class for each record that is divided among simulated hospitals, found the coarse label "
-            f"{next(iter(labels.coarse))!r}: take it out of {FILE}, or serve the data undivided",
+            "records need one class each to be divided among simulated hospitals, found the coarse label "
+            f"{next(iter(labels.coarse))!r}: remove it from {FILE}, or use the data undivided",
         )
 
 

@@ -90,8 +90,8 @@ class ImageExamples(Examples):
         except UnreadableError as error:
             raise DataError(
                 "E-DATA-04",
-                f"expected a readable image at {error.path}, found: {error}. Restore the file, or take it out of "
-                "the dataset's description; `silo data check` finds all such files before a run",
+                f"expected a readable image at {error.path}, found: {error}. Restore the file, or remove it from the "
+                "dataset's description; `silo data check` finds all such files before a run",
             ) from error
         return torch.from_numpy(squares).permute(0, 3, 1, 2).contiguous()
 

@@ -82,7 +82,9 @@ def read_dictionary(folder: Path) -> LabelDictionary:
     table = raw.get(TABLE)
     if not isinstance(table, Mapping) or set(raw) != {TABLE}:
         others = ", ".join(sorted(set(raw) - {TABLE})) or "nothing"
-        raise DataError("E-DATA-07", f"expected one table [{TABLE}] in {file}, found {others[:200]} beside or in it")
+        raise DataError(
+            "E-DATA-07", f"expected one table [{TABLE}] in {file}, found {others[:200]} next to it or inside it"
+        )
     lines = _lines(text)
     entries, faults = dict[str, LabelEntry](), list[tuple[int, str]]()
     for name, value in table.items():
@@ -191,9 +193,9 @@ class Translator:
         if max(places) >= MAX_COARSE:
             raise DataError(
                 "E-DATA-05",
-                f"expected the classes of the coarse label {label[:80]!r} among the first {MAX_COARSE} of the run, "
-                f"found {classes[max(places)]!r} after them: ask the lead for another order, or take it out of "
-                f"{FILE}",
+                f"the coarse label {label[:80]!r} may only use the first {MAX_COARSE} classes of the run, and "
+                f"{classes[max(places)]!r} comes after them: ask the lead for another order, or remove the label "
+                f"from {FILE}",
             )
         return one_of(places)
 
@@ -210,11 +212,11 @@ class Translator:
             notes.append("excluded by it: " + self._listed(self._unused))
         if self._trained:
             listed = self._listed(self._trained, lambda e: f" = {_text(e.classes)}")
-            notes.append(f"coarse labels, learnt as one of several classes: {listed}")
+            notes.append(f"coarse labels, trained as one of several classes: {listed}")
         if self._tested:
             notes.append("test records of coarse labels, which no evaluation counts: " + self._listed(self._tested))
         if unmet:
-            notes.append("names in it without any record: " + self._listed(Counter(dict.fromkeys(unmet, 0))))
+            notes.append("names in it that no record has: " + self._listed(Counter(dict.fromkeys(unmet, 0))))
         return tuple(notes)
 
     def where(self, label: str, classes: Sequence[str]) -> str:

@@ -54,16 +54,15 @@ class TableSchema:
         inputs = {column.name for column in self.columns}
         if not self.label and not self.labels:
             raise ConfigError(
-                "E-CFG-02", "expected a label with its classes, or labels with a column each, found neither: name one"
+                "E-CFG-02",
+                "the schema has neither a label with its classes nor labels with one column each: add one of them",
             )
         if self.labels:
             self._check_labels({*roles, *inputs})
         elif len(set(self.classes)) != len(self.classes) or len(self.classes) < 2 or not all(self.classes):
             raise ConfigError("E-CFG-02", "expected at least two classes of different names: correct the schema")
         if bool(self.label) == self.multi_label or self.label in inputs or {self.split, self.group} & inputs:
-            raise ConfigError(
-                "E-CFG-02", "expected label, group and split that are no inputs: take them out of the columns"
-            )
+            raise ConfigError("E-CFG-02", "label, group and split cannot be inputs: remove them from the columns")
         if {self.label, self.split} & {self.group, self.record} - {""} or (self.label and self.label == self.split):
             raise ConfigError("E-CFG-02", f"expected a column for each role, found {roles}: correct the schema")
 
@@ -80,8 +79,8 @@ class TableSchema:
         if self.classes or len(set(self.labels)) != len(self.labels) or not all(self.labels) or others & {*self.labels}:
             raise ConfigError(
                 "E-CFG-02",
-                "expected labels of different names that are no inputs and no other roles, and no label or classes "
-                "beside them: correct the schema",
+                "labels need different names, cannot be inputs or have other roles, and exclude label and classes: "
+                "correct the schema",
             )
 
 

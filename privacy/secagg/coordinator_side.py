@@ -76,7 +76,7 @@ class UploadSum:
         if not self._sums:
             raise SecaggError("E-RUN-06", f"round {self.round.number} is sealed: this update is too late", member)
         if member in self.envelopes or len(object_digest) != SECRET:
-            raise SecaggError("E-RUN-51", f"expected one update of each member with its digest, found {member} again")
+            raise SecaggError("E-RUN-51", f"member {member} sent a second update, one with its digest is expected")
         upload.check(self.round, *self._lengths)
         kept = (upload.salt, upload.commitments, upload.packages)
         self.envelopes[member] = _Envelope(object_digest, *(array.copy() for array in kept))
@@ -161,7 +161,7 @@ class SealedRound:
         self.round, self.seal = total.round, seal
         self.inside = self.round.check_set(seal.uploads)
         if {u: envelope.digest for u, envelope in total.envelopes.items()} != dict(seal.uploads):
-            raise SecaggError("E-RUN-51", f"expected the updates of the sealed set, {self.inside}, found others")
+            raise SecaggError("E-RUN-51", f"the updates differ from those of the sealed set, {self.inside}")
         self.hash = self.round.seal_hash(seal.uploads)
         self._sums, self._envelopes, self._sign_keys = total.take(), total.envelopes, sign_keys
         self._confirmed: dict[int, bytes] = {}
@@ -177,7 +177,7 @@ class SealedRound:
         check_about(confirmation, self.round, self.hash, member)
         if not confirmed_by(self._sign_keys[member], self.hash, confirmation.signature):
             name = self.round.run.members[member]
-            raise SecaggError("E-ID-33", f"expected the signature of {name} over the sealed set, found another", member)
+            raise SecaggError("E-ID-33", f"the signature of {name} over the sealed set is invalid", member)
         self._confirmed[member] = confirmation.signature
 
     @property
@@ -210,7 +210,9 @@ class SealedRound:
         if slots != self._slots or not sound:
             name = self.round.run.members[member]
             raise SecaggError(
-                "E-RUN-48", f"expected of {name} a share of each of {len(self._slots)} seeds, found others", member
+                "E-RUN-48",
+                f"expected one share of each of {len(self._slots)} seeds from {name}, found other shares",
+                member,
             )
         self._answers[member] = {(b, u, v): share for b, u, v, share in shares.shares}
 
@@ -237,7 +239,7 @@ class SealedRound:
         """Open the sum over the set, once; raises as `join` and as `OpenedSeeds.unmask`."""
         opened = self.join()
         if not self._sums:
-            raise SecaggError("E-RUN-48", "expected a masked sum, found it taken: add the round's updates again")
+            raise SecaggError("E-RUN-48", "the masked sum was already opened: add the round's updates again")
         sums, self._sums = self._sums, []
         opened.unmask(sums)
         classes = sums[CLASSES][CHECK_WORDS:] if CLASSES in opened.blocks else None
@@ -250,7 +252,8 @@ class SealedRound:
         return UnavailableError(
             "E-RUN-45",
             f"expected {self.round.t} of {self.round.n} hospitals to {what} the set of round {self.round.number}, "
-            f"found {answers}; missing: {', '.join(names)}: start them; the same set is requested again",
+            f"found {answers}; missing: {', '.join(names)}. Start their services; then the same set is requested "
+            "again",
         )
 
 
@@ -316,14 +319,14 @@ class _Joiner:
     def _unjoined(self, dealer: int, tried: int) -> SecaggError:
         name, t = self._round.run.members[dealer], self._round.t
         if (spare := len(self._order) - t) == 0:
-            who, blamed = f"{name} or one of {t} answers; one more answer tells which", None
+            who, blamed = f"{name} or one of {t} answers; one more answer shows which", None
         elif tried < _TRIES:
             who, blamed = (
-                f"{name}, whose share fits no choice of {t} answers, unless more than {spare} of them are false",
+                f"{name}, whose share does not fit any {t} of the answers, unless more than {spare} answers are false",
                 dealer,
             )
         else:
             who, blamed = f"{name}, or several of the answers", None
         return SecaggError(
-            "E-RUN-48", f"expected shares of the seed that its hospital committed to, found others, by {who}", blamed
+            "E-RUN-48", f"shares do not match the seed that the hospital committed to; responsible: {who}", blamed
         )

@@ -73,8 +73,8 @@ def verify_keys(run: SecaggRun, entries: Sequence[MemberKeys], trusted: KeyVerif
         if not trusted(entry, entry.message(run)):
             raise SecaggError(
                 "E-ID-33",
-                f"expected keys of {entry.name} signed by the identity that is pinned here, found another signature; "
-                "compare fingerprints with that hospital before the run begins again",
+                f"expected keys of {entry.name} signed by the identity that was confirmed here, but the signature is "
+                "different: compare fingerprints with that hospital, then submit the run again",
                 u,
             )
         seen |= keys
@@ -169,7 +169,9 @@ class RunKeys:
             try:
                 secret = private.exchange(X25519PublicKey.from_public_bytes(entry.agree))
             except ValueError:
-                raise SecaggError("E-ID-33", f"expected a key of {entry.name} to agree with, found none", v) from None
+                raise SecaggError(
+                    "E-ID-33", f"the key of {entry.name} is invalid, so no shared secret can be computed", v
+                ) from None
             chains.append(kdf(secret, verified.digest, "root", min(index, v), max(index, v)))
         return cls(index, verified.digest, own_keys.sign, verified.sign, tuple(chains))
 
@@ -178,8 +180,8 @@ class RunKeys:
         if round.position < self.position:
             raise SecaggError(
                 "E-RUN-50",
-                f"expected a round that is not closed here, found {round.kind} of round {round.number}: its keys are "
-                "gone, and it is not masked or opened again",
+                f"{round.kind} of round {round.number} is closed here and its keys are deleted: it cannot be masked "
+                "or opened again",
             )
 
     def closed(self, round: Round) -> RunKeys:

@@ -122,6 +122,6 @@ def check_about(message: Message, round: Round, seal_hash: bytes, sender: int | 
         raise SecaggError(
             "E-RUN-50",
             f"expected a message about {round.kind} of round {round.number} and its sealed set, found one about "
-            f"{message.kind!r} of round {message.round}, or another set; nothing is opened",
+            f"{message.kind!r} of round {message.round} or about another set: nothing was opened",
             sender,
         )

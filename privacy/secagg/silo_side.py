@@ -88,9 +88,8 @@ def require_unmasked(row: MaskedTaskRow | None, round: Round) -> None:
     if row.object_digest:
         raise SecaggError(
             "E-RUN-49",
-            f"expected the masked update of {round.kind} in round {round.number} as it was written, found it damaged "
-            "or requested again: a second one would reveal the difference of two updates; this hospital skips the "
-            "round",
+            f"the masked update of {round.kind} in round {round.number} is damaged, or was requested again: a second "
+            "one would reveal the difference of two updates. This hospital skips the round",
         )
     if row.seal_hash:
         raise SecaggError("E-RUN-50", f"round {round.number} is sealed: this update is too late")
@@ -152,7 +151,7 @@ def confirm(
     Guarantees: at most one set per task is signed; a repeated request gets the same bytes.
     """
     if (seal.run_id, seal.keys_digest) != (run.run_id, keys.keys_digest):
-        raise SecaggError("E-RUN-50", "expected a set of this run and its keys, found one of another run or other keys")
+        raise SecaggError("E-RUN-50", "the set belongs to another run or to other keys")
     round = run.round(keys.keys_digest, seal.kind, seal.round, seal.base_digest, cohort)
     round.place(keys.index)
     keys.check_open(round)
@@ -161,11 +160,11 @@ def confirm(
     if offered is not None and offered != round.base_digest:
         raise SecaggError(
             "E-RUN-50",
-            f"round {round.number} was offered here with another base than that of its set; masks would not cancel",
+            f"round {round.number} was offered with a different base model than its set: masks would not cancel",
         )
     inside = round.check_set(seal.uploads)
     if not signed(seal.message(round), seal.signature):
-        raise SecaggError("E-ID-33", "expected a set that the coordinator signed, found another signature or none")
+        raise SecaggError("E-ID-33", "the set is not signed by the coordinator")
     if len(inside) < min_sum:
         raise SecaggError(
             "E-POLICY-17",
@@ -173,13 +172,13 @@ def confirm(
         )
     mine = row.object_digest if row is not None else b""
     if dict(seal.uploads).get(keys.index, mine) != mine:
-        raise SecaggError("E-RUN-50", "expected the set to hold the one update that left here, found another one")
+        raise SecaggError("E-RUN-50", "the set contains a different update than the one that this hospital sent")
     hashed = round.seal_hash(seal.uploads)
     if row is not None and row.seal_hash and row.seal_hash != hashed:
         raise SecaggError(
             "E-RUN-50",
-            f"another set of {round.kind} in round {round.number} was confirmed here: a second one would reveal the "
-            "difference of two sums; this run ends, and a new one can continue from its last model",
+            f"this hospital already confirmed another set of {round.kind} in round {round.number}: a second one "
+            "would reveal the difference of two sums. This run ends; a new run can continue from its last model",
         )
     stored = row or MaskedTaskRow(round.kind, round.number, round.base_digest)
     if not stored.seal_hash:
@@ -197,7 +196,7 @@ def answer(
     Guarantees: the answer depends only on the confirmed set and its uploads: a repeated request gets the same bytes.
     """
     if row is None or not row.seal_hash:
-        raise SecaggError("E-RUN-50", "expected a set that was confirmed here, found none: send the seal first")
+        raise SecaggError("E-RUN-50", "this hospital has not confirmed a set yet: send the seal first")
     round = run.round(keys.keys_digest, row.kind, row.number, row.base_digest, cohort)
     check_about(opening, round, row.seal_hash)
     name = round.run.members[keys.index]
@@ -209,7 +208,9 @@ def answer(
     if confirmed < round.t:
         raise SecaggError("E-RUN-45", f"only {confirmed} members confirmed the set, {round.t} are needed")
     if tuple(u for u, _, _ in opening.packages) != row.inside:
-        raise SecaggError("E-RUN-51", f"expected for {name} one package of each in {row.inside}, found others")
+        raise SecaggError(
+            "E-RUN-51", f"expected one package for {name} from each member of {row.inside}, found other packages"
+        )
     stepped = keys.of(round)
     plain = {
         u: packages.decrypt(round, stepped.chains[u], salt, u, keys.index, package)
@@ -248,11 +249,11 @@ def verify_census(
     """
     seal = proof.seal
     if (seal.run_id, seal.kind, seal.round, seal.keys_digest) != (run.run_id, "census", 0, keys.keys_digest):
-        raise SecaggError("E-RUN-50", "expected the census of this run and its keys, found another set")
+        raise SecaggError("E-RUN-50", "the set is not the census of this run and its keys")
     round = run.round(keys.keys_digest, "census", 0, seal.base_digest)
     inside, hashed, sealed = round.check_set(seal.uploads), round.seal_hash(seal.uploads), dict(seal.uploads)
     if row is not None and (row.object_digest not in (b"", sealed[keys.index]) or row.seal_hash not in (b"", hashed)):
-        raise SecaggError("E-RUN-50", "expected the census that was sent and confirmed here, found another")
+        raise SecaggError("E-RUN-50", "the census differs from the one that this hospital sent and confirmed")
     confirmed = sum(u in inside and confirmed_by(keys.peers[u], hashed, s) for u, s in proof.confirmations.items())
     if confirmed < round.t:
         raise SecaggError("E-RUN-45", f"only {confirmed} members confirmed the census, {round.t} are needed")
@@ -260,11 +261,13 @@ def verify_census(
     for u in inside:
         digest, upload = proof.uploads.get(u, (b"", None))
         if upload is None or digest != sealed[u]:
-            raise SecaggError("E-RUN-48", f"expected the census of {run.members[u]} that was confirmed", u)
+            raise SecaggError(
+                "E-RUN-48", f"the upload of {run.members[u]} differs from the one in the confirmed census", u
+            )
         upload.check(round, 0, classes)
         seed = proof.seeds.get(u, b"")
         if packages.commitment(round, u, u, CLASSES, seed) != upload.commitment(round, CLASSES, u):
-            raise SecaggError("E-RUN-48", f"expected the seed that {run.members[u]} committed to, found another", u)
+            raise SecaggError("E-RUN-48", f"the seed differs from the one that {run.members[u]} committed to", u)
         np.add(total, upload.classes, out=total)
         add_mask(total, seed, round.context, CLASSES, subtract=True)
     check_words(total, round.n, round.title)
@@ -281,5 +284,6 @@ def _check_row(row: MaskedTaskRow, round: Round) -> None:
     if row.base_digest != round.base_digest:
         raise SecaggError(
             "E-RUN-50",
-            f"{round.kind} of round {round.number} began here from another base: masks of two bases do not cancel",
+            f"{round.kind} of round {round.number} started here from a different base model: masks of two bases do "
+            "not cancel",
         )

@@ -169,7 +169,7 @@ class Round:
                 "E-RUN-51", f"expected a set of at least {self.m} members, found {len(inside)}: wait for more of them"
             )
         if any(len(sha) != SECRET for _, sha in uploads):
-            raise SecaggError("E-RUN-51", f"expected a digest of {SECRET} bytes beside every index of the set")
+            raise SecaggError("E-RUN-51", f"expected a digest of {SECRET} bytes for every index of the set")
         return tuple(inside)
 
     def seal_hash(self, uploads: Sequence[tuple[int, bytes]]) -> bytes:

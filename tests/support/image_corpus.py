@@ -147,7 +147,11 @@ def grey_dicom() -> Iterator[Case]:
         ("high-bit-below", {"HighBit": 3}, "contradict each other"),
         ("sign-missing", {"PixelRepresentation": None}, "without the attribute PixelRepresentation"),
         ("bits-allocated-32", {"BitsAllocated": 32}, "32 bits per value"),
-        ("white-at-both-ends", {"PresentationLUTShape": "INVERSE"}, "PresentationLUTShape contradicts"),
+        (
+            "white-at-both-ends",
+            {"PresentationLUTShape": "INVERSE"},
+            "PresentationLUTShape and PhotometricInterpretation contradict each other",
+        ),
     ):
         yield _dicom(name, u16, why, dcmtk=None, **{**TWELVE, **tags})
 
@@ -271,7 +275,7 @@ def colour_dicom() -> Iterator[Case]:
     quads = np.stack([quads[:, ::2, 0], quads[:, 1::2, 0], quads[:, ::2, 1], quads[:, ::2, 2]], -1)
     halves: dict[str, object] = {"photometric": "YBR_FULL_422", "PixelData": quads.astype(np.uint8).tobytes()}
     yield _dicom("ybr-full-422", colours, pairs, tolerance=2, **halves)
-    why = "in an invalid form"
+    why = "colour data: convert it to RGB"
     yield _dicom("ybr-full-422-planes", colours, why, dcmtk=None, PlanarConfiguration=1, **halves)
     yield _dicom("ybr-rct-uncompressed", colours, why, dcmtk=None, photometric="YBR_RCT")
     yield _dicom("ybr-full-16", colours.astype(np.uint16), why, dcmtk=None, photometric="YBR_FULL")
@@ -408,7 +412,7 @@ def compressed_dicom() -> Iterator[Case]:
     yield jpeg(
         "jpeg-said-planar", colours, _jpeg(colours, subsampling="4:4:4"), colours, PlanarConfiguration=1, **ybr_422
     )
-    why = "other colours than its PhotometricInterpretation"
+    why = "JPEG colours in the DICOM file differ from PhotometricInterpretation"
     yield jpeg("jpeg-said-rgb", colours, _jpeg(colours), why, dcmtk=None)
     yield jpeg("jpeg-adobe-rgb-said-ybr", colours, plain, why, dcmtk=None, **ybr_422)
     yield jpeg("jpeg-adobe-said-rgb", colours, _jpeg(colours, _adobe(1)), why, dcmtk=None)
@@ -543,9 +547,7 @@ def tiff() -> Iterator[Case]:
     below = (ramp(255) - 128).astype(np.int8)
     yield Case("grey-signed-8.tif", partial(write_tiff, pixels=below, kind=2), "signed values of 8 bits")
     below16 = (WIDE - 32768).astype(np.int16)
-    yield Case(
-        "grey-signed-16.tif", partial(write_tiff, pixels=below16, kind=2), "whole numbers of 16 bits without a sign"
-    )
+    yield Case("grey-signed-16.tif", partial(write_tiff, pixels=below16, kind=2), "unsigned 16-bit integers")
 
 
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}

@@ -91,7 +91,7 @@ class _Frame(NamedTuple):
         value = self.get(name, default)
         first = value if isinstance(value, (int, float, str)) else next(iter(value), default)  # type: ignore[call-overload]
         if not math.isfinite(number := float(first)):
-            raise UnreadableError(f"the tag {name} holds no finite number: restore the file")
+            raise UnreadableError(f"the attribute {name} is not a finite number: restore the file")
         return number
 
     @property
@@ -227,9 +227,7 @@ def _read(path: Path) -> _Frame:
     except NotImplementedError:  # what pydicom raises of a syntax that it knows no decoder for
         usable = False
     if not usable:
-        raise UnreadableError(
-            f"DICOM in the transfer syntax {syntax.name!r}, which no installed decoder reads: {_EXPORT}"
-        )
+        raise UnreadableError(f"no installed decoder reads the DICOM transfer syntax {syntax.name!r}: {_EXPORT}")
     declared = _Frame(dcmread(path, specific_tags=list(_TAGS)), np.zeros(0, int))
     _check_form(declared, syntax)
     options: Any = {"correct_unused_bits": False}
@@ -283,16 +281,21 @@ def _check_form(frame: _Frame, syntax: UID) -> None:
     if allocated not in (8, 16):
         raise UnreadableError(f"DICOM with {allocated:g} bits per value, supported are 8 and 16: convert it")
     if not 1 <= bits <= frame.number("HighBit", bits - 1) + 1 <= allocated:
-        raise UnreadableError("DICOM whose BitsStored, HighBit and BitsAllocated contradict each other: restore it")
+        raise UnreadableError(
+            "DICOM attributes BitsStored, HighBit and BitsAllocated contradict each other: restore the file"
+        )
     native_422 = photometric == "YBR_FULL_422" and not syntax.is_encapsulated
     if (
         (photometric in _YBR_OF_JPEG2000 and syntax not in _JPEG2000)
         or (photometric in _YBR and (allocated, bits) != (8, 8))
         or (native_422 and (frame.number("PlanarConfiguration", 0) or frame.number("Columns", 0) % 2))
     ):
-        raise UnreadableError(f"DICOM with colours of {photometric} in an invalid form: convert it to RGB")
+        raise UnreadableError(f"DICOM with invalid {photometric} colour data: convert it to RGB")
     if (photometric, frame.get("PresentationLUTShape")) in (("MONOCHROME1", "IDENTITY"), ("MONOCHROME2", "INVERSE")):
-        raise UnreadableError("DICOM whose PresentationLUTShape contradicts its PhotometricInterpretation: restore it")
+        raise UnreadableError(
+            "DICOM attributes PresentationLUTShape and PhotometricInterpretation contradict each other: restore the "
+            "file"
+        )
 
 
 def _check_encapsulated(frame: _Frame, syntax: UID) -> dict[str, int]:
@@ -309,7 +312,7 @@ def _check_encapsulated(frame: _Frame, syntax: UID) -> dict[str, int]:
     too_shallow = high >= max(frame.bits, codestream.get("precision", 0)) and syntax != _RLE
     if too_shallow or (another_sign and (not signed or syntax in _LOSSY)):
         raise UnreadableError(
-            "DICOM whose compressed pixels contradict its tags (depth or sign): export it uncompressed"
+            "compressed DICOM pixel data contradict the attributes (depth or sign): export it uncompressed"
         )
     try:
         with Image.open(io.BytesIO(raw), formats=("JPEG", "JPEG2000")) as image:
@@ -322,7 +325,9 @@ def _check_encapsulated(frame: _Frame, syntax: UID) -> dict[str, int]:
         return {}
     transform = marks.get("adobe_transform", 1 if "jfif" in marks else None)
     if transform is not None and (transform == 1) != (frame.get("PhotometricInterpretation") in _YBR):
-        raise UnreadableError("DICOM whose JPEG has other colours than its PhotometricInterpretation: correct the tag")
+        raise UnreadableError(
+            "JPEG colours in the DICOM file differ from PhotometricInterpretation: correct the attribute"
+        )
     as_rgb = "adobe_transform" not in marks  # by Adobe's mark Pillow converts to RGB itself
     return {"planar_configuration": 0, "as_rgb": as_rgb}
 

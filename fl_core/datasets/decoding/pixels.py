@@ -74,7 +74,7 @@ def rgb_of(image: Image.Image) -> Image.Image:
         if image.mode not in _EIGHT_BIT | _DEEP:
             raise UnreadableError(f"pixels of mode {image.mode} are not supported: convert the image")
         if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
-            raise UnreadableError("several frames or pages: take one of them")
+            raise UnreadableError("several frames or pages: extract one of them")
         image.load()
         return _upright_rgb(image)
     except (*_BROKEN, MemoryError, Image.DecompressionBombError) as error:
@@ -139,7 +139,7 @@ def _decoded(path: Path) -> Iterator[tuple[Image.Image, int]]:
             raise UnreadableError("values of more than 8 bits stored channel by channel: store them pixel by pixel")
         require_pixels(file.width, file.height)
         if file.format != "MPO" and _has_second_frame(file):
-            raise UnreadableError("several frames or pages: store each as a file of its own")
+            raise UnreadableError("several frames or pages: store each in a separate file")
         file.load()
         yield file, depth
 
@@ -166,7 +166,7 @@ def _readable(path: Path) -> Iterator[None]:
             raise UnreadableError(f"more than {MAX_PIXELS} pixels: make it smaller") from error
         if isinstance(error, UnidentifiedImageError):
             bare = "DICOM without preamble and meta header (PS3.10): store it as a DICOM file"
-            other = "not an image in a supported format, whatever its name says"
+            other = "not an image in a supported format (judged by its content, not its name)"
             raise UnreadableError(bare if dicom.lacks_preamble(path) else other) from error
         raise UnreadableError(str(error).replace(str(path), path.name) or type(error).__name__) from error
 
@@ -186,9 +186,9 @@ def _grey(upright: Image.Image, file: Image.Image) -> Image.Image:
         low, high, wanted = 0.0, 1.0, "floating-point values from 0 to 1"
     else:
         bits = int(tags.get(_BITS, (16,))[0]) if file.mode != "I" else 16
-        low, high, wanted = 0.0, float(2 ** min(bits, 16) - 1), "whole numbers of 16 bits without a sign"
+        low, high, wanted = 0.0, float(2 ** min(bits, 16) - 1), "unsigned 16-bit integers"
     if not (values.min() >= low and values.max() <= high):  # NaN is in no range
-        raise UnreadableError(f"expected {wanted}, found others: their range is unknown; convert the file")
+        raise UnreadableError(f"expected {wanted}, found other values, whose range is unknown: convert the file")
     shares = values / high
     if tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:
         shares = 1 - shares

@@ -34,7 +34,7 @@ def assign_classes(n_classes: int, silos: int, per_silo: int, seed: int) -> tupl
             "E-CFG-08",
             f"p{silos}c{per_silo} of {n_classes} classes: expected at most {n_classes} classes per silo and at least "
             f"{n_classes} places, found {per_silo} and {silos * per_silo}: some class would have no silo, or a silo "
-            f"the same class twice; use {' or '.join(fits)}",
+            f"would have a class twice; use {' or '.join(fits)}",
         )
     random = rng.numpy_stream(seed, "partition", "classes")
     fresh = 0

@@ -202,7 +202,7 @@ def require_short(text: str) -> None:
     """Raise ConfigError (E-CFG-01) on a text longer than any path: its numbers could be too long to be read."""
     if len(text) > _MAX_CHARS:
         raise ConfigError(
-            "E-CFG-01", f"expected at most {_MAX_CHARS} characters that name data, found {len(text)}: {text[:40]}..."
+            "E-CFG-01", f"expected a data name of at most {_MAX_CHARS} characters, found {len(text)}: {text[:40]}..."
         )
 
 

@@ -60,7 +60,7 @@ def scan(root: Path, classes: Sequence[str] | None) -> SourceIndex:
     if halves:
         problems += problem(
             "E-DATA-07",
-            "subfolders beside train/ and test/ (images in them)",
+            "subfolders next to train/ and test/ (images in them)",
             [f"{folder.name!r}: {len(tree.images(folder))}" for folder in levels if folder not in halves],
             "Move them below train/ or test/, or out of the folder",
         )
@@ -81,7 +81,7 @@ def scan(root: Path, classes: Sequence[str] | None) -> SourceIndex:
         contents, remedy = (
             ("none", "check the path")
             if not loose
-            else (f"{loose} images outside any class", "put each into a subfolder that is named after its class")
+            else (f"{loose} images outside any class", "put each into a subfolder named after its class")
         )
         raise DataError("E-DATA-02", f"expected one subfolder per class in {root}, found {contents}: {remedy}")
     problems += tree.problems()

@@ -56,7 +56,8 @@ class ListSchema:
         ways = [name for name in ("label", "labels", "one_hot") if getattr(self, name)]
         if len(ways) != 1:
             raise ConfigError(
-                "E-CFG-02", f"expected one of label, labels and one_hot, found {' and '.join(ways) or 'none'}: name one"
+                "E-CFG-02",
+                f"expected exactly one of label, labels and one_hot, found {' and '.join(ways) or 'none'}: keep one",
             )
         if self.separator and not self.label:
             raise ConfigError("E-CFG-02", "expected a separator only with one label column (label): remove it")
@@ -118,7 +119,7 @@ def scan(file: Path, classes: Sequence[str] | None) -> SourceIndex:
             "E-DATA-07",
             f"columns of {file.name} without any label",
             [schema.label] if schema.several and not rows.names else [],
-            "Name a label in one row at least, or take another column",
+            "Add a label in at least one row, or choose another column",
         ),
         *problem("E-DATA-07", "images listed more than once", twice, "Keep one row per image"),
         *problem(

@@ -66,7 +66,7 @@ def scan(root: Path, center: int, classes: Sequence[str] | None) -> SourceIndex:
         raise DataError(
             "E-DATA-08",
             f"expected rows of centre {center} in {folder / SPLIT_FILE}, found the centres "
-            f"{', '.join(sorted({row['center'] for row in rows}))}: take one of these, or the whole data set",
+            f"{', '.join(sorted({row['center'] for row in rows}))}: use one of these, or the whole data set",
         )
     sound = [row for row in mine if not _contradiction(row)]
     items = tuple(_item(row, folder, groups) for row in sound)
@@ -83,7 +83,7 @@ def scan(root: Path, center: int, classes: Sequence[str] | None) -> SourceIndex:
     )
     split_groups = groups_in_both_splits(items)
     notes = (
-        (f"{len(split_groups)} lesions have images in train and in test, as FLamby's split has it",)
+        (f"{len(split_groups)} lesions have images in both train and test, as in FLamby's split",)
         if split_groups
         else ()
     )

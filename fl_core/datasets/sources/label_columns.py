@@ -61,14 +61,18 @@ class LabelColumns:
         each = ", ".join(f"{name}: {n}" for name, n in zip(classes, looked, strict=True) if n)
         empty = int((targets == UNKNOWN).all(1).sum())
         return (
-            f"records in which a label was looked for, of {len(targets)}: {each or 'none'}; those in which it was "
-            "found are counted as its examples",
+            f"records (of {len(targets)}) examined for each label: {each or 'none'}; records in which it was found "
+            "count as its examples",
             *(
-                [f"labels that were not looked for here: {', '.join(none)}; they are unknown, not absent"]
+                [f"labels that no record here was examined for: {', '.join(none)}; they are unknown, not absent"]
                 if none
                 else []
             ),
-            *([f"records in which no label was looked for: {empty}; nothing is learnt from them"] if empty else []),
+            *(
+                [f"records that were not examined for any label: {empty}; they are not used for training"]
+                if empty
+                else []
+            ),
         )
 
 
@@ -79,7 +83,7 @@ def translated_columns(names: Sequence[str], labels: Translator) -> tuple[str | 
     if coarse := [text for text in translated if text in labels.coarse]:
         raise DataError(
             "E-DATA-07",
-            f"expected one label for a column, found {coarse[0]!r} in labels.toml: a coarse label is of records with "
-            "one class; give the column one label, or [] where it is not used",
+            f"labels.toml maps a column to {coarse[0]!r}, but coarse labels need records with one class: map the "
+            "column to one label, or to [] if it is not used",
         )
     return translated

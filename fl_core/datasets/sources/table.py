@@ -102,7 +102,7 @@ class TableIndex:
                 "Give both splits rows",
             ),
         )
-        unseen = f"no row of the classes {', '.join(none)}: correct if this hospital has never seen them"
+        unseen = f"no row has the classes {', '.join(none)}; this is correct if the hospital has no cases of them"
         notes = (*self.notes, *self.translator.notes())
         label_texts: Sequence[str] = self.labels
         if self.columns is None:
@@ -344,7 +344,7 @@ class _Rows:
         return tuple(dict.fromkeys(n for n in self._columns if n)) if self.schema.multi_label else self.schema.classes
 
     def _row_problems(self, file: Path) -> tuple[CheckProblem, ...]:
-        remedy = f"Correct these rows, or what {schema_path(file).name} declares"
+        remedy = f"Correct these rows or the schema {schema_path(file).name}"
         what = f"rows of {file.name} that its schema does not allow"
         return problem("E-DATA-07", what, self._faults, remedy, self._faulty)
 
@@ -356,13 +356,13 @@ class _Rows:
             shared = sorted(halves[0] & halves[1])
             remedy = "Keep them in one split: otherwise the test measures memorisation"
             if what == "equal rows":
-                remedy += "; or declare `record`, where they are of different patients"
+                remedy += "; or declare `record`, if they are from different patients"
             shown = shared if what == "groups" else self._lines_of(names, set(shared))
             problems += problem("E-DATA-07", f"{what} in both train and test", shown, remedy)
         if self.schema.record:
             twice = {name for name, n in Counter(names).items() if n > 1}
-            what = f"values of {self.schema.record!r} that several rows have"
-            problems += problem("E-DATA-07", what, self._lines_of(names, twice), "Name each row by another one")
+            what = f"values of {self.schema.record!r} that occur in several rows"
+            problems += problem("E-DATA-07", what, self._lines_of(names, twice), "Give each row a different value")
         return problems
 
     def _lines_of(self, names: Sequence[str], wanted: set[str]) -> list[str]:
@@ -483,7 +483,7 @@ def _parquet(file: Path, wanted: Sequence[str]) -> tuple[list[str], Iterator[tup
     except FileNotFoundError as error:
         raise DataError("E-DATA-02", f"expected a Parquet file at {file}, found none: check the path") from error
     except (OSError, ValueError, ArrowException) as error:
-        raise DataError("E-DATA-07", f"expected a Parquet file at {file}, found another: export it again") from error
+        raise DataError("E-DATA-07", f"{file} is not a Parquet file: export it again") from error
     if rows > MAX_ROWS or size > MAX_BYTES:
         raise DataError("E-DATA-07", f"expected at most {MAX_ROWS} rows and {MAX_BYTES} bytes in {file}: divide it")
     stored = {composed(name): name for name in names}
@@ -498,7 +498,7 @@ def _parquet(file: Path, wanted: Sequence[str]) -> tuple[list[str], Iterator[tup
                     line += 1
                     yield line, [*map(_text, row), *gap]
         except (OSError, ValueError, ArrowException) as error:
-            raise DataError("E-DATA-07", f"expected a whole Parquet file at {file}: export it again") from error
+            raise DataError("E-DATA-07", f"the Parquet file {file} is truncated or damaged: export it again") from error
 
     return [*read, *(name for name in map(composed, names) if name not in read)], body()
 

@@ -78,7 +78,7 @@ JUDGED = pb.RoundInfo(
     round=1,
     kind=pb.TRAIN,
     missing={"west": "E-RUN-44: west: too long", "late": "E-RUN-13: no update"},
-    cut={"north": "2 rows of prototypes cut", "east": "update cut to 4 times the usual length"},
+    cut={"north": "2 rows of prototypes cut", "east": "update clipped to 4 times the usual norm"},
     cut_rows=2,
     unbounded=True,
 )

@@ -103,10 +103,10 @@ def test_a_long_update_is_refused_in_the_round_and_the_silo_hears_why(tmp_path: 
 def test_a_cut_is_in_the_record_in_the_events_and_told_to_the_silo(tmp_path: Path) -> None:
     with finished_beside(tmp_path, replace(AGREED, quorum=3), scaled(9.0, since=1)) as (world, run, told):
         rounds = [row.record for row in world.server.store.runs.rounds(run.id)]
-        assert events(world, run.id, "cut")[0] == ("east", "round 2: east's update cut to 4 times the usual length")
-        assert rounds[1].cut == {"east": "update cut to 4 times the usual length"}
+        assert events(world, run.id, "cut")[0] == ("east", "round 2: east's update clipped to 4 times the usual norm")
+        assert rounds[1].cut == {"east": "update clipped to 4 times the usual norm"}
         assert rounds[0].medians["delta"] > 0
-        assert told[1] == (True, "update cut to 4 times the usual length")
+        assert told[1] == (True, "update clipped to 4 times the usual norm")
         shown = world.lead().Show(pb.RunQuery(run_id=run.id)).rounds[1]
         assert dict(shown.cut) == rounds[1].cut
         assert dict(shown.medians) == rounds[1].medians

@@ -114,8 +114,8 @@ def test_an_update_above_a_hundred_medians_is_refused_and_leaves_no_trace(
         lie["delta"] = Part({"w": torch.tensor(along(1.0)), "bn.running_mean": torch.zeros(2)}, torch.tensor(1e-38))
     total, decided = aggregated({**HONEST, "north": lie}, history)
     assert list(decided.refused) == ["north"]
-    assert decided.refused["north"].startswith("E-RUN-44: north: update is ")
-    assert "times the usual length (limit 100): refused" in decided.refused["north"]
+    assert decided.refused["north"].startswith("E-RUN-44: north: update refused: its norm is ")
+    assert "times the usual norm (limit 100)" in decided.refused["north"]
     honest = aggregated(HONEST, history)[0]
     assert same_bundle(total, honest)
 
@@ -125,7 +125,7 @@ def test_statistics_of_batch_norm_are_bounded_apart() -> None:
     _, decided = aggregated({**HONEST, "north": update(along(1.0), buffers=101.0)}, BEFORE)
     assert list(decided.refused) == ["north"]
     total, decided = aggregated({"north": update(along(1.0), buffers=8.0), **HONEST}, BEFORE)
-    assert decided.cut == {"north": "update cut to 4 times the usual length"}
+    assert decided.cut == {"north": "update clipped to 4 times the usual norm"}
     cut = aggregated({"north": update(along(1.0), buffers=4.0), **HONEST}, BEFORE)[0]
     assert same_bundle(total, cut)  # the values beside it are as they were
 
@@ -134,7 +134,7 @@ def test_statistics_of_batch_norm_are_bounded_apart() -> None:
 def test_an_update_between_four_and_a_hundred_medians_is_cut_to_four() -> None:
     total, decided = aggregated({**HONEST, "north": update(along(50.0, 5))}, BEFORE)
     assert not decided.refused
-    assert decided.cut == {"north": "update cut to 4 times the usual length"}
+    assert decided.cut == {"north": "update clipped to 4 times the usual norm"}
     weight = float(total["delta"].weight)
     assert mean(total)[5] * weight == pytest.approx(4.0 * 10.0, rel=1e-6)
 
@@ -158,7 +158,7 @@ def test_an_honest_update_of_many_medians_is_cut_and_not_refused() -> None:
     for history in (None, BEFORE):
         _, decided = aggregated({**HONEST, "north": update(along(33.0))}, history)
         assert not decided.refused
-        assert decided.cut == {"north": "update cut to 4 times the usual length"}
+        assert decided.cut == {"north": "update clipped to 4 times the usual norm"}
 
 
 @pytest.mark.fault("a hospital", "raises the norms of all updates round by round", "the bound does not rise")
@@ -205,7 +205,7 @@ def test_fewer_than_three_updates_are_bounded_by_the_initial_weights(count: int,
     total, decided = aggregated(sent, BEGUN)
     assert decided.unbounded
     assert not decided.refused
-    assert decided.cut == {"a": "update cut to 4 times the usual length"}
+    assert decided.cut == {"a": "update clipped to 4 times the usual norm"}
     assert float(mean(total).norm()) <= 4.0 * (1 + 1e-6)
 
 
@@ -222,7 +222,7 @@ def test_two_updates_of_a_later_round_are_bounded_by_the_earlier_ones() -> None:
         name: {part: one[part] for part in layout} for name, one in (("a", update(along(50.0))), ("b", HONEST["b"]))
     }
     total, decided = aggregated(sent, BEFORE, layout=layout)
-    assert decided.cut == {"a": "update cut to 4 times the usual length"}
+    assert decided.cut == {"a": "update clipped to 4 times the usual norm"}
     assert not decided.unbounded
     assert float(mean(total).norm()) <= 4.0
 
@@ -260,7 +260,7 @@ def test_two_updates_do_not_move_the_median_of_later_rounds() -> None:
 @pytest.mark.fault("a hospital", "sends false prototypes", "each row is clipped to four medians of its contributors")
 def test_rows_are_cut_to_four_medians_of_their_contributors() -> None:
     total, decided = aggregated({**HONEST, "north": update(along(1.0), row=1e6)}, BEFORE)
-    assert decided.cut == {"north": "1 rows of prototypes cut to 4 times the median"}
+    assert decided.cut == {"north": "1 rows of prototypes clipped to 4 times the median"}
     assert decided.cut_rows == 1
     assert float(total["prototypes"].total["offset"][0, 0]) == pytest.approx(4.0 * (5 + 4.0), rel=1e-6)
 
@@ -382,7 +382,7 @@ def test_an_update_that_lowers_its_own_classes_is_refused() -> None:
         found = first_round(correct)
         assert set(found.missing) == {"north"}
         assert found.missing["north"] == (
-            "E-RUN-44: north: update lowers the score of its own classes: refused; check the label order"
+            "E-RUN-44: north: update refused: it lowers the scores of the hospital's own classes. Check the label order"
         )
 
 

@@ -44,7 +44,7 @@ def test_values_of_12_bits_in_16_are_noted_as_next_to_black_in_every_form(tmp_pa
     file = tmp_path / "dark/train/a/1.png"
     assert np.asarray(open_image(file)).max() <= 16
     assert content(file).depth == described(file).bits == 16
-    assert "almost black, with at most a sixteenth of their range of values: 4 (" in notes(tmp_path / "dark")
+    assert "almost black images, which use at most a sixteenth of their value range: 4 (" in notes(tmp_path / "dark")
     assert "black" not in notes(tmp_path / "full")
 
 
@@ -55,7 +55,7 @@ def test_pixels_that_are_not_square_are_noted(tmp_path: Path, tags: dict[str, ob
         write_dicom(tmp_path / split / label / "square.dcm", pixels, PixelAspectRatio=["3", "3"])
         write_dicom(tmp_path / split / label / "oblong.dcm", 255 - pixels, **tags)
     said = notes(tmp_path)
-    assert "pixels are not square, and are read as if they were: 4 (" in said
+    assert "images with non-square pixels, which are read as if they were square: 4 (" in said
     assert "/oblong.dcm" in said
     assert "/square.dcm" not in said
 

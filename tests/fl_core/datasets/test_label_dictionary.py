@@ -66,7 +66,7 @@ def test_a_check_says_what_each_line_does(tmp_path: Path) -> None:
         f"labels.toml (digest {read_dictionary(tmp_path).digest}) has 5 names",
         "'D22' = nevus (line 3: 4 records)",
         "excluded by it: 'scar' (line 6: 4 records)",
-        "learnt as one of several classes: 'benign' = keratosis or nevus (line 5: 2 records)",
+        "trained as one of several classes: 'benign' = keratosis or nevus (line 5: 2 records)",
         "which no evaluation counts: 'benign' (line 5: 2 records)",
     ):
         assert said in notes
@@ -85,7 +85,7 @@ def test_lines_that_say_nothing_and_classes_that_no_run_has_are_named_with_their
         "line 7: 'D22b': neither a class nor a list of classes",
     )
     assert strangers.first == ("'C43.9': 4", "'scar': 4")
-    assert any("names in it without any record: 'naevus2' (line 8)" in note for note in report.notes)
+    assert any("names in it that no record has: 'naevus2' (line 8)" in note for note in report.notes)
     with pytest.raises(DataError, match="E-DATA-07"):
         load(folder(tmp_path, table), ASKED)
 
@@ -101,8 +101,8 @@ def test_a_misspelt_class_names_the_line_and_the_one_that_was_meant(tmp_path: Pa
     ("text", "wanted"),
     [
         ("labels = 3", "one table"),
-        ("[labels]\na = 'b'\n[more]\nx = 1", "more beside"),
-        ("", "nothing beside"),
+        ("[labels]\na = 'b'\n[more]\nx = 1", "more next to"),
+        ("", "nothing next to"),
         ("[labels]\na = 'b'\na = 'c'", "line 3"),
         ("[labels]\na = b", "line 2"),
         ("\x00", "TOML"),
@@ -170,5 +170,5 @@ def test_records_of_a_set_are_not_divided_by_class(tmp_path: Path) -> None:
 
 def test_a_set_of_classes_beyond_the_62nd_is_refused(tmp_path: Path) -> None:
     many = [f"c{k}" for k in range(70)] + list(CLASSES)
-    with pytest.raises(DataError, match="among the first 62"):
+    with pytest.raises(DataError, match="only use the first 62"):
         load(folder(tmp_path), DataRequest(classes=many, image_size=16))

@@ -50,7 +50,7 @@ def test_whole_numbers_of_32_bits_are_read_as_16_bits_or_refused(tmp_path: Path)
         values = DEEP.astype(np.int32)
         values[0, 0] = wrong
         Image.fromarray(values).save(tmp_path / "b.tif")
-        refuses(tmp_path / "b.tif", "whole numbers of 16 bits")
+        refuses(tmp_path / "b.tif", "unsigned 16-bit integers")
 
 
 def test_floating_point_is_read_from_0_to_1_or_refused(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_isic_groups_are_lesions_and_torn_ones_are_noted(tmp_path: Path) -> None
     assert silo.train.groups == tuple(f"lesion{k // 2}" for k in range(9))
     report = check("isic2019/center3", data_root=tmp_path)
     assert report.groups == 6
-    assert report.notes[:1] == ("1 lesions have images in train and in test, as FLamby's split has it",)
+    assert report.notes[:1] == ("1 lesions have images in both train and test, as in FLamby's split",)
     write_csv(folder / "groups.csv", ("image", "lesion_id"), groups[:-2])
     refuse("without a group", "E-DATA-07", "isic2019/center3", data_root=tmp_path)
 

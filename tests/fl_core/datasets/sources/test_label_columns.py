@@ -51,9 +51,9 @@ def test_a_check_counts_what_was_found_and_says_what_was_looked_for(tmp_path: Pa
     assert not report.problems
     assert report.counts == {Split.TRAIN: (2, 1, 0), Split.TEST: (0, 0, 0)}
     notes = " | ".join(report.notes)
-    assert "a label was looked for, of 5: edema: 3, effusion: 3" in notes
-    assert "were not looked for here: nodule; they are unknown, not absent" in notes
-    assert "no label was looked for: 1; nothing is learnt from them" in notes
+    assert "records (of 5) examined for each label: edema: 3, effusion: 3" in notes
+    assert "no record here was examined for: nodule; they are unknown, not absent" in notes
+    assert "not examined for any label: 1; they are not used for training" in notes
 
 
 def test_columns_have_names_of_their_own_and_two_for_one_label_say_what_either_found(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_columns_have_names_of_their_own_and_two_for_one_label_say_what_either_f
     assert silo.train.labels[:, 1:].unique().tolist() == [-1]
     assert silo.dictionary.digest
     assert load(table(tmp_path, names, body, dictionary)).schema.classes == ("edema",)
-    with pytest.raises(DataError, match="a coarse label is of records with one class"):
+    with pytest.raises(DataError, match="coarse labels need records with one class"):
         load(table(tmp_path, names, body, dictionary.replace("[]", '["edema", "nodule"]')), DataRequest(classes=RUN))
 
 

@@ -111,8 +111,8 @@ def test_values_outside_are_clipped_where_the_schema_says_so(tmp_path: Path) -> 
         ("max = 120", "", "min and max"),
         ('categories = ["f", "m"]', 'categories = ["f", "f"]', "each once"),
         ('categories = ["f", "m"]', "", "categories for a category"),
-        ('label = "diagnosis"', 'label = "age"', "no inputs"),
-        ('label = "diagnosis"', "", "found neither"),
+        ('label = "diagnosis"', 'label = "age"', "cannot be inputs"),
+        ('label = "diagnosis"', "", "the schema has neither"),
         ('classes = ["benign", "malignant"]', 'classes = ["benign"]', "two classes"),
         ("[columns.age]", '[columns."a\\u202eb"]', "visible name"),
         ("[columns.age]", "[columns.age", "TOML"),
@@ -182,7 +182,7 @@ def test_a_row_is_known_by_its_cells_or_by_its_record(tmp_path: Path) -> None:
     assert set(edited.train.content_names) == set(named)
     body[3][0] = body[2][0]
     refuse(
-        r"that several rows have: 1 \(lines 4 = 5\)",
+        r"that occur in several rows: 1 \(lines 4 = 5\)",
         "E-DATA-07",
         f"table:{write_table(tmp_path / 'f', body, roles=roles)}",
     )
