@@ -33,8 +33,8 @@ class LoopbackAddress:
         if not is_loopback(host):
             raise ConfigError(
                 "E-CFG-02",
-                f"--metrics: expected an address of this machine's loopback, found {host[:80]!r}: metrics "
-                "need no certificate, so whoever reaches the port can read them. Use 127.0.0.1, with a proxy that "
+                f"--metrics: expected an address of this machine's loopback, found {host[:80]!r}: metrics need no "
+                "certificate, so everybody who reaches the port can read them. Use 127.0.0.1, with a proxy that "
                 "authenticates or a monitoring agent in front",
             )
         return cls("127.0.0.1" if host.lower() == "localhost" else host, int(match[3]))
@@ -53,8 +53,8 @@ class LoopbackAddress:
         except OSError as error:
             raise StateError(
                 "E-NET-20",
-                f"expected to serve {what} on {self}, found that it cannot be used ({error.strerror}): choose "
-                f"another address or port with {option}, or stop the other program",
+                f"cannot serve {what} on {self} ({error.strerror}): choose another address or port with {option}, "
+                "or stop the other program",
             ) from error
 
 

@@ -109,7 +109,7 @@ def read_chunks(path: Path, name: str, offset: int) -> Generator[Chunk, None, No
 def _read_exactly(file: BinaryIO, size: int) -> bytes:
     data = file.read(size)
     if len(data) != size:
-        raise OSError(f"expected {size} more bytes in {file.name}, found its end")
+        raise OSError(f"{file.name} ends before the expected {size} bytes")
     return data
 
 
@@ -126,7 +126,7 @@ def append_chunk(chunk: Chunk | pb.Chunk, into: Writer, have: int, most: int | N
     """
     data = chunk.data
     if most is not None and chunk.offset + len(data) > most:
-        raise ProtocolError("E-WIRE-06", f"expected the {most} bytes that were announced, found more")
+        raise ProtocolError("E-WIRE-06", f"more than the announced {most} bytes came")
     if len(data) > CHUNK_BYTES:
         raise ProtocolError("E-WIRE-06", f"expected chunks of at most {CHUNK_BYTES} bytes, found {len(data)}")
     if chunk.offset > have:

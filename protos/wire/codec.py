@@ -203,7 +203,7 @@ class TensorFile:
                 self._begins[place] = begin
                 begin += math.prod(self.shapes[place]) * _DTYPES[self.kinds[place]][1]
         except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise ProtocolError("E-WIRE-06", f"expected tensors of Consilium in {file.name}, found: {error}") from error
+            raise ProtocolError("E-WIRE-06", f"{file.name} does not contain tensors of Consilium: {error}") from error
 
     def dtype(self, place: int) -> torch.dtype:
         from fl_core.tensors import torch
@@ -354,7 +354,7 @@ class BundleFile(Mapping[str, Part]):
                 case _:
                     raise ProtocolError("E-WIRE-06", f"expected a part of a bundle, found the path {entry}")
         if missing := [name for name in totals if name not in weights]:
-            raise ProtocolError("E-WIRE-06", f"expected a weight with every part, found none for {missing}")
+            raise ProtocolError("E-WIRE-06", f"every part needs a weight, and {missing} have none")
         self._parts = {name: Part(FileTensors(file, total), file.read(weights[name])) for name, total in totals.items()}
         self._dtypes = {
             name: {file.dtype(place) for place in (weights[name], *total.values())} for name, total in totals.items()

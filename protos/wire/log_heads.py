@@ -34,7 +34,9 @@ def of_message(message: pb.LogHead, of: str, authority_pem: bytes) -> SignedHead
         or message.restored > message.number
         or len(message.restored_hash) != (32 if message.restored else 0)
     ):
-        raise ProtocolError("E-WIRE-06", "expected the end of an audit log, found another form: upgrade that side")
+        raise ProtocolError(
+            "E-WIRE-06", "the message does not have the form of an audit log's end: upgrade the side that sent it"
+        )
     head = SignedHead(
         of,
         message.number,

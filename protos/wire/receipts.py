@@ -84,5 +84,5 @@ def verify(receipt: pb.Receipt, authority_pem: bytes, consortium: str) -> None:
         key.verify(receipt.signature, canonical_text(receipt), ec.ECDSA(hashes.SHA256()))
     except (ValueError, RefusedError, InvalidSignature) as error:
         raise RefusedError(
-            "E-ID-14", f"expected a receipt signed by coordinator://{consortium}, found {error or 'a wrong signature'}"
+            "E-ID-14", f"the receipt is not validly signed by coordinator://{consortium}: {error or 'wrong signature'}"
         ) from error

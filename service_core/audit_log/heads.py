@@ -77,7 +77,7 @@ class SignedHead:
         if not sound:
             raise RefusedError(
                 "E-ID-14",
-                f"expected the head of an audit log signed by {self.of[:80]!r}, found another signature",
+                f"the head of the audit log is not signed by {self.of[:80]!r}",
             )
 
     def to_json(self) -> Mapping[str, object]:

@@ -81,7 +81,7 @@ class AuditLog:
         """Open an existing log; raises StateError (E-STATE-80) if there is none."""
         files = (folder / Path(LOG_FILE).name, folder / _ANCHOR)
         if not any(file.exists() for file in files) and not _files_of_0_1_0(folder):
-            raise StateError("E-STATE-80", f"expected an audit log in {folder}, found none")
+            raise StateError("E-STATE-80", f"there is no audit log in {folder}")
         return cls(folder)
 
     def append(self, *entries: LogEntry) -> None:
@@ -220,8 +220,8 @@ class AuditLog:
         except sqlite3.DatabaseError as error:
             raise StateError(
                 "E-STATE-80",
-                f"expected an audit log in {self.file}, found a file that SQLite cannot use ({error}): restore it from "
-                "a backup, or move it away; a new log begins with line 1, which the other side notices",
+                f"SQLite cannot use the audit log {self.file} ({error}): restore it from a backup, or move it away. "
+                "A new log begins with line 1, which the other side notices",
             ) from error
 
     def _take_over(self, db: sqlite3.Connection, folder: Path) -> None:

@@ -108,11 +108,11 @@ class Recorder:
             self._write_heads(0.0, [head.of])
             text = f"its log ended at line {before.number}, and now ends differently at line {head.number}"
             if 0 < head.restored <= before.number:
-                text += f"; its home was restored at line {head.restored}, and it lost the lines from there on"
+                text += f"; its home was restored at line {head.restored}, and it lost the lines from that one on"
             self._write(LogEntry(head.of, "log went back", text, outcome="noticed"))
             return (
                 f"the audit log of {head.of} was restored or changed, or its message is late: {text}. Ask that side "
-                "whether it restored a backup; this side keeps both heads"
+                "whether it restored a backup. This side keeps both heads"
             )
 
     def flush(self) -> None:

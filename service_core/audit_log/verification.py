@@ -43,12 +43,12 @@ def heads_in(file: Path, of: str, authority_pem: bytes) -> list[SignedHead]:
                     head.require_signed(authority_pem)
                     heads.append(head)
     except OSError as error:
-        raise ConfigError("E-CFG-02", f"--against: expected a file of lines, found {file}: {error}") from None
+        raise ConfigError("E-CFG-02", f"--against: cannot read {file}: {error}") from None
     if not heads:
         raise ConfigError(
             "E-CFG-02",
-            f"--against: expected lines of the other side with heads of the log of {of}, found none in {file}: "
-            "make it there with `log show --what head --json`",
+            f"--against: {file} has no lines of the other side with heads of the log of {of}: make the file on the "
+            "other side with `log show --what head --json`",
         )
     return heads
 
@@ -82,8 +82,8 @@ def verify(
             _raise_broken(broken)
     if newest > last.seq:
         _fail(
-            f"expected the log to reach line {newest}, which was written, found its end at line {last.seq}: line "
-            f"{last.seq + 1} and what followed were cut off"
+            f"line {newest} was written, but the log ends at line {last.seq}: the lines from {last.seq + 1} on were "
+            "cut off"
         )
     agreed, lost = _check_heads(hashes, marks, signed, (begin.seq + 1, last.seq), restored)
     first = begin.seq + 1 if last.seq > begin.seq else 0
@@ -94,16 +94,16 @@ def _raise_broken(broken: BrokenChainError) -> NoReturn:
     """Name the edited line: the second of two neighbours if it is damaged by itself, else the first."""
     expected, (number, text, previous, hash) = broken.after.seq + 1, broken.row
     if number != expected:
-        _fail(f"expected line {expected}, found line {number} there: line {expected} is missing")
+        _fail(f"line {number} follows in place of line {expected}: line {expected} is missing")
     try:
         line = LogLine.decode(text)
     except ValueError:
-        _fail(f"expected line {number}, found other text: line {number} was edited")
+        _fail(f"line {number} does not have the text that was written: line {number} was edited")
     if line.number != number:
-        _fail(f"expected line {number}, found the text of line {line.number} there: it was moved")
+        _fail(f"line {number} has the text of line {line.number}: it was moved")
     whole = (line.before, line_hash(text)) == (previous, hash)
     edited = number - 1 if whole else number
-    _fail(f"expected line {number} to follow from the line before it, found other text: line {edited} was edited")
+    _fail(f"line {number} does not follow from the line before it: line {edited} was edited")
 
 
 def _check_heads(
@@ -130,14 +130,14 @@ def _check_heads(
             continue
         if expected > number:
             _fail(
-                f"expected the log to reach line {expected}, whose hash this side has signed for another, found its "
-                f"end at line {number}: line {number + 1} and what followed were cut off, or the log was replaced"
+                f"this side signed the hash of line {expected} for another side, but the log ends at line {number}: "
+                f"the lines from {number + 1} on were cut off, or the log was replaced"
             )
         if hashes[expected] != hash:
-            since = f"lines {agreed + 1} to {expected} were" if agreed else "the whole log up to there was"
+            since = f"lines {agreed + 1} to {expected} were" if agreed else "the whole log up to this line was"
             _fail(
-                f"expected line {expected} with the hash that this side signed for another, found another hash: "
-                f"{since} replaced by another chain"
+                f"line {expected} has another hash than the one that this side signed for another side: {since} "
+                "replaced by another chain"
             )
         agreed, count = expected, count + 1
     return count, [f"lines {begin} to {end} were lost when the home was restored" for begin, end in lost.items()]
@@ -146,9 +146,9 @@ def _check_heads(
 def _require_acknowledged(restored: int, expected: int, acknowledged: Collection[int]) -> None:
     if restored not in acknowledged:
         _fail(
-            f"expected line {expected} with the hash that this side signed for another, found that the home "
-            f"was restored: line {restored} records it, and the earlier lines {restored} to {expected} are gone. If "
-            f"you restored it yourself: log verify --against FILE --restored {restored}"
+            f"line {expected} has another hash than the one that this side signed for another side, because the "
+            f"home was restored: line {restored} records it, and the earlier lines {restored} to {expected} are "
+            f"gone. If you restored it yourself: log verify --against FILE --restored {restored}"
         )
 
 

@@ -62,14 +62,12 @@ def _file_system(error: OSError | sqlite3.OperationalError) -> StateError:
         else getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
     )
     if not full:
-        return StateError("E-STATE-63", f"expected a usable file system, found: {error}")
+        return StateError("E-STATE-63", f"the file system cannot be used: {error}")
     if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
         with suppress(OSError):  # the rest of the output would fail again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     of = f" of {os.fsdecode(error.filename)}" if isinstance(error, OSError) and error.filename else ""
-    return StateError(
-        "E-STATE-63", f"expected room on the disk{of}, found it full: free some space there, and run the command again"
-    )
+    return StateError("E-STATE-63", f"the disk{of} is full: free some space, and run the command again")
 
 
 HANGUP = "SIGHUP ignored: there is no configuration to reload. SIGTERM stops the service"

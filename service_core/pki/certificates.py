@@ -48,7 +48,7 @@ def load_key(pem: bytes, where: str) -> ec.EllipticCurvePrivateKey:
     except (ValueError, TypeError, UnsupportedAlgorithm):
         key = None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
-        raise StateError("E-STATE-43", f"expected an unencrypted P-256 key in {where}, found something else")
+        raise StateError("E-STATE-43", f"{where} does not contain an unencrypted P-256 key")
     return key
 
 
@@ -57,7 +57,7 @@ def load_certificate(pem: bytes, where: str) -> x509.Certificate:
     try:
         return parse_certificate(pem)
     except ValueError:
-        raise StateError("E-STATE-43", f"expected a PEM certificate in {where}, found something else") from None
+        raise StateError("E-STATE-43", f"{where} does not contain a PEM certificate") from None
 
 
 def to_pem(cert: x509.Certificate) -> bytes:
@@ -79,7 +79,7 @@ def public_key(holder: x509.Certificate | x509.CertificateSigningRequest) -> ec.
     public = holder.public_key()
     if not isinstance(public, ec.EllipticCurvePublicKey) or not isinstance(public.curve, ec.SECP256R1):
         raise RefusedError(
-            "E-ID-31", f"expected a P-256 key, found {type(public).__name__}; make the key with `silo join`"
+            "E-ID-31", f"expected a P-256 key, found {type(public).__name__}: make the key with `silo join`"
         )
     return public
 
@@ -89,7 +89,7 @@ def read_bundle(path: Path, ca_pem: bytes) -> Credentials:
     bundle = private_files.read_private(path)
     key, cert = load_key(bundle, str(path)), load_certificate(bundle, str(path))
     if spki(public_key(cert)) != spki(key.public_key()):
-        raise StateError("E-STATE-43", f"expected a key and its own certificate in {path}, found two that do not match")
+        raise StateError("E-STATE-43", f"the key and the certificate in {path} do not belong together")
     return Credentials(key_to_pem(key), to_pem(cert), ca_pem)
 
 
@@ -106,10 +106,10 @@ def load_request(pem: bytes) -> x509.CertificateSigningRequest:
     try:
         request = parse_request(pem)
     except ValueError as error:
-        raise RefusedError("E-ID-31", f"expected a P-256 certificate request, found other bytes ({error})") from None
+        raise RefusedError("E-ID-31", f"this is not a P-256 certificate request ({error})") from None
     public_key(request)
     if not request.is_signature_valid:
-        raise RefusedError("E-ID-31", "expected a request signed by its own key, found another signature")
+        raise RefusedError("E-ID-31", "the certificate request is not signed by its own key")
     return request
 
 

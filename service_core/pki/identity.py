@@ -159,9 +159,7 @@ def identity_of(certificate: bytes | x509.Certificate) -> PeerCertificate:
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
         fingerprint, times = key_fingerprint(cert), (cert.not_valid_before_utc, cert.not_valid_after_utc)
     except (ValueError, x509.ExtensionNotFound) as error:
-        raise RefusedError(
-            "E-ID-31", f"expected a certificate that names its holder, found none ({error}); enrol again"
-        ) from None
+        raise RefusedError("E-ID-31", f"the certificate does not name its holder ({error}): enrol again") from None
     if len(uris) != 1:
         raise RefusedError("E-ID-31", f"expected exactly one identity in a certificate, found {uris[:4]}; enrol again")
     return PeerCertificate(
@@ -180,7 +178,7 @@ def peer_of(auth_context: Mapping[str, Iterable[bytes]]) -> PeerCertificate:
     """
     chain = list(auth_context.get("x509_pem_cert", ()))
     if not chain:
-        raise RefusedError("E-TLS-09", "expected a client certificate, found none; enrol with `silo join TOKEN`")
+        raise RefusedError("E-TLS-09", "the client sent no certificate: enrol with `silo join TOKEN`")
     versions = list(auth_context.get("ssl_tls_version", ()))
     if versions != [b"TLSv1.3"]:
         raise RefusedError("E-TLS-15", f"expected a TLS 1.3 connection, found {versions}; upgrade the client")

@@ -96,14 +96,15 @@ class InvitationToken:
         if not peer.not_before <= now <= peer.not_after:
             raise ConfigError(
                 "E-ID-13",
-                f"expected a valid invitation, found one for {self.name!r} that is valid from "
+                f"the invitation for {self.name!r} is not valid now. It is valid from "
                 f"{peer.not_before:%Y-%m-%d %H:%M} to {peer.not_after:%Y-%m-%d %H:%M} UTC, and this machine's clock "
-                f"says {now:%Y-%m-%d %H:%M} UTC; ask the lead for `coordinator invite {self.name}` (or set the clock)",
+                f"says {now:%Y-%m-%d %H:%M} UTC; ask the lead for `coordinator invite {self.name}` (or set the "
+                "clock)",
             )
 
 
 def _damaged(what: str) -> ConfigError:
-    return ConfigError("E-ID-01", f"expected an undamaged invitation, but {what}; copy it again, or ask for a new one")
+    return ConfigError("E-ID-01", f"the invitation is damaged: {what}. Copy it again, or ask for a new one")
 
 
 def _unpack(text: str) -> list[bytes]:
@@ -125,7 +126,7 @@ def _unpack(text: str) -> list[bytes]:
     if len(raw) < 12 or (len(raw) - 12 < size <= _LIMIT):
         raise ConfigError(
             "E-ID-01",
-            f"expected a complete invitation, found only its first {len(text)} characters; copy the whole line",
+            f"the invitation is incomplete. It has only its first {len(text)} characters: copy the whole line",
         )
     packed = raw[12:]
     if len(packed) != size or len(usable) != len(encoded):

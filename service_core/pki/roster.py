@@ -107,7 +107,7 @@ class SignedRoster(NamedTuple):
             fields = json.loads(raw)
             return cls(*(base64.b64decode(fields[name], validate=True) for name in cls._fields))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ProtocolError("E-WIRE-06", f"expected a signed roster, found something else: {error}") from error
+            raise ProtocolError("E-WIRE-06", f"this is not a signed roster: {error}") from error
 
     def verify(self, ca_pem: bytes, consortium: str) -> Roster:
         """Verify the signature and every entry; return the roster. Raises RefusedError (E-ID-14).

@@ -103,7 +103,7 @@ def back_up(home: Path, layout: HomeLayout, target: Path, software: str, at: flo
     """
     unfinished.require_finished(home)
     if not (home / layout.database).exists():
-        raise StateError("E-STATE-44", f"expected {layout.database} in {home}, found none: name the home with --home")
+        raise StateError("E-STATE-44", f"there is no {layout.database} in {home}: name the home with --home")
     command = f"{layout.side} backup"
     _require_empty(target)
     marker = UnfinishedMarker(command, shlex.join([*command.split(), str(target), "--home", str(home)]))
@@ -118,8 +118,7 @@ def back_up(home: Path, layout: HomeLayout, target: Path, software: str, at: flo
             if _copy(object, target / layout.objects / layout.place(object.name)) != object.name:
                 raise StateError(
                     "E-STATE-63",
-                    f"expected the object {object.name[:16]} in {home / layout.objects} to hold what was written, "
-                    "found it damaged: this backup is not finished",
+                    f"the object {object.name[:16]} in {home / layout.objects} is damaged: this backup is not finished",
                 )
         files = {str(f.relative_to(target)): file_digest(f) for f in sorted(target.rglob("*")) if f.is_file()}
         del files[unfinished.FILE]
@@ -213,9 +212,7 @@ def _link_objects(home: Path, layout: HomeLayout, target: Path, scratch: Path) -
                 file.unlink()
         GenerationFile(copy).path.unlink(missing_ok=True)  # a restore creates a new one
         return
-    raise StateError(
-        "E-STATE-63", f"expected the object {missing[:16]} in {home / layout.objects}, found none: restore it first"
-    )
+    raise StateError("E-STATE-63", f"the object {missing[:16]} is missing in {home / layout.objects}: restore it first")
 
 
 def _link_or_copy(file: Path, name: Path) -> None:
@@ -291,7 +288,7 @@ def _require_empty(folder: Path) -> None:
     """Raise ConfigError (E-CFG-02) unless a folder is new, empty, or marked as unfinished."""
     _private_folder(folder)
     if unfinished.marker_of(folder) is None and not unfinished.is_empty(folder):
-        raise ConfigError("E-CFG-02", f"expected a new or empty folder, found files in {folder}: name another")
+        raise ConfigError("E-CFG-02", f"expected a new or empty folder, found files in {folder}: choose another")
     folder.chmod(0o700)
 
 

@@ -34,16 +34,16 @@ def disk_error(path: Path, full: bool, cause: str) -> UnavailableError:
     if not full:
         return UnavailableError(
             "E-STATE-63",
-            f"expected to write in {folder}, found that this fails ({cause}): check the disk, the folder's owner and "
-            "whether it is mounted read-only; nothing that was confirmed is lost",
+            f"cannot write in {folder} ({cause}): check the disk, the folder's owner and whether it is mounted "
+            "read-only. Nothing that was confirmed is lost",
         )
     left = ""
     with suppress(OSError):
         left = f" ({shutil.disk_usage(folder).free >> 20} MiB free)"
     return UnavailableError(
         "E-STATE-63",
-        f"expected room on the disk of {folder}, found it full{left}: free some space there, for instance old "
-        "backups, logs or exported models, but nothing inside the home; nothing that was confirmed is lost",
+        f"the disk of {folder} is full{left}: free some space, for instance old backups, logs or exported models, "
+        "but nothing inside the home. Nothing that was confirmed is lost",
     )
 
 

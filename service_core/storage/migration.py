@@ -90,8 +90,8 @@ def migrate(
         if current > newest:
             raise StateError(
                 "E-STATE-22",
-                f"expected {_file(db)} of version {newest} or older, found version {current}: a newer version of this "
-                "software wrote it; use that one, or a newer one",
+                f"{_file(db)} has version {current}, and this software reads version {newest} or older: use the "
+                "newer version of this software that wrote it",
             )
         if current < 0 or (current == 0 and _tables(db)):
             raise _another_file(db, current, tables)
@@ -111,8 +111,8 @@ def migrate(
 def _another_file(db: sqlite3.Connection, current: int, tables: Collection[str]) -> StateError:
     return StateError(
         "E-STATE-22",
-        f"expected a database with the tables {', '.join(sorted(tables))} in {_file(db)}, found another file "
-        f"(version {current}): restore the database from a backup",
+        f"{_file(db)} (version {current}) is not a database with the tables {', '.join(sorted(tables))}: restore "
+        "the database from a backup",
     )
 
 

@@ -97,9 +97,7 @@ class ObjectStore:
     def path(self, digest: str) -> Path:
         """Return the file of an object; raises StateError (E-STATE-22) if it is missing."""
         if not (file := self._file(digest)).exists():
-            raise StateError(
-                "E-STATE-22", f"expected the object {digest[:16]} in {self.folder}, found none: restore the folder"
-            )
+            raise StateError("E-STATE-22", f"the object {digest[:16]} is missing in {self.folder}: restore the folder")
         return file
 
     def verified(self, digest: str) -> Path:
@@ -108,8 +106,8 @@ class ObjectStore:
         if not self._matches(file, digest):
             raise StateError(
                 "E-STATE-63",
-                f"expected {file} to hold what was written, found it {'damaged' if file.exists() else 'missing'}: "
-                "check the disk, and restore the file from a backup",
+                f"{file} is {'damaged' if file.exists() else 'missing'}: check the disk, and restore the file from "
+                "a backup",
             )
         return file
 
@@ -160,8 +158,8 @@ class ObjectStore:
             partial.unlink()
             raise ProtocolError(
                 "E-WIRE-04",
-                f"expected an object of digest {digest[:16]}, found {actual[:16]}: it was damaged or changed; "
-                "send it again",
+                f"expected an object of digest {digest[:16]}, found {actual[:16]}: it was damaged or changed. Send "
+                "it again",
             )
         file = self._file(digest)
         if self.holds(digest):

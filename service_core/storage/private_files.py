@@ -110,7 +110,8 @@ class FolderLock:
                 process = f" (process {int((folder / name).read_text())})"
             raise StateError(
                 "E-STATE-20",
-                f"expected {folder} to be free, found {whose} running in it{process}: stop it, or name another folder",
+                f"expected {folder} to be free, found {whose} running in it{process}: stop it, or choose another "
+                "folder",
             ) from None
         except BaseException:
             self._release()
@@ -193,9 +194,7 @@ def read_private(path: Path, what: str = "private key") -> bytes:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise StateError(
-            "E-STATE-43", f"expected a {what} file at {path}, found none that can be opened ({error.strerror})"
-        ) from None
+        raise StateError("E-STATE-43", f"cannot open the {what} file {path} ({error.strerror})") from None
     with os.fdopen(fd, "rb") as file:
         mode = stat.S_IMODE(os.fstat(fd).st_mode)
         if mode & OTHERS:

@@ -37,21 +37,21 @@ def held_locks(folder: Path) -> Iterator[str]:
 def require_locks(folder: Path, word: str) -> None:
     """Raise StateError (E-RUN-55) unless the locks of `held_locks`, perhaps on another machine, are effective here."""
     for name, lock in _KINDS.items():
-        problem = f"that its {name} locks do not hold between the two"
+        problem = f"its {name} locks do not hold between the two"
         try:
             with (folder / name).open("r+") as file:
                 if file.read() == word:
                     lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 else:
-                    problem = "another folder of this name"
+                    problem = "it has another folder of this name"
         except BlockingIOError:
             continue
         except OSError as error:
             problem = str(error)
         raise StateError(
             "E-RUN-55",
-            f"expected the worker's machine to share {folder} with the service, locks included, found {problem}: put "
-            "the home on a file system that all machines have, with locks (of NFS version 4, without nolock or "
+            f"the worker's machine must share {folder} with the service, including locks, but {problem}: put the "
+            "home on a file system that all machines have, with locks (of NFS version 4, without nolock or "
             "local_lock)",
         )
 
@@ -74,8 +74,8 @@ def require_unused(file: Path, seconds: float = WAIT_S) -> None:
                 if time.monotonic() > end:
                     raise StateError(
                         "E-STATE-20",
-                        f"expected {file.parent} to be free, found that a worker of an earlier service still runs, "
-                        "perhaps on another machine: end it there",
+                        f"a worker of an earlier service still uses {file.parent}, perhaps on another machine: end "
+                        "that worker",
                     ) from None
             time.sleep(_PAUSE_S)
 

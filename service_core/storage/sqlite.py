@@ -132,8 +132,8 @@ class Database:
                 raise
             raise StateError(
                 "E-STATE-20",
-                f"expected no other program to use {self.path} while its journal mode becomes {mode}, found one: "
-                "stop it (silo page, for instance), and start again",
+                f"another program uses {self.path}, so its journal mode cannot change to {mode}: stop that program "
+                "(silo page, for instance), and start again",
             ) from error
 
     def _rehearsal_of(self, path: Path, contents: Callable[[], int]) -> Path:
@@ -247,8 +247,8 @@ class Database:
         except (ValueError, TypeError, LookupError) as error:
             raise StateError(
                 "E-STATE-22",
-                f"expected rows in {self.path} as this software writes them, found a damaged one "
-                f"({type(error).__name__}: {str(error)[:_SHOWN]}): restore the folder from a backup",
+                f"{self.path} contains a damaged row ({type(error).__name__}: {str(error)[:_SHOWN]}): restore the "
+                "folder from a backup",
             ) from error
 
     def _explained(self, error: sqlite3.DatabaseError | DatabaseError) -> FederationError:
@@ -258,8 +258,7 @@ class Database:
             return disk_error(self.path, name == "SQLITE_FULL", f"{name}: {cause}")
         return StateError(
             "E-STATE-22",
-            f"expected a database in {self.path}, found a file that SQLite cannot use ({cause}): restore it from a "
-            "backup",
+            f"SQLite cannot use the database {self.path} ({cause}): restore it from a backup",
         )
 
 

@@ -83,6 +83,6 @@ def filling(folder: Path, marker: UnfinishedMarker, undo: Callable[[], object] |
 def _unfinished(folder: Path, left: UnfinishedMarker) -> StateError:
     return StateError(
         "E-STATE-26",
-        f"expected {folder} to be complete, found that a command was interrupted while it filled it. Nothing else can "
-        f"use the folder until that command has finished: run it again: {left.again}",
+        f"a command was interrupted while it filled {folder}. Nothing else can use the folder until that command "
+        f"has finished. Run it again: {left.again}",
     )

@@ -52,7 +52,11 @@ class ConnectionFailedError(Exception):
 
 
 _ALERTS = {
-    "CERTIFICATE_REQUIRED": ("E-TLS-09", "asks for a client certificate, this side gave none", "run `silo join TOKEN`"),
+    "CERTIFICATE_REQUIRED": (
+        "E-TLS-09",
+        "asks for a client certificate, but this side sent none",
+        "run `silo join TOKEN`",
+    ),
     "CERTIFICATE_EXPIRED": (
         "E-TLS-08",
         "says that this side's certificate has expired; by this machine's clock it is valid",

@@ -38,7 +38,7 @@ def require_tls13() -> None:
     if "grpc" in sys.modules:
         raise StateError(
             "E-RUN-99",
-            "expected service_core.tls.connect.require_tls13() to run before grpc is imported, found it imported with "
+            "grpc was imported before service_core.tls.connect.require_tls13() ran, with "
             f"{SUITES}={os.environ.get(SUITES)!r}: TLS 1.2 would be accepted. Call it first in the entry point; "
             "from Python, call consilium.connect before anything else imports grpc",
         )
@@ -133,7 +133,7 @@ def _after_handshake(tls: ssl.SSLSocket, place: str, had_certificate: bool) -> D
         )
     if not had_certificate:
         return Diagnosis(
-            "E-TLS-09", f"{place} asks for a client certificate, this side gave none", "run `silo join TOKEN`"
+            "E-TLS-09", f"{place} asks for a client certificate, but this side sent none", "run `silo join TOKEN`"
         )
     return Diagnosis(
         "E-TLS-12",

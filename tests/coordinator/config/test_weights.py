@@ -239,7 +239,7 @@ def test_bytes_of_another_digest_are_forgotten_and_more_than_announced_are_refus
         stub.PutWeights(iter([pb.Chunk(object=digest, data=bytes(size))]))
     assert not world.server.objects.has(digest)
     assert stub.OpenWeights(pb.OpenWeightsRequest(digest=digest, size=size)).have == 0
-    with pytest.raises(grpc.RpcError, match=r"E-WIRE-06.*found more"):
+    with pytest.raises(grpc.RpcError, match=r"E-WIRE-06.*more than the announced"):
         stub.PutWeights(iter([pb.Chunk(object=digest, data=bytes(size + 1))]))
     with pytest.raises(grpc.RpcError, match=r"E-WIRE-06.*a second"):
         stub.PutWeights(iter([pb.Chunk(object=digest, data=b"x"), pb.Chunk(object="a" * 64, offset=1, data=b"y")]))
@@ -387,12 +387,12 @@ def test_a_full_disk_says_disk_and_the_upload_goes_on_where_it_was(
     monkeypatch.setattr("coordinator.lead.client._WATCH_PATIENCE_S", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr("service_core.storage.object_store.write_all", full)
-        with pytest.raises(UnavailableError, match=r"E-STATE-63.*found it full"):
+        with pytest.raises(UnavailableError, match=r"E-STATE-63.*is full"):
             client.send_weights(digest, file)
     assert world.lead("lead").OpenWeights(pb.OpenWeightsRequest(digest=digest, size=size)).have == sent[0]
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
-        with pytest.raises(UnavailableError, match=r"E-STATE-63.*found it full"):
+        with pytest.raises(UnavailableError, match=r"E-STATE-63.*is full"):
             client.send_weights(digest, file)  # all bytes are here, and cannot be made an object
     assert not world.server.objects.has(digest)
     usage = shutil.disk_usage(tmp_path)

@@ -151,8 +151,8 @@ def test_a_damaged_row_is_said_as_such(tmp_path: Path, damage: str) -> None:
 @pytest.mark.parametrize(
     ("pragma", "said"),
     [
-        ("max_page_count = 1", "found it full.*free some space there"),
-        ("query_only = 1", "this fails.*READONLY.*read-only"),
+        ("max_page_count = 1", "is full.*free some space"),
+        ("query_only = 1", "cannot write in.*READONLY.*read-only"),
     ],
 )
 def test_a_full_or_read_only_disk_is_said_as_such(tmp_path: Path, pragma: str, said: str) -> None:

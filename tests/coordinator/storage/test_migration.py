@@ -204,8 +204,8 @@ def test_it_has_the_tables_of_a_new_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        ("PRAGMA user_version = 99", "found version 99.*use that one"),
-        ("DROP TABLE silos", "found another file .version 8.: restore the database from a backup"),
+        ("PRAGMA user_version = 99", "has version 99.*use the newer version"),
+        ("DROP TABLE silos", ".version 8. is not a database.*: restore the database from a backup"),
     ],
 )
 def test_another_file_is_refused_with_what_to_do(tmp_path: Path, made: str, said: str) -> None:

@@ -88,8 +88,8 @@ def test_an_event_that_was_changed_in_an_older_file_is_found(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        ("UPDATE meta SET value='99' WHERE key='schema_version'", "E-STATE-22.*found version 99.*use that one"),
-        ("DROP TABLE meta", "E-STATE-22.*found another file .version 0.: restore"),
+        ("UPDATE meta SET value='99' WHERE key='schema_version'", "E-STATE-22.*has version 99.*use the newer version"),
+        ("DROP TABLE meta", "E-STATE-22.*.version 0. is not a database.*: restore"),
         ("DROP TABLE unit_digest", "E-BUDGET-07.*restored from a backup"),
         ("DELETE FROM meta", "E-BUDGET-07.*restored from a backup"),
     ],

@@ -113,7 +113,7 @@ def test_a_file_that_has_become_shorter_is_an_error(tmp_path: Path) -> None:
     chunks = read_chunks(file, "name", 0)
     next(chunks)
     os.truncate(file, CHUNK_BYTES + 7)
-    with pytest.raises(OSError, match=f"expected {CHUNK_BYTES} more bytes"):
+    with pytest.raises(OSError, match=f"ends before the expected {CHUNK_BYTES} bytes"):
         next(chunks)
 
 

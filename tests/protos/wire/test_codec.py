@@ -176,7 +176,7 @@ def test_tensors_that_do_not_lie_as_the_header_says_are_refused(
     header: dict[str, object] = {"__metadata__": {"consilium": paths}}
     text = json.dumps(header | {f"{i:06d}": found for i, found in enumerate(tensors)}).encode()
     (tmp_path / "file").write_bytes(len(text).to_bytes(8, "little") + text + bytes(body))
-    with pytest.raises(ProtocolError, match=rf"E-WIRE-06: expected tensors of Consilium in file, found: .*{reason}"):
+    with pytest.raises(ProtocolError, match=rf"E-WIRE-06: file does not contain tensors of Consilium: .*{reason}"):
         codec.read_state(tmp_path / "file")
 
 

@@ -101,10 +101,10 @@ def test_a_missing_line_is_named(tmp_path, number):
 def test_a_moved_line_is_named(tmp_path):
     home = written(tmp_path / "moved")
     tampered(home, *(f"UPDATE event SET seq = {b} WHERE seq = {a}" for a, b in ((7, 99), (8, 7), (99, 8))))
-    refused(home, "expected line 7, found the text of line 8")
+    refused(home, "line 7 has the text of line 8")
     home = written(tmp_path / "repeated")
     tampered(home, "UPDATE event SET text = (SELECT text FROM event WHERE seq = 7) WHERE seq = 8")
-    refused(home, "expected line 8, found the text of line 7")
+    refused(home, "line 8 has the text of line 7")
 
 
 def test_neither_a_line_nor_the_file_is_changed_without_taking_its_triggers_away(tmp_path):
@@ -118,7 +118,7 @@ def test_neither_a_line_nor_the_file_is_changed_without_taking_its_triggers_away
 def test_an_end_that_was_cut_off_is_named_and_going_on_does_not_heal_it(tmp_path):
     home = written(tmp_path)
     tampered(home, "DELETE FROM event WHERE seq > 28")
-    refused(home, "expected the log to reach line 30", "line 29 and what followed were cut off")
+    refused(home, "line 30 was written", "the lines from 29 on were cut off")
     with closing(AuditLog(home / FOLDER)) as log:
         log.append(LogEntry("a", "b"))
     refused(home, "line 29 is missing")
@@ -133,7 +133,7 @@ def test_a_file_that_is_no_log_is_refused_with_what_to_do(tmp_path, lie):
             AuditLog(home / FOLDER)
     else:
         assert verified(home).lines == 0, "an empty log, which the other side notices"
-    with pytest.raises(StateError, match=r"E-STATE-80.*found none"):
+    with pytest.raises(StateError, match=r"E-STATE-80.*there is no audit log"):
         verified(tmp_path / "nowhere")
 
 

@@ -93,7 +93,7 @@ def test_a_hospitals_commands_leave_lines_and_its_log_is_held_against_the_coordi
     assert json.loads(capsys.readouterr().out)["agreed"] == 1
     tampered(hospital.home, "UPDATE event SET text = replace(text, 'command request', 'command REQUEST')")
     assert silo(["log", "verify", "--against", kept, *home]) == 1
-    assert capsys.readouterr().err.startswith("E-STATE-80: expected line 1 to follow")
+    assert capsys.readouterr().err.startswith("E-STATE-80: line 1 does not follow")
 
 
 @pytest.mark.parametrize("text", [b"", b"{}\n", b"[" * 200_000, b"\xff\xfe\n", b'{"head": 1}\n'])

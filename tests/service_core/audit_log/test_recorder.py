@@ -134,11 +134,11 @@ def test_a_log_that_was_replaced_is_found_by_what_the_other_side_holds(tmp_path,
                 log.append(LogEntry("silo://demo/h1", f"call {k}{'!' * (k == changed)}"))
         return tmp_path / name
 
-    with pytest.raises(StateError, match=r"line 3 .*the whole log up to there was replaced"):
+    with pytest.raises(StateError, match=r"line 3 .*the whole log up to this line was replaced"):
         verified(again("other", 9, 0), *found)
-    with pytest.raises(StateError, match=r"expected the log to reach line 9, .*found its end at line 2"):
+    with pytest.raises(StateError, match=r"signed the hash of line 9.*the log ends at line 2"):
         verified(again("short", 2, -1), *found[2:])
-    with pytest.raises(StateError, match="found none"):
+    with pytest.raises(StateError, match="there is no audit log"):
         verified(tmp_path / "nowhere", *found)
 
     tampered(tmp_path, "DELETE FROM event WHERE seq > 4", "UPDATE sqlite_sequence SET seq = 4 WHERE name = 'event'")
@@ -163,7 +163,7 @@ def test_an_end_that_this_side_never_signed_is_refused(tmp_path, two_sides):
     ):
         with pytest.raises(RefusedError, match="E-ID-14"):
             heads_in(other_side(tmp_path, [sound, lie]), OWN, authority_pem)
-    with pytest.raises(FederationError, match="found none"):
+    with pytest.raises(FederationError, match="has no lines of the other side"):
         heads_in(other_side(tmp_path, [sound]), "silo://demo/h1", authority_pem)
 
 

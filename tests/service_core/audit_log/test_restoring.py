@@ -148,7 +148,7 @@ def test_an_acknowledged_restore_excuses_no_other_change(side: Side) -> None:
     forged.mark_restored("from a backup, says who rewrote the lines before it")
     forged.close()
     assert len(kept) == 16
-    with pytest.raises(StateError, match="line 10 with the hash that this side signed"):
+    with pytest.raises(StateError, match="line 10 has another hash than the one that this side signed"):
         side.verify(line)
 
 

@@ -91,11 +91,11 @@ def test_of_many_that_open_a_file_at_once_one_migrates(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        ("PRAGMA user_version = 4; CREATE TABLE things (name)", "newer version.*use that one"),
-        ("CREATE TABLE things (name)", "found another file .version 0.: restore"),
-        ("CREATE TABLE letters (name)", "with the tables things .*found another file .version 0.: restore"),
-        ("PRAGMA user_version = 3; CREATE TABLE letters (name)", "found another file .version 3.: restore"),
-        ("PRAGMA user_version = -1; CREATE TABLE things (name)", "found another file .version -1.: restore"),
+        ("PRAGMA user_version = 4; CREATE TABLE things (name)", "use the newer version"),
+        ("CREATE TABLE things (name)", ".version 0. is not a database.*: restore"),
+        ("CREATE TABLE letters (name)", ".version 0. is not a database with the tables things: restore"),
+        ("PRAGMA user_version = 3; CREATE TABLE letters (name)", ".version 3. is not a database.*: restore"),
+        ("PRAGMA user_version = -1; CREATE TABLE things (name)", ".version -1. is not a database.*: restore"),
     ],
 )
 def test_a_newer_file_or_another_one_is_left_alone_and_the_error_says_what_to_do(

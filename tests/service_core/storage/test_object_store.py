@@ -72,7 +72,7 @@ def test_a_write_that_fails_leaves_nothing(objects: ObjectStore) -> None:
         file.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(UnavailableError, match=r"E-STATE-63.*found it full"):
+    with pytest.raises(UnavailableError, match=r"E-STATE-63.*is full"):
         objects.put_file(full)
     assert files(objects) == []
 

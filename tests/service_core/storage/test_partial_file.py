@@ -39,7 +39,7 @@ def test_only_a_file_that_was_written_in_one_go_has_been_hashed(tmp_path: Path) 
 def test_a_full_disk_is_said_as_such_and_what_arrived_before_it_counts(tmp_path: Path) -> None:
     with (
         open_partial(Path("/dev/full")) as writer,
-        pytest.raises(UnavailableError, match=r"E-STATE-63.*found it full.*free some"),
+        pytest.raises(UnavailableError, match=r"E-STATE-63.*is full.*free some"),
     ):
         writer.write(b"abc")
     assert writer.size == 0

@@ -79,7 +79,7 @@ def test_interrupted_write_leaves_the_old_content(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UnavailableError, match=r"E-STATE-63.*found it full"):
+    with pytest.raises(UnavailableError, match=r"E-STATE-63.*is full"):
         private_files.write_private(path, b"new")
     monkeypatch.undo()
     assert path.read_bytes() == b"old"

@@ -274,10 +274,7 @@ def test_a_full_disk_is_called_one(tmp_path):
         line = [sys.executable, "-c", program, str(tmp_path)]
         done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
-    assert (
-        done.stderr
-        == "E-STATE-63: expected room on the disk, found it full: free some space there, and run the command again\n"
-    )
+    assert done.stderr == "E-STATE-63: the disk is full: free some space, and run the command again\n"
 
 
 @pytest.mark.integration
