@@ -191,8 +191,7 @@ def calibrate(
     if several and false_flags is not None:
         raise ConfigError(
             "E-CFG-08",
-            "expected no --false-flags for a multi-label model, which never answers none of the classes, found "
-            f"{false_flags:g}: leave it out",
+            "--false-flags is not for a multi-label model, which never reports `none of the classes`: leave it out",
         )
     made = calibrated(loaded, examples, coverage, FALSE_FLAGS if false_flags is None else false_flags)
     file = out or calibration.calibration_path(model)
@@ -230,7 +229,7 @@ def page(
     loaded = named.load()
     if not loaded.facts.preprocessing.takes_images:
         raise ConfigError(
-            "E-CFG-23", "expected a model for images, found one for other examples: use `consilium predict`"
+            "E-CFG-23", "the page is only for image models, and this model is for other data: use `consilium predict`"
         )
     with tempfile.TemporaryDirectory(prefix="consilium-") as folder:
         shown = PredictionPage(Predictor.of(model, loaded, calibration), Path(folder))

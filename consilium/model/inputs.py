@@ -88,8 +88,7 @@ def from_paths(paths: Sequence[Path], facts: ModelFileFacts, loader: ImageLoader
     if not images.files and not images.problems:
         raise DataError(
             "E-DATA-02",
-            f"expected an image in {paths[0]}, found none: name files or folders with DICOM or "
-            f"{', '.join(sorted(SUFFIXES))}",
+            f"there is no image in {paths[0]}: name files or folders with DICOM or {', '.join(sorted(SUFFIXES))}",
         )
     notes = (f"{images.unread} other files were not read",) if images.unread else ()
     names = tuple(map(str, images.files))

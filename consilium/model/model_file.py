@@ -227,8 +227,8 @@ def _require_named(sha256: str, file: Path, card: Path) -> None:
     if sha256.encode() not in _DIGEST.findall(text):
         raise StateError(
             "E-STATE-22",
-            f"expected {card} to name the SHA-256 of {file} ({sha256[:16]}...), found that it does not: this card "
-            "belongs to another file; download both again, or export again",
+            f"{card} does not name the SHA-256 of {file} ({sha256[:16]}...): this card belongs to another file; "
+            "download both again, or export again",
         )
 
 

@@ -27,7 +27,7 @@ def check_out(out: Sequence[Path]) -> None:
         if file.suffix.lower() not in SUFFIXES:
             raise ConfigError("E-CFG-02", f"--out: expected a file ending in .csv or .json, found {file}: rename it")
         if not file.parent.is_dir():
-            raise ConfigError("E-CFG-02", f"--out: expected a folder at {file.parent}, found none: create it")
+            raise ConfigError("E-CFG-02", f"--out: there is no folder {file.parent}: create it")
 
 
 def document(predictor: Predictor, predictions: Sequence[Prediction], counted: Tally) -> dict[str, object]:

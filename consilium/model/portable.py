@@ -150,8 +150,7 @@ def write(kind: str, run: RunSetup, server: State, named: Mapping[str, str], fil
     except Exception as error:  # torch's exporters raise what their passes do
         raise ConfigError(
             "E-CFG-08",
-            f"expected a model that can be written as {kind}, found that {manifest.model.name} cannot "
-            f"({type(error).__name__}): use --format safetensors",
+            f"{manifest.model.name} cannot be written as {kind} ({type(error).__name__}): use --format safetensors",
         ) from error
     with _quiet():
         _check(kind, network, images[:1], file)

@@ -58,7 +58,7 @@ def check(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ConfigError("E-CFG-02", f"--sr: expected a folder, found the file {folder}: choose another path")
     if not folder.exists() and not folder.parent.is_dir():
-        raise ConfigError("E-CFG-02", f"--sr: expected a folder at {folder.parent}, found none: create it")
+        raise ConfigError("E-CFG-02", f"--sr: there is no folder {folder.parent}: create it")
 
 
 def write(folder: Path, predictor: Predictor, predictions: Sequence[Prediction]) -> Reports:

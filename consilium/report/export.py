@@ -179,7 +179,7 @@ def _temperature(manifest: RunManifest, rounds: Sequence[pb.RoundInfo]) -> float
     if suggested is None:
         raise ConfigError(
             "E-CFG-08",
-            "--temperature: expected counts of confidence in the last round, found none: "
-            f"{why_basic(manifest)}. A hospital that has the file can calibrate it itself: consilium calibrate",
+            f"--temperature: the last round has no counts of confidence: {why_basic(manifest)}. A hospital that has "
+            "the file can calibrate it itself: consilium calibrate",
         )
     return suggested

@@ -174,9 +174,7 @@ def card_text(file: Path) -> str:
             raise ValueError(f"it has more than {MAX_BYTES} bytes")
         return content.decode("utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            "E-CFG-02", f"expected a readable card at {file}, found none ({error}): check the path"
-        ) from None
+        raise ConfigError("E-CFG-02", f"cannot read a card from {file} ({error}): check the path") from None
 
 
 def file_sha256(file: Path) -> str:

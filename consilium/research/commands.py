@@ -96,9 +96,9 @@ def simulate(
 ) -> CommandResult | None:
     """Simulate a federation in this process, with the code that hospitals run.
 
-    To divide your own images among simulated hospitals: data=folder data.path=/data/images (one folder per class), or
-    data=manifest data.path=/data/images.csv (columns path, label, group, split), with federation=p5c2 or another
-    division. If you give several paths, each is one hospital: data.path=[north/images,south/images].
+    To partition your own images among simulated hospitals: data=folder data.path=/data/images (one folder per class),
+    or data=manifest data.path=/data/images.csv (columns path, label, group, split), with federation=p5c2 or another
+    partition. If you give several paths, each is one hospital: data.path=[north/images,south/images].
     """
     from consilium.research.engines.ray import Cluster
     from consilium.research.simulate.answer import answer

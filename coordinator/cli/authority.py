@@ -35,7 +35,7 @@ Out = Annotated[
 
 ca = typer.Typer(
     no_args_is_help=True,
-    help="Keep the authority's key on a separate machine: sign there, carry files, admit them at the service.",
+    help="Keep the authority's key on a separate machine: sign files there, then import them into the service.",
 )
 
 
@@ -189,7 +189,7 @@ def renew(name: Name, home: SigningPlace) -> CommandResult:
     """Give a lead a new key and certificate, also after the old one has expired."""
     with _opened(home) as store:
         made = Leads(home, store).renew(name)
-    return _made(made, f"renewed the lead {name}; its old certificate ends when the new one is used")
+    return _made(made, f"renewed the lead {name}; the old certificate stays valid until the new one is used")
 
 
 @leads.command()

@@ -45,7 +45,8 @@ def init(
         list[str], typer.Option(help="HOST:PORT at which hospitals reach this service; may be repeated.")
     ],
     with_passphrase: Annotated[
-        bool, typer.Option("--ca-passphrase", help="Encrypt the authority's key with a passphrase, which is asked for.")
+        bool,
+        typer.Option("--ca-passphrase", help="Encrypt the authority's key with a passphrase. The command asks for it."),
     ] = False,
     *,
     home: SigningPlace,
@@ -137,7 +138,7 @@ def revoke(
     *,
     home: Place,
 ) -> CommandResult:
-    """Exclude a hospital from its next call on; its open connections end within 5 s."""
+    """Exclude a hospital. Its next call is refused, and its open connections end within 5 s."""
     Authority.open(home)
     with closing(CoordinatorStore(home)) as store:
         Membership(home, store).revoke(name, reason)

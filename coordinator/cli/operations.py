@@ -198,7 +198,7 @@ class _Coordinator:
         authority = Authority.open(self.home)
         ca = certificates.load_certificate(authority.ca_pem, "ca.crt")
         validity = ca.not_valid_after_utc - certificates.utc_now()
-        remedy = "plan a new consortium: all members join it anew"
+        remedy = "plan a new consortium: all members must join it again"
         make = checks.problem if validity.days < 0 else checks.warning
         text = f"authority: {authority.consortium}, {validity.days} days left"
         yield make("certificate", text, remedy) if validity.days < 180 else checks.ok("certificate", text)

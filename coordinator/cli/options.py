@@ -48,7 +48,7 @@ CaPassphraseFile = Annotated[
     typer.Option(
         "--ca-passphrase-file",
         envvar="CONSILIUM_CA_PASSPHRASE_FILE",
-        help="File with the passphrase of the authority's key, if no terminal can ask for it.",
+        help="File with the passphrase of the authority's key, for use without a terminal.",
         rich_help_panel=COMMON,
     ),
 ]

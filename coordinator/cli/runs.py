@@ -242,7 +242,7 @@ def exclude(
     *,
     client: Client,
 ) -> CommandResult:
-    """Exclude a hospital: the run no longer waits for it and sends it no further tasks. The quorum stays."""
+    """Exclude a hospital: the run no longer waits for it and sends it no further tasks. The quorum does not change."""
     return _reply(client.exclude(run, silo, readmit))
 
 

@@ -27,7 +27,7 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="QUESTION... [KEY=VALUE...]",
-        help=f"Questions ({', '.join(QUESTIONS)}), some with a width of bins (ages:5). Then settings, as for `run`: "
+        help=f"Questions ({', '.join(QUESTIONS)}), some with a bin width (ages:5). Then settings, as for `run`: "
         'data=folder "data.classes=[a,b]", secagg=off, privacy=dp_record.',
     ),
 ]

@@ -96,7 +96,7 @@ class Recorder:
         try:
             before = self._log.keep(head)
         except FederationError as error:
-            log.error("the head of the audit log of %s cannot be kept: %s", head.of, error)
+            log.error("the head of the audit log of %s cannot be stored: %s", head.of, error)
             before = None
         with self._lock:
             self._unwritten[head.of] = head

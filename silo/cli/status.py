@@ -29,7 +29,7 @@ Json = Mapping[str, object]
 def status(home: SiloHome) -> CommandResult:
     """Show identity, connection, unsent updates, and how well received models perform on this hospital's images.
 
-    Nobody else sees these measurements, unless the policy allows it ([evaluation] by_hospital).
+    Others see these measurements only if the policy allows it ([evaluation] by_hospital).
     """
     identity = SiloIdentity(home.path)
     certificate, addresses = identity.load(), [str(address) for address in home.addresses()]

@@ -96,7 +96,7 @@ class TaskQueue:
             if self._closed:
                 return
             if offer.incarnation and self._store.reopen(key, offer.incarnation):
-                text = f"{key} is asked for again: the coordinator was restored from a backup"
+                text = f"the coordinator asks for {key} again, because it was restored from a backup"
                 self._emit(event("restored", text, key))
                 self._forget_later(key)
             elif self._store.closed(key):

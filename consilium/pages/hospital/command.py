@@ -28,7 +28,7 @@ def page(
     *,
     home: SiloHome,
 ) -> None:
-    """Show this hospital's page until Ctrl-C: what leaves it, what was spent, and what waits for a decision.
+    """Show this hospital's page until Ctrl-C: data sent, budget spent, and runs that wait for a decision.
 
     It works with and without a running service. Only you, on this machine, can open it, with a link that works once and
     within ten minutes; the file always contains a new link. There is also a command for each button.

@@ -121,7 +121,7 @@ class Exporter:
 
 def _require_model(info: pb.RunInfo) -> None:
     if not (RUN_ID.fullmatch(info.run_id) and _DIGEST.fullmatch(info.model_digest)):
-        raise StateError("E-RUN-11", "expected a run with a model, found none: wait for the first round")
+        raise StateError("E-RUN-11", "the run has no model yet: wait for the first round")
 
 
 def rounds_csv(detail: pb.RunDetail) -> bytes:

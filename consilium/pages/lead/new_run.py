@@ -98,7 +98,7 @@ def words_of(form: Parameters, served: Mapping[str, ServedData]) -> list[str]:
     if kind == "survey":
         words += [name for name in QUESTIONS if form.get(f"ask-{name}") == "yes"]
         if not words:
-            raise ConfigError("E-CFG-02", "expected at least one question, found none: tick one")
+            raise ConfigError("E-CFG-02", "a survey needs at least one question: tick one")
     elif kind == "analytic":
         words += ["method=analytic"]
     elif kind == "training":

@@ -94,9 +94,7 @@ def _train(
     detail = client.show(run)
     steps.show(SHORT[name], spec.rounds, spec.rounds, f"{accuracy.newest(detail.info).text()} correct")
     if detail.info.state != "finished":
-        raise UnavailableError(
-            "E-RUN-99", f"expected {run} to finish, found that it is {detail.info.state}: {detail.info.reason}"
-        )
+        raise UnavailableError("E-RUN-99", f"{run} did not finish, but is {detail.info.state}: {detail.info.reason}")
     return detail
 
 

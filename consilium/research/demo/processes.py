@@ -98,7 +98,7 @@ class Processes:
         if process.returncode:
             raise UnavailableError(
                 "E-RUN-99",
-                f"expected success, found that {' '.join(words[:2])} failed: {stderr.decode().strip()}",
+                f"{' '.join(words[:2])} failed: {stderr.decode().strip()}",
             )
         answer: Mapping[str, Any] = json.loads(stdout.splitlines()[-1])
         return answer
@@ -126,7 +126,7 @@ class Processes:
                 name = " ".join(str(word) for word in process.args) if isinstance(process.args, list) else ""
                 raise UnavailableError(
                     "E-RUN-99",
-                    f"expected all processes to run, found that a process of the demo ended: {name}\n{tail}",
+                    f"a process of the demo ended unexpectedly: {name}\n{tail}",
                 )
 
     def until(self, condition: Callable[[], bool], what: str, seconds: float = 180) -> None:

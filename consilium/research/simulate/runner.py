@@ -91,7 +91,7 @@ def data_reference(spec: RunSpec) -> str:
         file = {"folder": "/data/images", "manifest": "/data/images.csv"}.get(name, "/data/patients.csv")
         raise ConfigError(
             "E-CFG-23",
-            f"expected data.path, the data to divide among the silos, found none: add it, such as coordinator simulate "
+            "data.path is missing, the data to partition among the silos: add it, such as coordinator simulate "
             f"data={name} data.path={file} federation=p5c2",
         )
     return f"{name}:{path}"

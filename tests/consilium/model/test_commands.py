@@ -152,7 +152,7 @@ def test_dicom_images_get_structured_reports(
         (["predict", "MODEL"], "E-CFG-02: expected either INPUT... or --data"),
         (["predict", "MODEL", "x.png"], "E-DATA-02"),
         (["predict", "MODEL", ".", "--out", "x.xlsx"], "E-CFG-02: --out: expected a file ending in .csv or .json"),
-        (["predict", "MODEL", ".", "--out", "no/x.csv"], "E-CFG-02: --out: expected a folder at no"),
+        (["predict", "MODEL", ".", "--out", "no/x.csv"], "E-CFG-02: --out: there is no folder no"),
         (["predict", "MODEL", ".", "--sr", "MODEL"], "E-CFG-02: --sr: expected a folder, found the file"),
         (["predict", "MODEL", ".", "--sha256", "0" * 64], "E-STATE-22: expected SHA-256 0000"),
         (["predict", "MODEL", ".", "--card", "other.md"], "E-STATE-22: expected the card of digits-1.safetensors"),

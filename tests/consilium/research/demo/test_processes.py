@@ -97,5 +97,7 @@ def test_a_process_that_ends_by_itself_is_told_with_the_end_of_its_log(started: 
     started.log.write_bytes(b"")
     started.start("fails", "it")
     started.running[0].wait()
-    with pytest.raises(UnavailableError, match=r"a process of the demo ended: .*fails it\nE-TST-01 the reason"):
+    with pytest.raises(
+        UnavailableError, match=r"a process of the demo ended unexpectedly: .*fails it\nE-TST-01 the reason"
+    ):
         started.check()
