@@ -307,7 +307,7 @@ class CoordinatorServer:
                 self.store.database.shorten_log()
                 _give_memory_back()
             except Exception:  # the next attempt may succeed; this thread must not end unnoticed
-                log.exception("maintenance met an unexpected error")
+                log.exception("unexpected error during maintenance")
 
 
 def _give_memory_back() -> None:

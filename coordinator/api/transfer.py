@@ -107,7 +107,8 @@ class TransferService(rpc.TransferServicer):
         if self._uploads.pending(c.silo) - have + c.size > self._uploads.quota:
             raise UnavailableError(
                 "E-NET-12",
-                f"expected unfinished uploads of {c.silo!r} below {self._uploads.quota} bytes: finish them first",
+                f"the unfinished uploads of {c.silo!r} reach the limit of {self._uploads.quota} bytes: finish them "
+                "first",
             )
         free = disk.available(self._objects.folder)
         if c.size - have > free - coming:
@@ -174,7 +175,9 @@ class TransferService(rpc.TransferServicer):
             raise _forgotten(c)
         have, partial = self._uploads.size(c.silo, c.id), self._uploads.path(c.silo, c.id)
         if have != c.size:
-            raise ProtocolError("E-WIRE-04", f"expected {c.size} bytes before a commit, found {have}: send the rest")
+            raise ProtocolError(
+                "E-WIRE-04", f"{have} of {c.size} bytes have arrived, and a commit needs all: send the rest"
+            )
         digest = upload.digest or file_digest(partial)
         if digest == c.object_digest:  # otherwise the commit below reports damaged bytes
             self._check(c, partial)

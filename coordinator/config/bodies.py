@@ -78,7 +78,8 @@ def take(spec: RunSpec) -> Taken:
         except GraphError as error:
             raise ConfigError(
                 "E-CFG-02",
-                f"model.body: expected an image encoder in {file}, found {error}: docs/models.md says what is refused",
+                f"model.body: {file} is not an accepted image encoder ({error}): see docs/models.md for what is "
+                "refused",
             ) from error
         tensors[f"body.encoders.{place}.graph"] = torch.frombuffer(bytearray(graph), dtype=torch.uint8)
         sources.append(source)
@@ -99,11 +100,11 @@ def _read(file: Path) -> bytes:
     if not file.is_file():
         raise ConfigError("E-CFG-02", f"there is no ONNX file at {file}: model.body must be a local path")
     if (size := file.stat().st_size) > graph_check.MAX_BYTES:
-        raise ConfigError("E-CFG-02", f"expected at most {graph_check.MAX_BYTES} bytes in {file}, found {size}")
+        raise ConfigError("E-CFG-02", f"{file} has {size} bytes, more than the limit of {graph_check.MAX_BYTES}")
     try:
         return file.read_bytes()
     except OSError as error:
-        raise ConfigError("E-CFG-02", f"expected a readable file at {file}, found {error.strerror}") from error
+        raise ConfigError("E-CFG-02", f"cannot read {file}: {error.strerror}") from error
 
 
 def _described(file: Path, graph: bytes, stated: ImageGraph, data: str) -> tuple[BodyFacts, str]:

@@ -53,7 +53,7 @@ def credentials_of(home: Path, lead: str | None = None) -> Credentials:
     lead = lead or os.environ.get(LEAD_ENV) or (MAIN_LEAD if MAIN_LEAD in names else None)
     if not names or (lead is not None and lead not in names):
         raise ConfigError(
-            "E-ID-11", f"expected a lead's certificate in {home / FOLDER}, found {', '.join(names) or 'none'}"
+            "E-ID-11", f"this lead has no certificate in {home / FOLDER}. Leads there: {', '.join(names) or 'none'}"
         )
     return authority.lead_credentials(lead or names[0])
 

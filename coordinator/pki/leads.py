@@ -70,7 +70,7 @@ class Leads:
         leads = self.store.members.leads
         if not leads.is_lead(check_name(name)):
             names = ", ".join(sorted({lead.name for lead in leads.all() if lead.revoked is None})) or "none"
-            raise ConfigError("E-RUN-10", f"expected the name of a lead, found {name!r}; leads: {names}")
+            raise ConfigError("E-RUN-10", f"there is no lead {name!r}. Leads: {names}")
 
     def _certify(self, name: str) -> Lead:
         """Certify a lead. The new certificate is listed before it is written: an unlisted one is not accepted."""

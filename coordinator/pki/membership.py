@@ -70,9 +70,7 @@ class Membership:
         """
         if not self.store.members.revoke(name, reason):
             names = ", ".join(s.name for s in self.store.members.silos()) or "none"
-            raise ConfigError(
-                "E-RUN-10", f"expected the name of an enrolled hospital, found {name!r}; enrolled: {names}"
-            )
+            raise ConfigError("E-RUN-10", f"no hospital {name!r} is enrolled. Enrolled: {names}")
 
     def join(self, peer: PeerCertificate, csr_pem: bytes, proof: bytes = b"") -> pb.Membership:
         """Certify the key of an invited silo's request; see `MemberStore.enrol`.

@@ -498,9 +498,9 @@ class SetOpening:
         listed = [f"{name} (refused: {self._refused[name]})" if name in self._refused else name for name in silent]
         return UnavailableError(
             "E-RUN-45",
-            f"round {self.round.number + 1}: expected {self.round.t} of {self.round.n} hospitals to {what} the "
-            f"aggregation set, found {self.round.n - len(silent)}; no answer from {', '.join(listed)}: nothing was "
-            "opened, and `coordinator resume` asks for the same set again",
+            f"round {self.round.number + 1}: {self.round.t} of {self.round.n} hospitals must {what} the aggregation "
+            f"set, and {self.round.n - len(silent)} did. No answer from {', '.join(listed)}: nothing was opened, "
+            "and `coordinator resume` asks for the same set again",
         )
 
     def waiting(self) -> Waiting:

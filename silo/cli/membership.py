@@ -47,7 +47,7 @@ def join(
     The lead creates the invitation (coordinator invite NAME). If the command is interrupted, run it again.
     """
     if [token, token_file, signed].count(None) != 2:
-        raise ConfigError("E-CFG-02", "expected a TOKEN, --token-file FILE or --signed FILE: give one of them")
+        raise ConfigError("E-CFG-02", "give one of TOKEN, --token-file FILE and --signed FILE")
     from silo.service import enrolment
 
     if signed is not None:

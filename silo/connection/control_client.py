@@ -112,7 +112,8 @@ class ControlClient:
             welcome = session.open(self.make_hello(), self.retry_policy.idle_s)
             if welcome.protocol != PROTOCOL:
                 raise UnavailableError(
-                    "E-WIRE-01", f"expected protocol {PROTOCOL}, found {welcome.protocol}: upgrade the older side"
+                    "E-WIRE-01",
+                    f"this silo speaks protocol {PROTOCOL}, the coordinator {welcome.protocol}: upgrade the older side",
                 )
             self.on_welcome(welcome)
         except FederationError as refused:

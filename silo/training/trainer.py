@@ -149,9 +149,9 @@ class PreparedRun:
             remedy = self._smaller(fitting)
         raise RefusedError(
             "E-RUN-38",
-            f"expected about {memory.mib(need)} of free memory on {self.device} for {self.run.manifest.model.name} "
-            f"with {rows.training} examples at once{f' in each of {sharing} processes' if sharing > 1 else ''}, found "
-            f"less: {remedy}",
+            f"{self.run.manifest.model.name} with {rows.training} examples at "
+            f"once{f' in each of {sharing} processes' if sharing > 1 else ''} needs about {memory.mib(need)} of "
+            f"free memory on {self.device}, and there is less: {remedy}",
         )
 
     @cached_property

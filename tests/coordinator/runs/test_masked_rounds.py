@@ -419,7 +419,7 @@ def test_two_silent_of_three_pause_the_run_which_asks_for_the_same_set_when_it_i
         run = world.ended(run.id)
         assert run.state is RunState.PAUSED
         assert "E-RUN-45" in run.reason
-        assert "found 1; no answer from north, east" in run.reason
+        assert "1 did. No answer from north, east" in run.reason
         wakes.append("now")
         world.server.runs.resume(run.id)
         assert world.finished(run.id).model_digest == simulated(agreed)

@@ -234,7 +234,7 @@ def test_a_run_without_privacy_is_refused_with_its_need_and_the_part_of_a_batch_
     found = answered(hospital)
     assert (found.ready, found.code) == (False, "E-RUN-38")
     need, part = re.fullmatch(
-        r"expected about (\d+) MiB of free memory on cpu for digits_cnn with 8192 examples at once, found less: "
+        r"digits_cnn with 8192 examples at once needs about (\d+) MiB of free memory on cpu, and there is less: "
         r"train\.micro_batch=(\d+) fits here and adds up to the same steps",
         found.reason,
     ).groups()
