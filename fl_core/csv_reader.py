@@ -36,7 +36,7 @@ def read_table(file: Path, required: Sequence[str]) -> list[Row]:
         raise DataError(
             "E-DATA-07",
             f"expected {len(table.header)} cells in every row of {file}, found {len(table.ragged)} rows with more or "
-            f"fewer (lines {', '.join(map(str, table.ragged[:5]))}): quote cells that hold a comma",
+            f"fewer (lines {', '.join(map(str, table.ragged[:5]))}): quote cells that contain a comma",
         )
     return [row for _, row in table.rows]
 
@@ -82,7 +82,7 @@ def require_commas(file: Path, header: Sequence[str]) -> None:
         raise DataError(
             "E-DATA-07",
             f"expected cells separated by commas in {file}, found {other}: export it again with commas, or replace "
-            "them where no cell holds one",
+            "the separators if no cell contains a comma",
         )
 
 
@@ -95,7 +95,7 @@ def lines_of(file: Path) -> Iterator[tuple[int, list[str]]]:
             reader = csv.reader(stream, strict=True)
             for cells in reader:
                 if any("\0" in cell for cell in cells):
-                    raise csv.Error("a NUL, which no text or path has")
+                    raise csv.Error("a NUL character, which is invalid in text and paths")
                 if reader.line_num == 1 and cells == ["sep=", ""]:  # a line that tells Excel the separator
                     continue
                 if any(cell.strip() for cell in cells):

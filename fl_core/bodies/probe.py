@@ -77,7 +77,7 @@ def probe(graph: bytes, dims: Sequence[int], memory: int, seconds: float = SECON
         answer = json.loads(ended.stdout)
     except ValueError as error:
         last = ascii(ended.stderr.decode(errors="replace").strip().rpartition("\n")[2])[1:200]
-        raise GraphError(f"a graph that ends its process ({ended.returncode}: {last})") from error
+        raise GraphError(f"a graph that crashes its process ({ended.returncode}: {last})") from error
     if "wrong" in answer:
         raise GraphError(answer["wrong"])
     return Probe(tuple(answer["shape"]), answer["memory"])
@@ -109,7 +109,7 @@ def _answer(graph: bytes, x: Rows, memory: int, before: int) -> dict[str, object
             return {"wrong": _too_large(memory)}
         return {"wrong": f"a graph that onnxruntime refuses: {ascii(text)[1:300]}"}
     if len(first) != 1 or not isinstance(first[0], np.ndarray) or first[0].tobytes() != second[0].tobytes():
-        return {"wrong": "a graph that gives two answers for the same image"}
+        return {"wrong": "a graph whose output differs for the same image"}
     return {"shape": list(first[0].shape), "memory": _status("VmHWM") - before}
 
 

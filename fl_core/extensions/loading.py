@@ -81,7 +81,7 @@ def code_digest(package: str) -> str:
             raise ConfigError(
                 "E-CFG-02",
                 f"expected a package of at most {_MAX_FILES} files and {_MAX_BYTES >> 20} MiB, found more in "
-                f"{package}: move files other than code out of it",
+                f"{package}: move files that are not code out of it",
             )
         for field in (name.encode(), file.read_bytes()):
             hasher.update(len(field).to_bytes(8, "little"))
@@ -229,13 +229,13 @@ def _import(extension: Extension) -> None:
     package = place.partition(".")[0]
     if _IMPORTED.setdefault(package, extension.digest) != extension.digest:  # Python would run what it has
         raise ConfigError(
-            "E-CFG-08", f"expected the files of {package} that this process has imported, found others: start it again"
+            "E-CFG-08", f"files of {package} have changed since this process imported them: start it again"
         )
     try:
         value = getattr(importlib.import_module(place), name, None)
     except (Exception, SystemExit) as error:  # whatever its author wrote
         raise ConfigError(
-            "E-CFG-02", f"expected to import {extension.name}, found {type(error).__name__}: {error}"
+            "E-CFG-02", f"importing {extension.name} failed with {type(error).__name__}: {error}"
         ) from error
     if value is None:
         valid = [n for n, v in vars(sys.modules[place]).items() if isinstance(v, type) and v.__module__ == place]

@@ -92,8 +92,9 @@ def unknown(kind: str, name: str, valid: Mapping[str, object] | Sequence[str]) -
     if is_reference(name):
         return ConfigError(
             "E-CFG-01",
-            f"expected a {kind} that is loaded here, found {name!r}: install its distribution; a service runs it where "
-            "its administrator names that distribution (coordinator serve --extension, policy.toml [runs] extensions)",
+            f"expected a {kind} that is loaded here, found {name!r}: install its distribution; a service runs it if "
+            "its administrator names that distribution (coordinator serve --extension, policy.toml [runs] "
+            "extensions)",
         )
     return ConfigError("E-CFG-01", f"there is no {kind} {name!r}: {suggest(name, valid)}")
 

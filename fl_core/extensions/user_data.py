@@ -112,7 +112,7 @@ def _split(name: str, expected: Schema, split: str, x: object, y: object) -> Spl
             f"{tuple(values.shape)} and {tuple(labels.shape)}",
         )
     if values.dtype == torch.float32 and not bool(torch.isfinite(values).all()):
-        raise DataError("E-DATA-07", f"{name}, {split}: expected finite numbers, found NaN or infinity: clean them")
+        raise DataError("E-DATA-07", f"{name}, {split}: expected finite numbers, found NaN or infinity: clean the data")
     if labels.is_floating_point() and not bool((labels == labels.round()).all()):
         raise DataError("E-DATA-05", f"{name}, {split}: expected whole labels, found fractions: round or correct them")
     whole = labels.to(torch.int64)

@@ -25,8 +25,8 @@ class EvaluationRun(RunKind):
             raise ConfigError(
                 "E-CFG-08",
                 "expected personal=false and privacy=none in an evaluation without training (rounds=0), found "
-                f"personal={str(manifest.personal).lower()} and privacy={manifest.privacy.name}: a run with noise "
-                "measures its last model by itself",
+                f"personal={str(manifest.personal).lower()} and privacy={manifest.privacy.name}: a private run "
+                "evaluates its last model itself",
             )
 
     def check_start(self, manifest: ManifestFacts) -> None:
@@ -36,6 +36,6 @@ class EvaluationRun(RunKind):
             what = f"one without weights of {', '.join(fresh[:3])}, or for other classes" if fresh else "none"
             raise ConfigError(
                 "E-CFG-02",
-                f"expected a complete model with rounds=0, which only measures a model, found {what}: name a run "
-                "(coordinator evaluate RUN), or a file with the complete model (model.weights=FILE)",
+                f"rounds=0 only evaluates a complete model, found {what}: name a run (coordinator evaluate RUN), or "
+                "a file with the complete model (model.weights=FILE)",
             )

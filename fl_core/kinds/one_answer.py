@@ -102,5 +102,5 @@ class OneAnswer(Traits):
 
 def _no_model(kind: str) -> ConfigError:
     return ConfigError(
-        "E-CFG-08", f"expected a run that trains a model, found a {kind}, which has answers instead: read these"
+        "E-CFG-08", f"expected a run that trains a model, found a {kind}, which returns answers: read them instead"
     )

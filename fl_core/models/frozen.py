@@ -89,8 +89,8 @@ class BodyFacts:
         ):
             raise ConfigError(
                 "E-CFG-02",
-                f"model.body: expected 1 or 3 channels, and a mean and a deviation above 0 for each, found "
-                f"{self.channels}, {self.mean[:4]} and {self.std[:4]}: correct what is declared beside the file",
+                "model.body: expected 1 or 3 channels, and a mean and a deviation above 0 for each, found "
+                f"{self.channels}, {self.mean[:4]} and {self.std[:4]}: correct the description next to the file",
             )
 
     @property

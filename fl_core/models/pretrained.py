@@ -148,7 +148,9 @@ def _from_torch(raw: bytes) -> Tensors:
         raise _UnsoundError(f"{type(tensors).__name__}, not name -> tensor: save model.state_dict()")
     for name, value in tensors.items():
         if not isinstance(name, str) or not isinstance(value, Tensor) or value.layout is not torch.strided:
-            raise _UnsoundError(f"{type(value).__name__} under {str(name)[:60]!r}, no tensor: save model.state_dict()")
+            raise _UnsoundError(
+                f"{type(value).__name__} under {str(name)[:60]!r}, which is not a tensor: save model.state_dict()"
+            )
     return tensors
 
 
@@ -193,8 +195,8 @@ def fit(file: WeightsFile, options: object, model: nn.Module, classes: Sequence[
         what = "the model's own names" if own_names else "published weights of it"
         raise ConfigError(
             "E-CFG-02",
-            f"{owner}.weights: expected {what}, found {len(match.wrong)} tensors missing, unknown or of another shape "
-            f"({'; '.join(match.wrong[:_NAMED])}): give the file of this architecture, with these options",
+            f"{owner}.weights: expected {what}, found {len(match.wrong)} tensors missing, unknown or of another "
+            f"shape ({'; '.join(match.wrong[:_NAMED])}): use the file of this architecture with these options",
         )
     taken = {n: value.detach().to(wanted[n].dtype).contiguous().clone() for n, value in match.tensors.items()}
     if unfit := problem(taken, model):
@@ -209,8 +211,8 @@ def _published(tensors: Tensors, options: object, owner: str) -> PublishedNames:
         raise ConfigError(
             "E-CFG-02",
             f"{owner}.weights: expected tensors under the model's own names (body..., head...), as `coordinator "
-            "export` writes them, found others: published names are known for efficientnet_b0, efficientnet_lite0, "
-            "efficientnet_lite2, resnet18 and resnet50",
+            "export` writes them, found other names: published names are supported for efficientnet_b0, "
+            "efficientnet_lite0, efficientnet_lite2, resnet18 and resnet50",
         )
     if getattr(options, "norm", None) == "group":
         raise ConfigError(

@@ -122,8 +122,8 @@ class HeadOptions:
             if widths:
                 raise ConfigError(
                     "E-CFG-02",
-                    f"expected model.adapter or model.projection, found {self.adapter} and {list(widths)}, which are "
-                    "the same layers: leave one out",
+                    f"model.adapter and model.projection set the same layers, found both {self.adapter} and "
+                    f"{list(widths)}: leave one out",
                 )
             widths = (body_dim,) if self.adapter == "linear" else (HIDDEN, body_dim)
         return assemble(body, body_dim, widths, len(schema.classes), head_bias=self.head_bias)
@@ -171,8 +171,8 @@ def behind_body(model: SplitModel, owner: str) -> SplitModel:
     if type(model).forward is not SplitModel.forward or type(model).features is not SplitModel.features:
         raise ConfigError(
             "E-CFG-08",
-            f"expected a model of body, projection and head with train.freeze=features, found {owner}, which has a "
-            "forward pass of its own: leave train.freeze out",
+            f"expected a model of body, projection and head with train.freeze=features, found {owner}, which has its "
+            "own forward pass: leave train.freeze out",
         )
     return SplitModel(nn.Identity(), model.projection, model.head, model.feature_dim, model.n_classes)
 

@@ -27,8 +27,8 @@ def check_multi_label(method: Method) -> None:
     if "prototypes" in getattr(method, "sends", ()):
         raise ConfigError(
             "E-CFG-08",
-            f"method {method.name} cannot be used with {Capability.MULTI_LABEL.value}: prototypes are of one class "
-            "for each record; set method.prototypes=off",
+            f"method {method.name} cannot be used with {Capability.MULTI_LABEL.value}: prototypes need one class for "
+            "each record; set method.prototypes=off",
         )
 
 

@@ -50,8 +50,8 @@ class LiveTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._most is not None and self._bytes > self._most:
             raise RefusedError(
                 "E-RUN-38",
-                f"expected free memory on {self._device} for a step of {FEW[-1]} examples, found less: choose a "
-                "smaller model or smaller images",
+                f"not enough free memory on {self._device} for a step of {FEW[-1]} examples: choose a smaller model "
+                "or smaller images",
             )
         return out
 

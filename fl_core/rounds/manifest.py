@@ -110,7 +110,7 @@ class Weights:
         for name, digest in (("object", self.object), ("file", self.file)):
             if not _DIGEST.fullmatch(digest):
                 raise ConfigError(
-                    "E-CFG-02", f"expected weights.{name} of 64 hex digits, found {shown(digest)}: give the file again"
+                    "E-CFG-02", f"expected weights.{name} of 64 hex digits, found {shown(digest)}: pass the file again"
                 )
         validate.between("E-CFG-02", "weights", 1, MAX_WEIGHTS_BYTES, size=self.size)
         if len(self.source) > MAX_SOURCE_CHARS or not self.source.isprintable():
@@ -226,7 +226,7 @@ class EvaluationTerms:
             )
         if self.other is not None:
             if not self.beside:
-                raise ConfigError("E-CFG-02", "expected own=RUN with other, found none: name that model's run")
+                raise ConfigError("E-CFG-02", "other also needs own=RUN: name that model's run")
             self.other.require_possible()
         if self.by_hospital and run.privacy.name != "none":
             raise ConfigError(

@@ -57,7 +57,7 @@ def require_memory(
     sent = 0 if train.freeze == FEATURES else 2 * facts.state_bytes
     training, carried = facts.state_bytes + gradients + kept, sent + method_bytes
     on = {device: training, memory.CPU: carried} if device.type == "cuda" else {memory.CPU: training + carried}
-    what = f"{model.name} with {facts.parameters:,} parameters, trained by {method.name} (data and activations apart)"
+    what = f"{model.name} with {facts.parameters:,} parameters, trained by {method.name} (without data and activations)"
     for place, need in on.items():
         memory.require(
             need, place, what, "choose a smaller model or smaller options of it, or free memory there", disclose
@@ -212,8 +212,8 @@ class TracedMemory:
         if self._most is not None and peak > self._most:
             raise RefusedError(
                 "E-RUN-38",
-                f"expected free memory on {self._device} for {memory.FEW[-1]} examples, found less: choose a smaller "
-                "model or smaller images",
+                f"not enough free memory on {self._device} for {memory.FEW[-1]} examples: choose a smaller model or "
+                "smaller images",
             )
 
 

@@ -106,14 +106,14 @@ class RunSetup:
         if start is None or start.weights is None or start.weights.fresh != fresh:
             raise ProtocolError(
                 "E-WIRE-06",
-                f"expected weights for all but the modules that the manifest names, found none for {len(fresh)} "
+                f"weights are missing for {len(fresh)} tensors that the manifest does not list as new "
                 f"({', '.join(fresh[:3])}): ask the lead",
             )
         tensor_maps.load_state(run.network, weights)
         if not pretrained.answers_numbers(run.network, self.manifest.schema.shape):
             raise ProtocolError(
                 "E-WIRE-06",
-                "expected a model that answers images with finite numbers, found NaN or infinity: ask the lead",
+                "the model returns NaN or infinity: ask the lead",
             )
         return run
 
@@ -189,9 +189,7 @@ class RunSetup:
                 "found other names, shapes or types: ask the lead",
             )
         if not all(tensor_maps.all_finite(values) for values in msg.values()):
-            raise ProtocolError(
-                "E-WIRE-05", "expected a second model of finite numbers, found NaN or infinity: ask the lead"
-            )
+            raise ProtocolError("E-WIRE-05", "the second model contains NaN or infinity: ask the lead")
         return self.method.global_model(self.new_model(), msg)
 
     def classifier(self, server: State) -> nn.Module:
@@ -393,4 +391,4 @@ class RunSetup:
     def _require_weights(self) -> None:
         start = self.manifest.start
         if start is not None and start.weights is not None and self.weights is None:
-            raise StateError("E-STATE-22", f"expected {start.weights} to be here, found none: fetch the object first")
+            raise StateError("E-STATE-22", f"{start.weights} is not here yet: fetch the object first")

@@ -71,7 +71,7 @@ class Masking:
         except ProtocolError as error:
             log.warning("update withheld: %s", error)
             raise ProtocolError(
-                error.code, f"{here} refuses its own update, which exceeds what the run allows: see its log"
+                error.code, f"{here} withheld its own update, which exceeds the run's limits: see its log"
             ) from None
         if self.signs:
             require_direction(measured, here, msg.get("w", {}).get("head.bias"))
@@ -187,8 +187,8 @@ def require_expected(method: Method, update: Bundle, round: int) -> None:
     if (expected := method.expects(round)) and (fingerprint := method.fingerprint(update)) != expected:
         raise ProtocolError(
             "E-RUN-47",
-            f"expected the sums that were added to the run, {expected[:16]}, found others, {fingerprint[:16]}: serve "
-            "the same records as then, or train again without this hospital",
+            f"the sums ({fingerprint[:16]}) differ from those that were added to the run ({expected[:16]}): serve "
+            "the same records as in that run, or train again without this hospital",
         )
 
 

@@ -241,7 +241,7 @@ class MaskedUpdates:
 
     @property
     def reading(self) -> str:
-        return f"updates leave under masks, only sums over at least {self.sums_of} are read"
+        return f"updates leave under masks, and the coordinator reads only sums over at least {self.sums_of}"
 
     @property
     def sums_of(self) -> int:
@@ -260,8 +260,8 @@ class MaskedUpdates:
         if self.manifest.evaluation.by_hospital:
             raise ConfigError(
                 "E-CFG-08",
-                "expected secagg=off with by_hospital=true, found masks, which allow only sums: leave by_hospital "
-                "out, or start the run without masks",
+                "masks allow only sums, so by_hospital=true needs secagg=off: leave by_hospital out, or start the "
+                "run without masks",
             )
         if self.method.unsummed_parts:
             raise ConfigError(

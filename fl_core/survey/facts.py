@@ -125,7 +125,7 @@ def _facts(examples: Examples, test: bool, names: set[str]) -> Iterable[RecordFa
         if "classes" in names:
             raise ConfigError(
                 "E-CFG-08",
-                "expected records with one class for the question 'classes', found several labels: leave it out",
+                "the question 'classes' needs records with one class, and these are multi-label data: leave it out",
             )
         labels = torch.full((len(labels),), -1)
     bare = [RecordFacts(label, test) for label in labels.tolist()]

@@ -28,8 +28,8 @@ def require_few(broken: int, n: int) -> None:
     if broken > allowed_broken(n):
         raise DataError(
             UNREADABLE,
-            f"expected at most one unreadable example in {ONE_IN}, found more: this hospital's log lists them; "
-            "restore them, or take them out (`silo data check`)",
+            f"more than one example in {ONE_IN} is unreadable; this hospital's log lists them: restore them, or "
+            "remove them (`silo data check`)",
         )
 
 

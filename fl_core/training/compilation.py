@@ -42,8 +42,8 @@ def compiled(model: nn.Module, wanted: bool) -> Iterator[None]:
         reason = str(error).strip().splitlines()[:1]
         raise ConfigError(
             "E-CFG-08",
-            f"expected a model and a machine that torch.compile can do, found {type(error).__name__} "
-            f"({reason[0][:200] if reason else 'no reason'}): install a C++ compiler (g++) there, or leave "
+            f"torch.compile failed for this model on this machine: {type(error).__name__} "
+            f"({reason[0][:200] if reason else 'no reason'}). Install a C++ compiler (g++) there, or leave "
             "train.compile out",
         ) from error
     finally:

@@ -53,7 +53,7 @@ def trained_part(network: SplitModel, schema: Schema, train: TrainConfig, owner:
         if file is not None:
             raise ConfigError(
                 "E-CFG-08",
-                f"expected train.freeze=features with {owner}, whose body is a file that nobody trains, found "
+                f"expected train.freeze=features with {owner}, whose body is a file that is never trained, found "
                 f"{train.freeze}: leave train.freeze out",
             )
         return TrainedPart(network, schema)
@@ -79,8 +79,8 @@ def check_shared(method: Method, layout: Layout, train: TrainConfig) -> None:
     if train.freeze == FEATURES and specs and not any(spec.shapes for spec in specs):
         raise ConfigError(
             "E-CFG-08",
-            f"method {method.name}: expected a part that is trained and shared, found only the body shared, "
-            "which train.freeze=features does not train: set model.adapter=linear, whose layer is shared",
+            f"method {method.name}: only the body is shared, and train.freeze=features does not train it: set "
+            "model.adapter=linear, which adds a shared trained layer",
         )
 
 

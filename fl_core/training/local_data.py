@@ -42,12 +42,14 @@ EVAL_BATCH = 512
 EVAL_NUMBERS = EVAL_BATCH * 3 * 64 * 64
 """Numbers in a batch of examples for a sum. Batches of images above 64 pixels have fewer than `EVAL_BATCH` images."""
 
-NO_MICRO_BATCH = "expected train.micro_batch=0, since parts of a batch do not add up to it; lower train.batch_size"
+NO_MICRO_BATCH = (
+    "expected train.micro_batch=0, because the loss of a batch is not the sum over its parts; lower train.batch_size"
+)
 
 
 NOTHING_TO_TRAIN = (
-    "expected a model with something to train, found one that the method leaves unchanged: add a trained layer "
-    "between frozen features and head (model.adapter=linear), or use method=analytic, which trains nothing"
+    "the method would train no part of this model: add a trained layer between frozen features and head "
+    "(model.adapter=linear), or use method=analytic, which trains nothing"
 )
 
 
@@ -301,7 +303,9 @@ def _of_one_class(query: Query, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Leave out records whose class is unknown; a query about each single example does not need classes."""
     if is_multi_label(y):
         if isinstance(query, ClassSums | MomentSums):
-            raise ConfigError("E-CFG-08", "expected one class for each record that is summed by class, found labels")
+            raise ConfigError(
+                "E-CFG-08", "sums by class need one class for each record, and these are multi-label data"
+            )
         return x, y
     labelled = has_class(y)
     return (x, y) if isinstance(query, ExampleSums) or bool(labelled.all()) else (x[labelled], y[labelled])
@@ -318,12 +322,12 @@ def draw_batches(n: int, size: int, order: torch.Generator, steps: int, *, drop_
     Raises DataError (E-DATA-08) if there are no examples; RefusedError (E-RUN-52) if drop_last leaves no batch.
     """
     if n == 0:
-        raise DataError("E-DATA-08", "expected at least one training example at this silo, found none")
+        raise DataError("E-DATA-08", "this silo has no training example")
     if drop_last and n < size:
         raise RefusedError(
             "E-RUN-52",
-            f"expected a whole batch of {size} training examples with train.drop_last=true, found fewer: lower "
-            "train.batch_size, or leave drop_last out",
+            f"expected a whole batch of {size} training examples with train.drop_last=true, found fewer examples: "
+            "lower train.batch_size, or leave drop_last out",
         )
     batches: list[Tensor] = []
     while len(batches) < steps:
@@ -376,7 +380,7 @@ class LocalDataWrapper:
 def sum_batch(query: Query, x: Tensor, y: Tensor) -> Tensors:
     """Sum a query over one batch; raises TypeError on a survey, which needs all records."""
     if isinstance(query, SurveySums):
-        raise TypeError("expected a query over a batch, found a survey, which is over all records")
+        raise TypeError("a survey covers all records, and a batch query was expected")
     if isinstance(query, BatchSums):
         return query.sums(x, y)
     if isinstance(query, ExampleSums):

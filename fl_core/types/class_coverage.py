@@ -83,14 +83,17 @@ class ClassCoverage:
     def sentences(self) -> list[str]:
         """Describe the consequence for classes that few hospitals have; empty if there are none."""
         if not self.hospitals:
-            return [f"at how many hospitals each class is trained is not known: {self.why}"] if self.why else []
+            return [f"the number of hospitals per class is unknown: {self.why}"] if self.why else []
         nobody = [name for name in self.untaught if name not in self.left_out]
         masked = "the coordinator reads this hospital's sums, but not its name"
         clear = "the coordinator can read this hospital's update"
         texts = [
             (self.alone, f"trained at one hospital only; {masked if self.masked else clear}"),
-            (self.left_out, f"left out because fewer than {self.least} hospitals have it: the model will not know it"),
-            (nobody, "at no hospital: the model will not know it"),
+            (
+                self.left_out,
+                f"left out because fewer than {self.least} hospitals have it: the model cannot recognise it",
+            ),
+            (nobody, "at no hospital: the model cannot recognise it"),
         ]
         return [f"{listed(names)}: {_each(text, len(names))}" for names, text in texts if names]
 

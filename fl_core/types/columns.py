@@ -79,7 +79,7 @@ def difference(run: Sequence[Column], local: Sequence[Column]) -> str:
     """Describe the differences of two schemas, in the order of the run's; empty if equal. It is about schemas only."""
     theirs, ours = ({column.name: column for column in columns} for columns in (run, local))
     differences = [f"{name!r} is not here" for name in theirs if name not in ours]
-    differences += [f"{name!r} is not the run's" for name in ours if name not in theirs]
+    differences += [f"{name!r} differs from the run's" for name in ours if name not in theirs]
     for name in (name for name in theirs if name in ours):
         pairs = ((key, getattr(theirs[name], key), getattr(ours[name], key)) for key in Column.__slots__)
         differences += [

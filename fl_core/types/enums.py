@@ -80,7 +80,7 @@ class Capability(Enum):
     DIFFERENTIAL_PRIVACY = "record-level differential privacy"
     PARTIAL_PARTICIPATION = "partial participation"
     ADAPTIVE_OPTIMIZER = "an adaptive optimizer"
-    COARSE_LABELS = "coarse labels, records that are of one of several classes"
+    COARSE_LABELS = "coarse labels, which mean one of several classes"
     MULTI_LABEL = "several labels at once"
 
 

@@ -37,7 +37,7 @@ class Schema:
 
     @property
     def kind(self) -> str:
-        return "labels, of which a record may have several" if self.multi_label else "one class for each record"
+        return "several labels for each record" if self.multi_label else "one class for each record"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +94,14 @@ class TrainConfig:
             raise ConfigError(
                 "E-CFG-02",
                 f"expected train.augment=true and train.views=2 to {MAX_VIEWS} together with train.freeze=features, "
-                f"which makes features of each image once, found train.augment={self.augment} and "
+                f"which computes the features of each image once, found train.augment={self.augment} and "
                 f"train.views={self.views}: set both, or leave both out",
             )
         if self.views > 1 and not frozen:
             raise ConfigError(
                 "E-CFG-02",
-                f"expected train.views=1 where the whole model is trained, found {self.views}: train.augment=true "
-                "draws a new view in each step, or set train.freeze=features",
+                f"expected train.views=1 if the whole model is trained, found {self.views}: use train.augment=true, "
+                "which draws a new view in each step, or set train.freeze=features",
             )
 
     def facts(self) -> dict[str, object]:
@@ -249,9 +249,7 @@ def fairness(scores: Mapping[str, float]) -> float | None:
 
 # ---- what became of updates ------------------------------------------------------------------------------------------
 
-NO_BOUND = (
-    "too few updates to compare: only the length of the initial weights bounds them, and nothing bounds prototypes"
-)
+NO_BOUND = "too few updates to compare: only the norm of the initial weights limits them, and prototypes have no limit"
 _REFUSALS = ("E-RUN-43", "E-RUN-44", "E-WIRE-05", "E-WIRE-06")
 """Codes of refusals by the check of an update. Silos that are missing for another reason sent no update."""
 

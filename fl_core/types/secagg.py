@@ -89,9 +89,9 @@ class Secagg:
         if not MIN_MASKED <= members <= MAX_MASKED or drawn < MIN_MASKED:
             raise ConfigError(
                 "E-CFG-02",
-                f"expected {MIN_MASKED} to {MAX_MASKED} hospitals in each masked round, since each of two could "
-                f"compute what the other sent, found {members} and a cohort of {drawn}: add hospitals, or set "
-                "secagg=off",
+                f"expected {MIN_MASKED} to {MAX_MASKED} hospitals in each masked round, because with two hospitals "
+                f"each could compute the other's update, found {members} and a cohort of {drawn}: add hospitals, or "
+                "set secagg=off",
             )
         if rounds > MAX_ROUNDS:
             raise ConfigError(
@@ -117,9 +117,9 @@ class Secagg:
         if drawn < members and self.class_sums == COMPLETE:
             raise ConfigError(
                 "E-CFG-02",
-                "expected cohort=0 with secagg.class_sums=complete, under which sums per class are opened over all "
-                f"hospitals alone, found cohort={cohort}: set secagg.class_sums=each, by which the difference of two "
-                "rounds may show one hospital's counts, or leave cohort out",
+                "secagg.class_sums=complete opens sums per class only over all hospitals, so it needs cohort=0, "
+                f"found cohort={cohort}: leave cohort out, or set secagg.class_sums=each, with which the difference "
+                "of two rounds may reveal one hospital's counts",
             )
 
     def least_holders(self, members: int, cohort: int) -> int:
@@ -139,6 +139,6 @@ class Secagg:
         if 0 < quorum < least:
             raise ConfigError(
                 "E-CFG-02",
-                f"expected quorum=0 or a quorum of {least} or more, found {quorum}: updates leave under masks, and of "
-                f"{cohort} hospitals no sum of fewer than {least} is opened; name more, or set secagg=off",
+                f"expected quorum=0 or a quorum of at least {least}, found {quorum}: under masks, no sum of fewer "
+                f"than {least} of {cohort} hospitals is opened. Raise the quorum, or set secagg=off",
             )

@@ -320,7 +320,7 @@ class Examples(ABC):
         return ConfigError(
             "E-CFG-08",
             f"expected examples that can be augmented on a device, found {type(self).__name__}, which augments while "
-            "it reads: leave train.augment_on_device out",
+            "reading: leave train.augment_on_device out",
         )
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:

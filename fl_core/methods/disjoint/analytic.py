@@ -204,9 +204,7 @@ class Analytic(FedAvg):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.personal_head and self._solver != "ridge":
-            raise ConfigError(
-                "E-CFG-02", f"expected head=ridge beside personal_head=true, found {self.head}: leave one of them out"
-            )
+            raise ConfigError("E-CFG-02", f"personal_head=true needs head=ridge, found {self.head}: change one of them")
         if self._estimates and self.head == "ncm":
             raise ConfigError(
                 "E-CFG-02",
@@ -217,11 +215,11 @@ class Analytic(FedAvg):
         if self.per_label and (not plain or self.personal_head):
             raise ConfigError(
                 "E-CFG-02",
-                "expected method.head=ridge, no class_weights, exact sums of moments and no personal_head for a head "
-                "for each label, found another choice: leave these options out",
+                "multi-label data need method.head=ridge, no class_weights, exact sums of moments and no "
+                "personal_head: leave other values of these options out",
             )
         if not re.fullmatch("[0-9a-f,]*", self.withdraws):
-            raise ConfigError("E-CFG-02", "expected digests in method.withdraws, found others: leave it out")
+            raise ConfigError("E-CFG-02", "method.withdraws must contain digests: leave it out")
         if not self._adds_up and (self.personal_head or self.withdraws):
             what = "personal_head=true" if self.personal_head else "a withdrawal"
             choice = "the noisy ones of a private run" if self._is_noisy else "class means alone"
@@ -288,12 +286,12 @@ class Analytic(FedAvg):
 
     @property
     def unsupported(self) -> Mapping[Capability, str]:
-        left_out = "set cohort=0: a hospital that is left out of the only sum is left out of the model"
+        left_out = "set cohort=0: there is only one sum, so a hospital without a part in it has no part in the model"
         reasons = {**super().unsupported, Capability.PARTIAL_PARTICIPATION: left_out}
         if self.per_label:
             return {
                 **reasons,
-                Capability.DIFFERENTIAL_PRIVACY: "a head for each label has no noisy release: use fedavg",
+                Capability.DIFFERENTIAL_PRIVACY: "multi-label data have no noisy release in this method: use fedavg",
             }
         if not self._estimates:
             return reasons
@@ -328,7 +326,7 @@ class Analytic(FedAvg):
         if not isinstance(head, nn.Linear) or head.bias is None:
             raise ConfigError(
                 "E-CFG-08",
-                "expected a linear head with a bias, found another: choose another model, or model.head_bias=true",
+                "the method needs a linear head with a bias: choose another model, or set model.head_bias=true",
             )
         everything, classes, width = tensor_maps.copy_state(model), context.n_classes, self._width(head.in_features)
         triangle = (width * (width + 1) // 2,)

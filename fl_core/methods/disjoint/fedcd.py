@@ -249,8 +249,8 @@ class FedCD(FedAvg):
         if self.acla == "two_phase":
             raise ConfigError(
                 "E-CFG-02",
-                "fedcd.acla: two_phase needs two exchanges in a round, and a round has one: expected "
-                "server (the same rule, made by the server) or stale (under secure aggregation)",
+                "fedcd.acla: two_phase needs two exchanges per round, but a round has one: use server (the same "
+                "rule, made by the server) or stale (under secure aggregation)",
             )
         validate.one_of("E-CFG-02", self.name, ACLA_MODES, acla=self.acla)
 

@@ -30,7 +30,7 @@ SGD_ONLY = "set train.optimizer=sgd, whose steps have a known length (with momen
 def effective_steps_of(data: LocalData, steps: int, mu: float = 0.0) -> float:
     """Return A_k of the steps taken, > 0; raises RefusedError (E-RUN-52) if no step was taken."""
     if steps < 1:
-        raise RefusedError("E-RUN-52", "expected at least one training step at this silo, found none: raise the epochs")
+        raise RefusedError("E-RUN-52", "this silo takes no training step: raise train.epochs")
     return data.effective_steps(steps, mu)
 
 

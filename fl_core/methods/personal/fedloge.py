@@ -71,7 +71,7 @@ class FedLoGe(FedAvg):
     def init_server(self, model: nn.Module, context: RoundContext) -> State:
         split = features_of(model)
         if not isinstance(split.head, nn.Linear):
-            raise ConfigError("E-CFG-08", "expected a linear head, found another: choose another model")
+            raise ConfigError("E-CFG-08", "the method needs a linear head: choose another model")
         seed = class_vectors.seed_of(model)
         frame = self.length * sparse_frame(context.n_classes, split.feature_dim, self.sparsity, seed)
         return {**super().init_server(model, context), FRAME: {"w": frame.float()}}
@@ -141,7 +141,7 @@ def sparse_frame(n_classes: int, d: int, sparsity: float, seed: int) -> Tensor:
     if not closest < 1.0 - 1e-6 or not bool((w.norm(dim=1) > 0.5).all()):
         raise ConfigError(
             "E-CFG-23",
-            f"expected a different vector for each of {n_classes} classes, found that {d} features with a share of "
-            f"{sparsity:g} zeros have none: lower method.sparsity, or set model.projection to a wider one",
+            f"{d} features with a share of {sparsity:g} zeros do not allow a different vector for each of "
+            f"{n_classes} classes: lower method.sparsity, or set model.projection to a wider one",
         )
     return w

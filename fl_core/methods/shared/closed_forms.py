@@ -187,8 +187,8 @@ def estimated_moments(b: Tensor, n: Tensor, weights: Tensor) -> Tensor:
     if not bool(shares.any()):
         raise ConfigError(
             "E-CFG-08",
-            "expected a class that two silos have (its covariance is estimated from their means), found none: "
-            "set method.covariance=moments, or method.head=ncm",
+            "the covariance is estimated from the means of a class at two silos, but no class is at two silos: set "
+            "method.covariance=moments, or method.head=ncm",
         )
     means = b.sum(0) / (weights * counts).clamp(min=1e-300).unsqueeze(1)
     apart = torch.where((n > 0).unsqueeze(2), b / (weights * n.clamp(min=1.0)).unsqueeze(2) - means, 0.0)

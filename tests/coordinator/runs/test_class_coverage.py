@@ -231,7 +231,7 @@ def test_a_census_with_a_member_away_is_left_out_and_the_run_goes_on_and_says_no
     assert away.asked >= 1
     assert coverage(run).hospitals == ()
     why = "not all hospitals were counted"
-    unknown = f"at how many hospitals each class is trained is not known: {why}"
+    unknown = f"the number of hospitals per class is unknown: {why}"
     assert told(world, run) == [unknown]
     assert world.server.store.secagg.census(run.id) is None
     assert set(world.server.store.runs.rounds(run.id)[0].record.included) == set(THREE)

@@ -235,7 +235,7 @@ def test_a_wrong_request_is_refused(
 
 
 def test_a_run_of_no_rounds_needs_a_model(six: tuple[World, dict[str, Hospital], StoredRun]) -> None:
-    with pytest.raises(FederationError, match=r"E-CFG-02.*complete model with rounds=0"):
+    with pytest.raises(FederationError, match=r"E-CFG-02.*rounds=0 only evaluates a complete model"):
         lead.run(["data=digits", "rounds=0"], home=six[0].home)
 
 

@@ -247,7 +247,7 @@ def test_no_order_leaves_a_masked_run_fewer_hospitals_than_a_sum_has(four: World
     with pytest.raises(ConfigError, match=r"E-CFG-02.*3 hospitals or more to stay.*found 2 without 'east'"):
         four.server.runs.exclude(run.id, "east")
     four.server.runs.exclude(run.id, "west", readmit=True)
-    with pytest.raises(ConfigError, match=r"E-CFG-02.*quorum of 3 or more, found 2"):
+    with pytest.raises(ConfigError, match=r"E-CFG-02.*quorum of at least 3, found 2"):
         four.server.runs.resume(run.id, 2)
 
 

@@ -59,7 +59,7 @@ def test_the_methods_that_say_so_are_these() -> None:
     both = {Capability.COARSE_LABELS, Capability.MULTI_LABEL}
     found = [n for n in sorted(METHODS) if both <= build_method(n, {}).targets]
     assert found == sorted([*LEARN, "fedproc"])  # which knows labels, and has prototypes
-    with pytest.raises(ConfigError, match="prototypes are of one class for each record"):
+    with pytest.raises(ConfigError, match="prototypes need one class for each record"):
         check_multi_label(build_method("fedproc", {}))
     assert build_method("analytic", {}).targets == {Capability.COARSE_LABELS}
     assert build_method("analytic", {"per_label": True}).targets == {Capability.MULTI_LABEL}

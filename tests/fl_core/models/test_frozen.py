@@ -126,7 +126,7 @@ def test_nothing_of_a_body_can_be_trained_and_a_run_that_would_is_refused(vit: b
     model = body_of((vit, facts_of(vit)))
     assert {name for name, _ in model.named_parameters()} == {"head.weight", "head.bias"}
     assert not model.features(torch.rand(2, 3, 16, 16, requires_grad=True)).requires_grad
-    with pytest.raises(ConfigError, match="nobody trains"):
+    with pytest.raises(ConfigError, match="is never trained"):
         trained_part(model, schema((3, 16, 16)), TrainConfig(freeze="none"), "frozen")
     part = trained_part(model, schema((3, 16, 16)), TrainConfig(freeze="features"), "frozen")
     assert part.schema.shape == (24,)

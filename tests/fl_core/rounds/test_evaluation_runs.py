@@ -185,7 +185,7 @@ def test_what_does_not_go_together_is_refused_whoever_made_the_manifest(changes:
 
 
 def test_results_of_single_hospitals_are_refused_under_masks() -> None:
-    with pytest.raises(ConfigError, match="E-CFG-08: expected secagg=off with by_hospital=true"):
+    with pytest.raises(ConfigError, match="E-CFG-08: masks allow only sums, so by_hospital=true needs secagg=off"):
         RunSetup.of(evaluation(by_hospital=True, secagg=Secagg(2, "complete", 1, 0)))
 
 
@@ -266,7 +266,7 @@ def test_a_manifest_names_a_second_model_as_an_object(changes: dict[str, object]
     assert RunManifest.from_json(made.to_json()) == made
     with pytest.raises(ConfigError, match=expected):
         replace(made, evaluation=replace(terms, other=replace(second(), **changes))).require_possible()
-    with pytest.raises(ConfigError, match="own=RUN with other"):
+    with pytest.raises(ConfigError, match="other also needs own=RUN"):
         replace(made, evaluation=replace(terms, beside="")).require_possible()
 
 

@@ -33,8 +33,8 @@ def test_a_class_at_one_hospital_is_named_and_the_hospital_is_not() -> None:
 def test_a_class_that_is_left_out_is_one_that_the_model_will_not_know() -> None:
     found = coverage(3, 3, 1, 0, least=2)
     assert found.sentences() == [
-        "SCC: left out because fewer than 2 hospitals have it: the model will not know it",
-        "VASC: at no hospital: the model will not know it",
+        "SCC: left out because fewer than 2 hospitals have it: the model cannot recognise it",
+        "VASC: at no hospital: the model cannot recognise it",
     ]
     assert (found.left_out, found.untaught, found.alone) == (("SCC",), ("SCC", "VASC"), ())
 
@@ -43,7 +43,7 @@ def test_what_is_not_known_is_not_claimed() -> None:
     assert coverage(3, 3, 1, 0, partial=True).untaught == ()
     assert coverage(3, 3, 1, 0, partial=True).hospitals_of("VASC") is None
     silent = ClassCoverage(CLASSES, why="private run")
-    assert silent.sentences() == ["at how many hospitals each class is trained is not known: private run"]
+    assert silent.sentences() == ["the number of hospitals per class is unknown: private run"]
     assert (silent.untaught, silent.headline(), silent.hospitals_of("MEL")) == ((), "", None)
 
 

@@ -207,7 +207,7 @@ def test_page_and_status_name_the_classes_once_the_census_is_proved(counted: Cou
         return text, said, run["classes"]
 
     page, status, facts = shown()
-    assert "the model will not know" not in page + status
+    assert "the model cannot recognise" not in page + status
     assert facts is None
     counted.begin(counted.holders)
     counted.sent(2)
@@ -215,8 +215,8 @@ def test_page_and_status_name_the_classes_once_the_census_is_proved(counted: Cou
     assert facts["hospitals"] == counted.holders == [1, 2, 1, 0, 1, 1, 1, 1, 0, 1]
     for line in (
         "1 of 10 classes trained at 2 hospitals each",
-        "0, 2, 4, 5, 6, 7, 9: left out because fewer than 2 hospitals have them: the model will not know them",
-        "3, 8: at no hospital: the model will not know them",
+        "0, 2, 4, 5, 6, 7, 9: left out because fewer than 2 hospitals have them: the model cannot recognise them",
+        "3, 8: at no hospital: the model cannot recognise them",
     ):
         assert line in page
         assert f"{counted.run_id}: {line}" in status

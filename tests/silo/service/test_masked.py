@@ -742,7 +742,9 @@ def test_t53_without_the_policy_an_invented_member_is_accepted_and_the_hospital_
         assert run_command(["status", "--home", str(hospital.folder), "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
         assert told["runs"][0]["masked"] == {"others": ["center0", "center2"], "confirmed": ["center0"]}
-        assert told["runs"][0]["privacy"].startswith("no privacy: updates leave under masks, only sums over at least 3")
+        assert told["runs"][0]["privacy"].startswith(
+            "no privacy: updates leave under masks, and the coordinator reads only sums over at least 3"
+        )
         assert told["left"]["verdict"] == "No image has left this hospital"
     finally:
         hospital.end()

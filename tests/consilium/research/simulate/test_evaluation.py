@@ -29,5 +29,5 @@ def test_the_model_of_a_simulation_is_measured_again_and_nothing_is_trained(tmp_
 
 
 def test_without_a_model_there_is_nothing_to_measure() -> None:
-    with pytest.raises(ConfigError, match=r"E-CFG-02.*complete model with rounds=0"):
+    with pytest.raises(ConfigError, match=r"E-CFG-02.*rounds=0 only evaluates a complete model"):
         runner.run(compose_simulation([*SMALL, "rounds=0"]))

@@ -239,7 +239,7 @@ def test_one_hospital_with_all_records_has_the_same_closed_form(
             ["method=analytic", "train.freeze=features", "privacy=dp_record", "privacy.test_data=public"],
             "no noisy release",
         ),
-        (["method=analytic", *FROZEN, "method.head=lda"], "a head for each label"),
+        (["method=analytic", *FROZEN, "method.head=lda"], "multi-label data need method.head=ridge"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(

@@ -211,7 +211,7 @@ def test_differences_of_schemas_are_told_by_name() -> None:
     assert difference(run, run) == ""
     own = [Column("age", "integer", 0, 100), Column("bmi", "number", 10, 60)]
     assert difference(run, own) == (
-        "'sex' is not here; 'bmi' is not the run's; 'age' has max 120 in the run and 100 here"
+        "'sex' is not here; 'bmi' differs from the run's; 'age' has max 120 in the run and 100 here"
     )
     assert difference(run, run[::-1]) == "the columns are in another order"
 

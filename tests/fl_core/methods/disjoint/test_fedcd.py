@@ -164,7 +164,7 @@ def test_initial_head_follows_the_run_seed_and_lies_where_a_linear_layers_would(
 
 
 def test_two_phase_is_refused_with_the_reason_and_the_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"two exchanges in a round.*stale"):
+    with pytest.raises(ConfigError, match=r"two exchanges per round.*stale"):
         FedCD(acla="two_phase")
 
 
