@@ -255,7 +255,7 @@ def test_nobody_is_counted_twice_and_who_has_left_is_in_no_later_run_of_the_line
         for words, code in (
             (["silos=[east]"], f"E-RUN-05.*east withdrew from {run.id}"),
             (["method.class_weights=balanced", "rounds=2", "silos=[west]"], "E-CFG-08.*class_weights=none"),
-            (["privacy=dp_record", "rounds=2", "silos=[west]"], "E-CFG-08.*expected exact sums"),
+            (["privacy=dp_record", "rounds=2", "silos=[west]"], "E-CFG-08.*need exact sums"),
             (["seed=1", "silos=[west]"], "E-CFG-23.*the seed"),
             (["model.kind=relu", "silos=[west]"], "E-CFG-23.*the model"),
         ):
