@@ -147,8 +147,8 @@ def prototypes(
     if not traced:
         raise ConfigError(
             "E-PRIV-29",
-            f"expected a class with more than {MIN_IMAGES} images after a third of all is set aside, found none in "
-            f"{target.name}: audit more data, or leave out the audit prototypes",
+            f"{target.name} has no class with more than {MIN_IMAGES} images after a third of all images is set "
+            "aside: use more data, or leave out the audit prototypes",
         )
     return traced
 

@@ -66,7 +66,8 @@ class CalibrationFacts:
         if {self.false_flags is None, self.threshold is None} != {self.multi_label}:
             raise ConfigError(
                 "E-CFG-02",
-                "expected false_flags and threshold, or neither for several labels, found otherwise: calibrate again",
+                "the calibration needs both false_flags and threshold, or neither for multi-label models: calibrate "
+                "again",
             )
         check_shares(self.coverage, self.false_flags)
         by_class = (self.fitted, self.held, self.quantiles, self.sources)
@@ -82,8 +83,8 @@ class CalibrationFacts:
         if not counted or not numbers or not 0 < self.temperature < math.inf:
             raise ConfigError(
                 "E-CFG-02",
-                "expected counts from 0, quantiles from 0 to 1, a finite threshold and a positive temperature, found "
-                "other numbers: calibrate again",
+                "expected counts from 0, quantiles from 0 to 1, a finite threshold and a positive temperature, "
+                "found invalid numbers: calibrate again",
             )
 
     @property
@@ -279,7 +280,7 @@ def read(file: Path, model: str, classes: Sequence[str], multi_label: bool = Fal
     except (ConversionError, ConfigError, ValueError) as error:
         text = error.message if isinstance(error, ConfigError) else str(error)
         raise StateError(
-            "E-STATE-22", f"expected a calibration at {file}, found: {text}. Make it with consilium calibrate"
+            "E-STATE-22", f"expected a calibration at {file}, found: {text}. Create it with `consilium calibrate`"
         ) from error
     if (facts.model, facts.classes, facts.multi_label) != (model, tuple(classes), multi_label):
         raise StateError(

@@ -122,8 +122,8 @@ class Model:
             more = f" and {len(broken) - _NAMED} more" if len(broken) > _NAMED else ""
             raise DataError(
                 "E-DATA-04",
-                f"expected images that the model can take, found others: {', '.join(broken[:_NAMED])}{more}. Leave "
-                "them out, or call .predictions(images), which classifies the others",
+                f"the model cannot use some images: {', '.join(broken[:_NAMED])}{more}. Leave them out, or call "
+                ".predictions(images), which classifies the other images",
             )
         return answers
 
@@ -207,7 +207,7 @@ def _require_shares(array: NDArray[Any]) -> None:
     if array.dtype.kind != "f" or (array.size and not (array.min() >= 0 and array.max() <= 1)):  # false for NaN
         raise ConfigError(
             "E-CFG-02",
-            f"expected pixels as bytes (uint8) or numbers in [0, 1], found others ({array.dtype}): convert them",
+            f"expected uint8 pixels or numbers in [0, 1], found other values ({array.dtype}): convert them",
         )
 
 

@@ -157,7 +157,7 @@ def promise(facts: CalibrationFacts, those: str) -> str:
     """State the guarantee of the sets, for examples like `those`."""
     share = f"{100 * facts.coverage:g} %"
     if facts.multi_label:
-        return f"contain the right answer about a label for {share} of records like {those}"
+        return f"contain the right answer on a label for {share} of records like {those}"
     return f"contain the right class for {share} of images like {those}"
 
 

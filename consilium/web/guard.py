@@ -162,13 +162,13 @@ class PageGuard:
         if opening:
             return None
         if not {*_values(scope, b"sec-fetch-site")} <= {b"same-origin", b"none"}:
-            return _text(403, "expected a request from this page, found one from another site: open the page itself")
+            return _text(403, "the request came from another site: open the page itself")
         session = self._session(scope)
         if session is None:
             return _text(401, f"This page opens by its link, which works once. For a new link: {self._command}")
         scope[SESSION] = session
         if scope["method"] == "POST" and _values(scope, b"origin") != [self._origin]:
-            return _text(403, "expected a form from this page, found one from another origin: open the page itself")
+            return _text(403, "the form was sent from another origin: open the page itself")
         return None
 
     def _session(self, scope: Scope) -> BrowserSession | None:
@@ -201,7 +201,7 @@ class PageGuard:
             return _text(400, "expected a URL-encoded form, found other content")
         form = dict(pairs)
         if len(form) != len(pairs):
-            return _text(400, "expected every field of the form once, found one twice")
+            return _text(400, "a field of the form occurs twice")
         token = form.pop("token", "").encode("utf-8", "replace")
         if not hmac.compare_digest(token, scope[SESSION].token.encode()):
             return _text(403, "expected a form of this session: reload the page")

@@ -121,7 +121,7 @@ def headline(found: ServiceSnapshot, now: float) -> tuple[str, str]:
     if under_way:
         first = under_way[-1]
         if not first.rounds:
-            return f"The model of {first.run_id} is being measured", present
+            return f"The model of {first.run_id} is being evaluated", present
         return f"{first.run_id} is in round {min(first.closed + 1, first.rounds)} of {first.rounds}", present
     if not members:
         return "No hospital has joined yet", "Invite one: coordinator invite NAME"

@@ -106,7 +106,7 @@ def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
             hint = "Each hospital can see the accuracy on its own images without noise: silo status."
             return "Finished", f"The model's accuracy is withheld: {newest.withheld}. {hint}"
         if newest.point is None:
-            return "Finished", "The model was not measured."
+            return "Finished", "The model was not evaluated."
         best = "" if curve is None or not info.rounds else f" Best over rounds: {curve.scores.best.text()}."
         if balanced == NOTHING:
             return (
@@ -117,8 +117,8 @@ def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
         guessing = f"guessing: {clinical_report.percent(accuracy.chance(info))}"
         return (
             f"{'Finished' if info.rounds else 'Measured'}: balanced accuracy {accuracy.balanced_text(info)}",
-            f"{_sentence(taught) + ' ' if taught else ''}Each class counts alike ({guessing}). "
-            f"Of all test images {plain.text()} are classified correctly.{best}",
+            f"{_sentence(taught) + ' ' if taught else ''}Each class has the same weight ({guessing}). Of all test "
+            f"images {plain.text()} are classified correctly.{best}",
         )
     if info.state in ("paused", "failed", "aborted"):
         after = f"{info.state.capitalize()} after {info.closed} of {info.rounds} rounds"
@@ -127,7 +127,7 @@ def headline(info: pb.RunInfo, curve: Curve | None) -> tuple[str, str]:
         closes = _sentence(tables.received_text(info.waiting))
         return f"Round {info.waiting.round + 1} of {info.rounds} waits for {away(info)}", f"{closes} {reached}"
     if info.state == "running":
-        done = f"{info.closed} of {info.rounds} rounds are done" if info.rounds else "The model is being measured"
+        done = f"{info.closed} of {info.rounds} rounds are done" if info.rounds else "The model is being evaluated"
         return done, reached
     return "Queued", "It starts when the runs before it have ended."
 

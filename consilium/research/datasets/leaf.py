@@ -77,7 +77,7 @@ def _pixels(file: Path, user: str, rows: list[object]) -> Tensor:
     try:
         x = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), 1, 28, 28)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise _contradiction(file, f"{user}: rows of other than 784 numbers ({error})") from error
+        raise _contradiction(file, f"{user}: rows that do not have 784 numbers ({error})") from error
     if len(x) and not (x.min() >= 0 and x.max() <= 1):
         raise _contradiction(file, f"{user}: pixels from {x.min():g} to {x.max():g}")
     return (x * 255).round().to(torch.uint8)

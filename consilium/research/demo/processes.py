@@ -135,9 +135,7 @@ class Processes:
         while not condition():
             self.check()
             if time.monotonic() > deadline:
-                raise UnavailableError(
-                    "E-RUN-99", f"expected {what} within {seconds:.0f} s, found none: see {self.log}"
-                )
+                raise UnavailableError("E-RUN-99", f"no {what} within {seconds:.0f} s: see {self.log}")
             time.sleep(0.1)
 
     def stop(self) -> None:

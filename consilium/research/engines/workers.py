@@ -98,7 +98,7 @@ class WorkerPool:
                     except Exception as error:
                         raise ConfigError(
                             "E-CFG-08",
-                            "expected data, model and method that other processes can import, found that they cannot "
+                            "other processes cannot import the data, model or method "
                             f"({str(error).strip().splitlines()[-1]}): put them into a module, or use --workers 1",
                         ) from error
         except BaseException:
@@ -197,8 +197,8 @@ class WorkerPool:
         except Exception as error:  # the caller's classes may raise anything when pickled
             raise ConfigError(
                 "E-CFG-08",
-                f"expected examples that can be pickled for other processes, found some that cannot ({error}): make "
-                "their class importable, or use --workers 1",
+                f"some examples cannot be pickled for other processes ({error}): make their class importable, or use "
+                "--workers 1",
             ) from error
         return file
 
@@ -243,13 +243,12 @@ def _ended(worker: _Worker, port: InProcessSilo | None) -> WorkerError:
     if code == -signal.SIGKILL:
         return WorkerError(
             "E-RUN-38",
-            f"expected worker processes that run to the end, found one killed by {name} {when}, probably because "
-            "memory ran out: free memory, or use fewer --workers; with --out the same command continues",
+            f"a worker process was killed by {name} {when}, probably because memory ran out: free memory, or use "
+            "fewer --workers; with --out, the same command resumes the simulation",
         )
     return WorkerError(
         "E-RUN-99",
-        f"expected worker processes that run to the end, found one that ended ({name}) {when}: see its output above, "
-        "or use --workers 1",
+        f"a worker process ended ({name}) {when}: see its output above, or use --workers 1",
     )
 
 

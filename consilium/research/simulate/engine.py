@@ -120,8 +120,8 @@ class SimulationEngine:
         if self.exact and (run.manifest.train.cudnn_benchmark or run.manifest.train.compile):
             raise ConfigError(
                 "E-CFG-08",
-                "expected no train.cudnn_benchmark and no train.compile with --deterministic, found one of them, which "
-                "choose kernels by speed: leave one out",
+                "expected no train.cudnn_benchmark and no train.compile with --deterministic, because they choose "
+                "kernels by speed: leave one out",
             )
         device, number = choose_device(self.device), self._workers(run, shares, threads, resume.round if resume else 0)
         with ExitStack() as stack:

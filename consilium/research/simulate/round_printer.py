@@ -32,7 +32,7 @@ class RoundPrinter(Observer):
             return
         trained = record.kind.trains
         if self._first and trained and record.round:
-            ERR.print(f"continues after round {record.round}, from its newest checkpoint")
+            ERR.print(f"continues after round {record.round}, from the latest checkpoint")
         self._first = False
         when = f"before round {record.round + 1:>3}" if trained else f"after round  {record.round:>3}"
         parts = tables.measured_parts(EvaluationResult.of(record, self._noise))

@@ -255,7 +255,7 @@ def test_a_finished_run_whose_accuracy_noise_hides_says_so_in_a_sentence() -> No
         "own images without noise: silo status.",
     )
     nothing = pb.RunInfo(state="finished", accuracy=-1, best_accuracy=-1)
-    assert headline(nothing, None) == ("Finished", "The model was not measured.")
+    assert headline(nothing, None) == ("Finished", "The model was not evaluated.")
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, 1e38, -1.0, 2.0**63])
