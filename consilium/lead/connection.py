@@ -26,9 +26,7 @@ class LeadConnection:
     def client(self) -> LeadClient:
         """The client; raises UnavailableError (E-NET-01) after `close`."""
         if self._client is None:
-            raise UnavailableError(
-                "E-NET-01", "expected an open connection, found a closed one: connect again with consilium.connect"
-            )
+            raise UnavailableError("E-NET-01", "the connection is closed: connect again with consilium.connect")
         return self._client
 
     def close(self) -> None:

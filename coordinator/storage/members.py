@@ -280,8 +280,8 @@ class MemberStore:
             if newest is not None and newest.version >= roster.version and not same:
                 raise RefusedError(
                     "E-ID-14",
-                    f"the current roster has version {newest.version}, and a new one needs a higher version than "
-                    f"{roster.version}: use the newest (coordinator ca roster). The current one stays",
+                    f"the current roster has version {newest.version}, and this one has version {roster.version}: "
+                    "use the newest (coordinator ca roster). The current one stays",
                 )
             for gone in roster.revoked:
                 at = datetime.fromisoformat(gone.at).timestamp()
