@@ -37,7 +37,7 @@ class Schema:
 
     @property
     def kind(self) -> str:
-        return "several labels for each record" if self.multi_label else "one class for each record"
+        return "any number of labels for each record" if self.multi_label else "one class for each record"
 
 
 @dataclass(frozen=True, slots=True)

@@ -263,7 +263,7 @@ def test_of_classes_below_the_policys_floor_nothing_leaves_and_log_question_and_
     assert rows["Results on test images"].policy.endswith(
         "no class of fewer than 20 test images: 6; 0 of at most 100 runs a day evaluated models here"
     )
-    assert "1 model measured on test images here, counted exactly" in asked.about
+    assert "1 model evaluated on test images here, counted exactly" in asked.about
     hospital.service.store.approvals.decide("run-1", True)
     hospital.offer(0, pb.EVALUATE)
     hospital.sent()

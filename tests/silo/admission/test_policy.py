@@ -120,7 +120,7 @@ def test_a_run_waits_for_the_hospitals_decision(make, tmp_path, monkeypatch, app
     assert asked.about == (
         "fedavg on digits, 2 rounds, without differential privacy; "
         "the coordinator reads this hospital's update by itself; "
-        "3 models measured on test images here, counted exactly; before round 1 the coordinator learns which classes "
+        "3 models evaluated on test images here, counted exactly; before round 1 the coordinator learns which classes "
         "this hospital trains, except those that its policy hides and those below its smallest counts"
     )
     service.store.approvals.decide("run-1", approved)
