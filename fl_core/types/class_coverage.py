@@ -148,7 +148,11 @@ def _each(text: str, number: int) -> str:
     """Return a sentence about one class in the plural if `number` is above 1."""
     if number == 1:
         return text
-    for one, several in (("trained at", "each trained at"), ("have it", "have them"), ("know it", "know them")):
+    for one, several in (
+        ("trained at", "each trained at"),
+        ("have it", "have them"),
+        ("recognise it", "recognise them"),
+    ):
         text = text.replace(one, several)
     return text
 

@@ -110,7 +110,7 @@ def test_a_refuted_claim_is_status_1_after_all_audits_and_names_them(capsys, tmp
     assert said[0] == "first (1 of 3), some minutes in total"
     assert said[2] == "third (3 of 3), less than a minute left"
     assert said[3].startswith("E-PRIV-28: ")
-    assert "by first:" in shown.err
+    assert "by these attacks: first." in shown.err
     assert set(json.loads((tmp_path / "found/audit.json").read_text())) == {"about", "first", "second", "third"}
 
 

@@ -79,7 +79,7 @@ def test_a_masked_run_says_before_round_1_which_classes_one_hospital_has(three, 
     assert alone == f"{', '.join(found.alone)}: each trained at one hospital only; " + (
         "the coordinator reads this hospital's sums, but not its name"
     )
-    assert nobody == f"{', '.join(found.untaught)}: at no hospital: the model will not know them"
+    assert nobody == f"{', '.join(found.untaught)}: at no hospital: the model cannot recognise them"
     assert not any(name in said for name in THREE)
     kinds = [e.kind for e in world.server.store.runs.events(run.id, 0)]
     assert kinds.index("classes") < kinds.index("accepted", kinds.index("census"))
@@ -155,7 +155,7 @@ def test_every_display_says_how_many_classes_were_trained_and_tested(
     assert over in followed
     assert taught in followed
     untaught = coverage(run).untaught
-    assert f"{', '.join(untaught)}: at no hospital: the model will not know them" in followed
+    assert f"{', '.join(untaught)}: at no hospital: the model cannot recognise them" in followed
     lead.show(run.id, home=world.home)
     assert taught in " ".join(capsys.readouterr().out.split())
     client = LeadClient.open(world.home)

@@ -93,7 +93,7 @@ def test_a_long_update_is_refused_in_the_round_and_the_silo_hears_why(tmp_path: 
         assert told[0] == (True, "")
         for t in (1, 2):
             assert not told[t][0]
-            assert told[t][1].startswith("E-RUN-44: east: update is ")
+            assert told[t][1].startswith("E-RUN-44: east: update refused: ")
         assert len(events(world, run.id, "refused")) == 2
 
 

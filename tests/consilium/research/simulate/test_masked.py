@@ -95,7 +95,7 @@ def test_a_simulation_says_before_round_1_what_is_left_out(kind: str, capsys: py
     assert run.summary()["classes"]["left_out"] == list(run.coverage.left_out)
     said = " ".join(capsys.readouterr().err.split())
     if kind == "printed":
-        assert said.index("hospitals have them: the model will not know them") < said.index("before round 1")
+        assert said.index("hospitals have them: the model cannot recognise them") < said.index("before round 1")
     else:
         assert not said
 
