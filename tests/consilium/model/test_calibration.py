@@ -192,7 +192,7 @@ def file(sound: Calibration, tmp_path: Path) -> Path:
 def test_flags_are_of_models_that_choose_a_class_and_of_no_other(
     sound: Calibration, changes: dict[str, object]
 ) -> None:
-    with pytest.raises(ConfigError, match="E-CFG-02: expected false_flags"):
+    with pytest.raises(ConfigError, match="E-CFG-02: the calibration needs both false_flags"):
         replace(sound.facts, **changes)  # type: ignore[arg-type]
 
 

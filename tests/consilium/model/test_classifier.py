@@ -110,7 +110,7 @@ def test_an_image_that_cannot_be_read_is_named_and_the_others_are_answered_by_pr
     assert broken.problem
     assert good.probabilities
     signed = Image.fromarray(np.full((8, 8), -1, np.int32))
-    assert "16 bits" in model.predictions([signed])[0].problem
+    assert "16-bit" in model.predictions([signed])[0].problem
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_a_fetch_ends_at_its_limit(tmp_path: Path) -> None:
         server.start()
         try:
             liar = LeadClient(Address("127.0.0.1", port), world.people["lead"])
-            with pytest.raises(ProtocolError, match=r"E-WIRE-04.*at most 1000000 bytes"):
+            with pytest.raises(ProtocolError, match=r"E-WIRE-04.*the expected 1000000 bytes"):
                 liar.fetch("a" * 64, tmp_path / "state", 1_000_000)
             liar.close()
         finally:

@@ -170,7 +170,7 @@ def test_a_body_that_nobody_declared_is_refused_with_the_line_to_write(tmp_path:
         ("mean: [0.5, 0.5, 0.5]\nstd: [0, 1, 1]", "above 0"),
         ("!!python/object/apply:os.system ['true']", "YAML or JSON"),
         ("[" * 50_000, "YAML or JSON"),
-        ("- 1", "expected"),
+        ("- 1", "does not declare"),
     ):
         beside.write_text(text)
         assert said in refused(compose_spec(words(file)))

@@ -35,7 +35,7 @@ def test_values_change_the_configuration_that_a_run_continues_as_words_do() -> N
     [
         ({"seed": object()}, "seed: expected a plain value"),
         ({"model": object()}, "model: expected a name"),
-        ({"rounds": 3, "rounds__x": 4}, "rounds.x: expected one value"),
+        ({"rounds": 3, "rounds__x": 4}, "rounds.x: rounds has two values"),
     ],
 )
 def test_what_is_no_plain_value_is_refused(arguments: dict[str, object], says: str) -> None:

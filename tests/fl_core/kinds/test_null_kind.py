@@ -67,7 +67,7 @@ def test_a_new_kind_runs_in_a_simulation_and_its_answer_is_read(masks: str) -> N
     result = runner.run(counting(compose_simulation([*WORDS, "federation=hospitals6", f"secagg={masks}"])))
     assert list(_shown(result)) == [f"records: {float(TRAINED)}", "hospitals: 6.0"]
     assert not result.manifest.kind.trains
-    with pytest.raises(ConfigError, match="headcount, which has answers instead"):
+    with pytest.raises(ConfigError, match="headcount, which returns answers"):
         result.method.exported(result.server)
 
 

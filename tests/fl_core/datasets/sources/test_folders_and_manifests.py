@@ -201,7 +201,7 @@ def test_a_class_without_images_is_noted_and_hinders_nothing(split_folder: Path)
     shutil.rmtree(split_folder / "test" / "melanoma")
     report = check(f"folder:{split_folder}", DataRequest(classes=["benign", "melanoma", "nevus"]))
     assert report.problems == ()
-    assert "classes without an image: 1 (nevus); correct if this hospital has never seen them" in report.notes
+    assert "classes without an image: 1 (nevus); this is correct if the hospital has no cases of them" in report.notes
     assert "classes without a test image: 1 (melanoma)" in report.notes
 
 
@@ -209,7 +209,7 @@ def test_deep_grey_values_next_to_black_are_noted(split_folder: Path) -> None:
     dark = np.random.default_rng(0).integers(0, 4096, (64, 64)).astype(np.uint16)
     Image.fromarray(dark).save(split_folder / "train" / "benign" / "dark.png")
     report = check(f"folder:{split_folder}", deep=True)
-    assert any("a sixteenth of their range of values: 1 (train/benign/dark.png)" in note for note in report.notes)
+    assert any("a sixteenth of their value range: 1 (train/benign/dark.png)" in note for note in report.notes)
 
 
 def test_names_that_are_no_text_are_read_all_the_same(split_folder: Path) -> None:
