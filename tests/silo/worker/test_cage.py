@@ -169,7 +169,8 @@ def test_it_reads_files_as_its_user_did_before(tmp_path: Path, user: int) -> Non
 def test_a_policy_of_root_counts_in_an_ordinary_users_cage_and_a_strangers_is_refused_before(
     tmp_path: Path, owner: int, outside: str
 ) -> None:
-    (tmp_path / "policy").mkdir(mode=0o755)
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy").chmod(0o755)  # whatever umask this process has: a service that ran in it set 077
     (tmp_path / "policy" / "policy.toml").write_text("")
     (tmp_path / "policy" / "policy.toml").chmod(0o644)
     os.chown(tmp_path / "policy" / "policy.toml", owner, owner)
