@@ -18,7 +18,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,11 +28,14 @@ from benchmarks.comparison import protocol, report, search, settings, study, ver
 from benchmarks.comparison.protocol import Protocol
 from benchmarks.comparison.search import Searched
 from benchmarks.comparison.settings import Comparison
+from benchmarks.comparison.study import Complete
 from benchmarks.run_store import Run, TimeUpError
 from fl_core.errors import DataError, FederationError
 from fl_core.training.devices import choose_device
 
 RESULTS = Path(__file__).parent / "results"
+
+Rows = dict[str, Searched]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -110,30 +113,36 @@ def follow(
     stored: bool = False,
     until: float = math.inf,
 ) -> str:
-    """Do as `compare` with a protocol; a stored table is of the first machine that made all of its runs."""
+    """Do as `compare` with a protocol: what no machine has made all of is computed on this one."""
     store = out / f"{fixed.name}.jsonl"
-    if stored:
-        rows = stored_rows(fixed, store)
-    else:
-        computed = partial(run_store.complete, file=store, work=study.measure, jobs=jobs, until=until)
-        rows = search.searched(fixed, computed, run_store.kind_of_machine(), data_root)
-    text = verdicts.page(fixed, rows)
+    computed = None if stored else partial(run_store.complete, file=store, work=study.measure, jobs=jobs, until=until)
+    text = verdicts.page(fixed, protocol_rows(fixed, store, computed, data_root))
     (out / f"{fixed.name}.md").write_text(text)
     return text
 
 
-def stored_rows(fixed: Protocol, store: Path) -> dict[str, Searched]:
-    """Find a protocol's runs in its store; raises DataError (E-DATA-02) where no machine made all of them."""
-    complete, missing = (
-        stored_runs(store),
-        DataError("E-DATA-02", f"expected runs of {fixed.name} in {store}, found none"),
-    )
-    for machine in dict.fromkeys(str(run.get("machine")) for run in run_store.read(store).values()):
-        try:
-            return search.searched(fixed, complete, machine)
-        except DataError as error:
-            missing = error
-    raise missing
+def protocol_rows(
+    fixed: Protocol, store: Path, computed: Complete | None = None, data_root: Path | None = None
+) -> Rows:
+    """Find a protocol's trials and its table, each of the first machine in the store that made all of them.
+
+    computed: makes on this machine what no machine has made all of
+    Raises DataError (E-DATA-02) where something is missing and nothing computes it.
+    """
+
+    def of_one_machine(stage: Callable[[Complete, str], Rows]) -> Rows:
+        missing = DataError("E-DATA-02", f"expected runs of {fixed.name} in {store}, found none")
+        for machine in dict.fromkeys(str(run.get("machine")) for run in run_store.read(store).values()):
+            try:
+                return stage(stored_runs(store), machine)
+            except DataError as error:
+                missing = error
+        if computed is None:
+            raise missing
+        return stage(computed, run_store.kind_of_machine())
+
+    rows = of_one_machine(lambda complete, machine: search.tuned(fixed, complete, machine, data_root))
+    return of_one_machine(lambda complete, machine: search.tabled(fixed, rows, complete, machine, data_root))
 
 
 def recompute(store: Path, key: str, data_root: Path | None = None) -> tuple[bool, str]:
@@ -167,7 +176,7 @@ def recompute(store: Path, key: str, data_root: Path | None = None) -> tuple[boo
     return bool(apart), f"{store.name}, run {kept['key']}, seed {kept['seed']}: {result}; {where}"
 
 
-def stored_runs(store: Path) -> study.Complete:
+def stored_runs(store: Path) -> Complete:
     """Make what finds trials in a store; it raises DataError (E-DATA-02) where one is missing."""
     kept = run_store.read(store)
 

@@ -2,13 +2,14 @@
 
 Every variant at every rate, then the best variant with each of `then` at every rate; where the best rate is an end of
 the grid, one step beyond it, at most `widen` times. Of equal scores the first variant and the smallest rate wins. Of
-FedAvg the best of each network is in the table, too.
+FedAvg the best of each network is in the table, too. All trials are of one machine, and so is the table. The two may
+differ: pairs, which need one machine, are within the trials (a method and its twin) or within the table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.comparison import study
@@ -43,10 +44,8 @@ class Searched:
         return variants.index(cell[0]), cell[1]
 
 
-def searched(
-    protocol: Protocol, complete: Complete, machine: str, data_root: Path | None = None
-) -> dict[str, Searched]:
-    """Make all runs of a protocol, or find them; a row per method, and one per network of FedAvg."""
+def tuned(protocol: Protocol, complete: Complete, machine: str, data_root: Path | None = None) -> dict[str, Searched]:
+    """Make the trials of a protocol, or find them, and choose; a row per method, and one per network of FedAvg."""
     measure = protocol.measures[0]
     found = {method: Searched() for method in protocol.methods}
 
@@ -70,16 +69,25 @@ def searched(
     for name, network in [(name, None) for name in found] + [(of_network(n), n) for n in networks]:
         row = rows.setdefault(name, Searched(found[BASELINE].trials))
         row.chosen = row.best(measure, network)
-    asked = {name: trials_of(protocol, name, row.chosen, machine, data_root, table=True) for name, row in rows.items()}
     twins = {
         claim.method: trials_of(protocol, BASELINE, twin_of(rows[claim.method].chosen), machine, data_root, table=False)
         for claim in protocol.claims
     }
-    runs = complete([trial for trials in (*twins.values(), *asked.values()) for trial in trials])
-    for name, row in rows.items():
-        row.table = {trial.seed: runs[trial.key] for trial in asked[name]}
-        row.twin = [runs[trial.key] for trial in twins.get(name, ())]
+    runs = complete([trial for trials in twins.values() for trial in trials])
+    for name, trials in twins.items():
+        rows[name].twin = [runs[trial.key] for trial in trials]
     return rows
+
+
+def tabled(
+    protocol: Protocol, rows: Mapping[str, Searched], complete: Complete, machine: str, data_root: Path | None = None
+) -> dict[str, Searched]:
+    """Make each row's runs on the test images with what was chosen, or find them; return the rows with them."""
+    asked = {name: trials_of(protocol, name, row.chosen, machine, data_root, table=True) for name, row in rows.items()}
+    runs = complete([trial for trials in asked.values() for trial in trials])
+    return {
+        name: replace(row, table={trial.seed: runs[trial.key] for trial in asked[name]}) for name, row in rows.items()
+    }
 
 
 def of_network(network: str) -> str:

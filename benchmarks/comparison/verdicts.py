@@ -207,7 +207,7 @@ def page(protocol: Protocol, rows: Mapping[str, Searched]) -> str:
         f"paired over the {len(protocol.seeds)} seeds, with the part of the test images ({_most(runs)}). Rates and "
         f"weights are chosen on validation images, a fifth of the training images, and seeds "
         f"{', '.join(map(str, protocol.tuning_seeds))}. {len({str(r['key']) for r in _every(rows)})} runs, "
-        f"{seconds / 3600:.1f} CPU hours, on {', '.join(sorted({str(run['machine']) for run in runs}))}.",
+        f"{seconds / 3600:.1f} CPU hours, on {_machines(rows)}.",
         "",
         f"`python -m benchmarks.comparison {protocol.name}`",
         "",
@@ -260,6 +260,13 @@ def _points(printed: float | None) -> str:
 
 def _most(runs: Sequence[Run]) -> int:
     return max(int(str(run.get("test_images", 0))) for run in runs)
+
+
+def _machines(rows: Mapping[str, Searched]) -> str:
+    """Name the machine of the table, and that of the trials where it is another."""
+    (table,) = {str(run["machine"]) for row in rows.values() for run in row.table.values()}
+    trials = {str(run["machine"]) for row in rows.values() for runs in row.trials.values() for run in runs}
+    return table if trials == {table} else f"{table} (the table) and {', '.join(sorted(trials))} (what was chosen)"
 
 
 def _every(rows: Mapping[str, Searched]) -> list[Run]:

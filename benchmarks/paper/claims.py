@@ -69,7 +69,7 @@ def followed(name: str) -> tuple[Protocol, Mapping[str, Searched] | None]:
     """Read a protocol and its runs; None where its store does not have all of them yet."""
     fixed = protocol.load(name)
     try:
-        return fixed, run.stored_rows(fixed, run.RESULTS / f"{name}.jsonl")
+        return fixed, run.protocol_rows(fixed, run.RESULTS / f"{name}.jsonl")
     except DataError:
         return fixed, None
 

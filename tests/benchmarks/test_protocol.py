@@ -220,7 +220,8 @@ def test_rates_are_chosen_on_validation_images_and_the_grid_grows_twice_at_most(
         ("FedMR", "0", 0.1): 0.7,
         ("FedMR", "0.9", 0.1): 0.8,  # the second stage wins, and one step below its end does not
     }
-    found = search.searched(TINY, scripted(best, seen), "here")
+    complete = scripted(best, seen)
+    found = search.tabled(TINY, search.tuned(TINY, complete, "here"), complete, "here")
     assert set(found) == {"FedAvg", "FedMR", "FedProx", "FedAvg, linear", "FedAvg, cnn"}
     assert found["FedAvg"].chosen == (("network=linear", "method=fedavg"), 2.7)
     assert found["FedMR"].chosen[0][-1] == "train.momentum=0.9"
@@ -333,7 +334,9 @@ def test_a_method_that_is_behind_another_networks_fedavg_says_both() -> None:
 
 
 def test_the_page_names_verdict_budget_machine_and_digest() -> None:
-    text = verdicts.page(TINY, search.searched(TINY, scripted({("FedAvg", "0", 0.1): 0.62}, []), "here"))
+    complete = scripted({("FedAvg", "0", 0.1): 0.62}, [])
+    chosen = search.tuned(TINY, complete, "here")
+    text = verdicts.page(TINY, search.tabled(TINY, chosen, complete, "here"))
     assert "digest 0000000000000000" in text
     assert "CPU hours, on here." in text
     assert "| FedAvg | 1.0 ± 0.0 |  |  | 1 (10 of 10) |" in text  # mean of the last rounds; rounds to its own best
@@ -360,22 +363,57 @@ def test_counts_per_test_image_are_the_curve_of_the_run_whatever_the_partition()
     assert alike > 0.15
 
 
-@pytest.mark.integration
-def test_a_table_with_a_hole_is_refused_and_a_whole_one_is_of_one_machine(tmp_path: Path) -> None:
+def made_on(*machines: str) -> list[Run]:
+    """All runs of TINY as these machines would store them."""
     seen: list[study.Trial] = []
     complete = scripted({}, seen)
-    for machine in ("half", "whole"):
-        search.searched(TINY, complete, machine)
+    for machine in machines:
+        search.tabled(TINY, search.tuned(TINY, complete, machine), complete, machine)
     runs = complete(seen)
-    kept = {t.key: {**runs[t.key], "machine": t.also["machine"]} for t in seen}
+    return [
+        {**runs[t.key], "machine": t.also["machine"], "on test images": t.also["hits"]}
+        for t in {t.key: t for t in seen}.values()
+    ]
+
+
+def test_a_table_with_a_hole_is_refused_and_a_whole_one_is_of_one_machine(tmp_path: Path) -> None:
     store = tmp_path / "tiny.jsonl"
-    for index, line in enumerate(kept.values()):
-        if line["machine"] == "whole" or index % 2:
-            run_store.append(store, line)
-    rows = run.stored_rows(TINY, store)
+    for index, made in enumerate(made_on("half", "whole")):
+        if made["machine"] == "whole" or index % 2:
+            run_store.append(store, made)
+    rows = run.protocol_rows(TINY, store)
     assert {str(r["machine"]) for r in rows["FedMR"].table.values()} == {"whole"}
     with pytest.raises(DataError, match="expected runs of tiny"):
-        run.stored_rows(TINY, tmp_path / "none.jsonl")
+        run.protocol_rows(TINY, tmp_path / "none.jsonl")
+
+
+def test_a_table_is_of_one_machine_where_another_made_the_trials(tmp_path: Path) -> None:
+    store = tmp_path / "tiny.jsonl"
+    ours, theirs = made_on("first"), made_on("second")
+    tables = [made for made in ours if made["on test images"]]
+    for made in (*(m for m in ours if not m["on test images"]), *tables[:-1]):
+        run_store.append(store, made)
+    with pytest.raises(DataError, match="is missing"):
+        run.protocol_rows(TINY, store)
+    for made in (m for m in theirs if m["on test images"]):
+        run_store.append(store, made)
+    rows = run.protocol_rows(TINY, store)
+    assert {str(r["machine"]) for row in rows.values() for r in row.table.values()} == {"second"}
+    assert {str(r["machine"]) for row in rows.values() for rs in row.trials.values() for r in rs} == {"first"}
+    assert {str(r["machine"]) for r in rows["FedMR"].twin} == {"first"}
+    assert "on second (the table) and first (what was chosen)." in verdicts.page(TINY, rows)
+
+
+def test_what_no_machine_has_made_all_of_is_computed_here(tmp_path: Path) -> None:
+    store = tmp_path / "tiny.jsonl"
+    made = made_on("elsewhere")
+    for one in made[:-1]:
+        run_store.append(store, one)
+    asked: list[study.Trial] = []
+    rows = run.protocol_rows(TINY, store, scripted({}, asked))
+    assert {t.also["machine"] for t in asked} == {run_store.kind_of_machine()}
+    assert {t.seed for t in asked} == set(TINY.seeds)  # the trials of elsewhere are complete
+    assert len(rows["FedMR"].table) == len(TINY.seeds)
 
 
 @pytest.mark.parametrize("name", protocol.names())
