@@ -202,7 +202,7 @@ def arms() -> Drawn:
 def learning_curves(name: str = "fmnist_dir05_claims") -> Drawn:
     """Draw the runs that a protocol's table has; raises DataError (E-DATA-02) where they are not all stored."""
     fixed = protocol.load(name)
-    found = comparison.stored_rows(fixed, comparison.RESULTS / f"{name}.jsonl")
+    found = comparison.protocol_rows(fixed, comparison.RESULTS / f"{name}.jsonl")
     lines = {
         method: 100 * np.array([study.curve(run, "ga") for run in row.table.values() if "failed" not in run])
         for method, row in found.items()
