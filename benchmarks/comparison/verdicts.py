@@ -42,7 +42,12 @@ class Interval:
     of_test: float
 
     def __str__(self) -> str:
-        return f"{self.mean:+.1f} [{self.low:.1f}, {self.high:.1f}]"
+        return f"{self.mean:+.1f} [{_end(self.low)}, {_end(self.high)}]"
+
+
+def _end(value: float) -> str:
+    """Write a tenth of a point, or the first digit of what would round to 0: its sign decides a verdict."""
+    return f"{value:.1f}" if not value or abs(value) >= 0.05 else f"{value:.1g}"
 
 
 @dataclass(frozen=True, slots=True)

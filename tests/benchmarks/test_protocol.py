@@ -276,6 +276,12 @@ def test_pairs_are_of_one_machine_and_of_the_same_seeds() -> None:
         verdicts.interval({10: fake_run(0.5)}, {11: fake_run(0.5)}, "ga")
 
 
+def test_an_end_that_would_round_to_zero_keeps_its_sign() -> None:
+    assert str(verdicts.Interval(0.31, 0.0432, 0.58, 0.1, 0.1)) == "+0.3 [0.04, 0.6]"
+    assert str(verdicts.Interval(-0.31, -0.58, -0.0432, 0.1, 0.1)) == "-0.3 [-0.6, -0.04]"
+    assert str(verdicts.Interval(0.0, 0.0, 0.0, 0.0, 0.0)) == "+0.0 [0.0, 0.0]"
+
+
 # ---- verdicts --------------------------------------------------------------------------------------------------------
 
 
