@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fl_core import validate
 from fl_core.errors import ConfigError
+from fl_core.models.pooling import MaxPool2
 from fl_core.models.split_model import MAX_LAYERS, HeadOptions, SplitModel, image_shape, kaiming
 from fl_core.types.records import Schema
 
@@ -162,8 +163,8 @@ class Conv2Cifar(HeadOptions):
     def build(self, schema: Schema) -> SplitModel:
         image_shape("conv2_cifar", schema, channels={3}, sizes={32})
         body = nn.Sequential(
-            *(nn.Conv2d(3, 64, 5), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Conv2d(64, 64, 5), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(3, 64, 5), nn.ReLU(), MaxPool2()),
+            *(nn.Conv2d(64, 64, 5), nn.ReLU(), MaxPool2()),
             nn.Flatten(),
             *(nn.Linear(64 * 5 * 5, 384), nn.ReLU()),
             *(nn.Linear(384, 192), nn.ReLU()),
@@ -184,7 +185,7 @@ class TfCnn(HeadOptions):
         channels, side = image_shape("tfcnn", schema, channels={1, 3}, sizes={28, 32})
         layers: list[nn.Module] = []
         for before, after in ((channels, 32), (32, 64), (64, 64)):
-            layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+            layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU(), MaxPool2()]
         body = kaiming(nn.Sequential(*layers, nn.Flatten()))
         return self.complete(body, 64 * (side // 8) ** 2, schema)
 
@@ -213,7 +214,7 @@ class LeNet(HeadOptions):
         channels, side = image_shape("lenet", schema, channels={1, 3}, sizes={28, 32})
         layers: list[nn.Module] = []
         for before in (channels, 16):
-            layers += [nn.Conv2d(before, 16, 5), *_norm(self.norm, 16), nn.ReLU(), nn.MaxPool2d(2)]
+            layers += [nn.Conv2d(before, 16, 5), *_norm(self.norm, 16), nn.ReLU(), MaxPool2()]
         body = nn.Sequential(*layers, nn.Flatten())
         left = ((side - 4) // 2 - 4) // 2
         return self.complete(kaiming(body), 16 * left * left, schema)
@@ -231,8 +232,8 @@ class SimpleCnn(HeadOptions):
         channels, side = image_shape("simple_cnn", schema, channels={1, 3}, sizes={28, 32})
         left = ((side - 4) // 2 - 4) // 2
         body = nn.Sequential(
-            *(nn.Conv2d(channels, 6, 5), nn.ReLU(), nn.MaxPool2d(2)),
-            *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(channels, 6, 5), nn.ReLU(), MaxPool2()),
+            *(nn.Conv2d(6, 16, 5), nn.ReLU(), MaxPool2()),
             nn.Flatten(),
             *(nn.Linear(16 * left * left, 120), nn.ReLU()),
             *(nn.Linear(120, 84), nn.ReLU()),
@@ -258,7 +259,7 @@ class DigitsCnn(HeadOptions):
         body = nn.Sequential(
             *self._block(1, 16),
             *self._block(16, 32),
-            nn.MaxPool2d(2),
+            MaxPool2(),
             nn.Flatten(),
             nn.Linear(32 * 4 * 4, 64),
             nn.ReLU(),
@@ -310,7 +311,7 @@ class Vgg8(HeadOptions):
                 layers += [nn.BatchNorm2d(after)] if self.norm == "batch" else []
                 layers.append(nn.ReLU())
                 before = after
-            layers.append(nn.MaxPool2d(2))
+            layers.append(MaxPool2())
         body = kaiming(nn.Sequential(*layers, nn.Flatten()))
         return self.complete(body, _VGG_FEATURES, schema)
 
