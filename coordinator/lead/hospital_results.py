@@ -139,16 +139,16 @@ def _shares(right: Sequence[float], of: Sequence[float]) -> str:
 
 
 def own_sentence(models: OwnModels, tested: float, other: str = "", *, several_labels: bool = False) -> str:
-    """Compare the hospitals' local models, each at home, with the measured model on the same images.
+    """Compare the hospitals' local models, each at home, with the evaluated model on the same images.
 
     tested: the test images of the evaluation; some hospitals may have no local model   other: the run whose model was
-    measured as well, instead of local ones   several_labels: whether the answers are about labels
+    evaluated as well, instead of local ones   several_labels: whether the answers are about labels
     """
     on = f"{sum(models.examples):.0f} of {tested:.0f} {'answers about labels' if several_labels else 'test images'}"
     measure = "right answers, label by label," if several_labels else "balanced accuracy"
     where, theirs = (", where hospitals have models that they trained alone", "those") if not other else ("", other)
     text = (
-        f"on {on}{where}: {measure} of {theirs} {_shares(models.own, models.examples)}, of the measured model "
+        f"on {on}{where}: {measure} of {theirs} {_shares(models.own, models.examples)}, of the evaluated model "
         f"{_shares(models.measured, models.examples)}"
     )
     if (ahead := models.auc_ahead) is None:

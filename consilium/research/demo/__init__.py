@@ -100,7 +100,7 @@ def _train(
 
 def _reached(info: pb.RunInfo) -> str:
     if info.closed >= info.rounds:
-        return "measures the model"
+        return "evaluating the model"
     newest = accuracy.newest(info)
     return info.state if newest.point is None else f"{newest.text()} correct"
 
