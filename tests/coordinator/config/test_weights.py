@@ -101,7 +101,7 @@ def test_hospitals_begin_with_weights_that_the_lead_sent_and_end_in_the_bits_of_
     second = world.finished(world.server.store.runs.find("latest").id)
     start = RunManifest.from_json(second.manifest).start
     assert (start.run, start.weights) == (first.id, named)
-    with pytest.raises(ConfigError, match=r"E-CFG-08.*model.weights beside --from"):
+    with pytest.raises(ConfigError, match=r"E-CFG-08: model\.weights cannot be used with --from"):
         lead.run([f"model.weights={file}"], start_from=first.id, home=world.home)
     capsys.readouterr()
     lead.show(second.id, home=world.home)

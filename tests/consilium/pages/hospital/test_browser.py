@@ -82,7 +82,7 @@ def test_a_run_is_approved_and_the_page_follows_what_happens_without_being_loade
     page = visit.page
     assert page.get_by_role("heading", level=1).inner_text() == "No image has left this hospital"
     assert "Epsilon 4.48 of 8 is spent for each record" in page.locator("#spent").inner_text()
-    assert "epsilon 4.83 of 8 would be spent" in page.locator("#decide").inner_text()
+    assert "would rise from 4.48 to 4.83 of 8" in page.locator("#decide").inner_text()
     button(page, "Approve").click()
     assert "is approved: it may train here." in page.get_by_role("status").first.inner_text()
     assert decided(home) is True

@@ -18,6 +18,7 @@ from consilium.pages.hospital.command import show_beside
 from consilium.pages.hospital.site import FILE
 from consilium.web.command import OPENED_PAGE
 from silo.cli.operations import PAGES
+from silo.storage.home import ServeOptions
 from tests.support import until
 from tests.support.fake_coordinator import enrolled
 from tests.support.hospital import spent
@@ -89,4 +90,4 @@ def test_a_service_shows_its_page_and_takes_it_with_it_when_it_ends(tmp_path) ->
         process.communicate(timeout=200)
     assert process.returncode == 0
     assert not file.exists()
-    assert home.served() == ("digits/p3c4/1", "", str(ROOT))
+    assert home.served() == ServeOptions("digits/p3c4/1", cwd=str(ROOT))

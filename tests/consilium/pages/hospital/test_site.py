@@ -425,7 +425,7 @@ def test_the_button_checks_the_data_in_another_process_and_the_page_shows_what_i
     assert shown.browser.post("/data/check", form).status == 303
     until(lambda: not shown.page.data.running)
     text = shown.text()
-    assert "Nothing would stop a run" in text
+    assert "Ready for runs: no problems found" in text
     assert "scans/0041.png" not in text
     line = last_lines(home.path, 1)[0]
     assert (line.entry.what, line.entry.who.endswith(", page")) == ("command data check", True)

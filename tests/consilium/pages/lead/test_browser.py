@@ -134,7 +134,7 @@ def test_a_model_is_downloaded_with_its_card_and_two_runs_are_compared(
         with safe_open(file, framework="pt") as opened:
             assert run.model_digest in opened.metadata()["consilium"]
         with page.expect_download() as downloading:
-            page.get_by_role("link", name="Its card").click()
+            page.get_by_role("link", name="Its model card").click()
         downloading.value.save_as(tmp_path / "card.md")
         assert run.manifest_digest in (tmp_path / "card.md").read_text()
         with page.expect_download() as downloading:
