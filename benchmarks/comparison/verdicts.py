@@ -140,7 +140,7 @@ def moves_gate(claim: Claim, protocol: Protocol, rows: Mapping[str, Searched]) -
     said = []
     for diagnostic, way in claim.moves.items():
         moved = [
-            (1 if way == "up" else -1) * (_number(ours, diagnostic) / _number(theirs, diagnostic) - 1)
+            (1 if way == "up" else -1) * _change(_number(ours, diagnostic), _number(theirs, diagnostic))
             for ours, theirs in zip(row.trials[row.chosen], row.twin, strict=True)
         ]
         if not min(moved) >= protocol.gates.moves:
@@ -149,6 +149,11 @@ def moves_gate(claim: Claim, protocol: Protocol, rows: Mapping[str, Searched]) -
                 f"and moves {way} by {100 * min(moved):.0f} %"
             )
     return said
+
+
+def _change(ours: float, theirs: float) -> float:
+    """Return a relative change; from 0, of features that are all equal, it is infinite, or NaN if ours are, too."""
+    return ours / theirs - 1 if theirs else ours * math.inf
 
 
 def _number(run: Run, name: str) -> float:

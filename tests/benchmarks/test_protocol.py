@@ -306,6 +306,13 @@ def test_a_claim_is_judged_by_one_rule(
     assert why in found.why
 
 
+@pytest.mark.parametrize(("ours", "way", "open_"), [(0.5, "up", True), (0.5, "down", False), (0.0, "up", False)])
+def test_a_change_from_nothing_is_one_unless_nothing_is_there_now(ours: float, way: str, open_: bool) -> None:
+    """FedAvg's features may all be equal at the rate that a method chose."""
+    found = {**rows(0.65, 0.72, 0.66), "FedMR": row(about(0.72), ours, 0.0)}
+    assert (verdicts.judge(replace(CLAIM, moves={"correlation": way}), TINY, found).word == "holds") is open_
+
+
 def test_where_the_papers_level_is_lost_fedavg_needs_sixty_percent() -> None:
     lost = replace(CLAIM, level=None, printed=None)
     assert verdicts.judge(lost, TINY, rows(0.65, 0.72, 0.66)).word == "holds"
