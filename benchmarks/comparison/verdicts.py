@@ -143,10 +143,11 @@ def moves_gate(claim: Claim, protocol: Protocol, rows: Mapping[str, Searched]) -
             (1 if way == "up" else -1) * _change(_number(ours, diagnostic), _number(theirs, diagnostic))
             for ours, theirs in zip(row.trials[row.chosen], row.twin, strict=True)
         ]
-        if not min(moved) >= protocol.gates.moves:
+        if not all(change >= protocol.gates.moves for change in moved):  # also where one is NaN
+            unknown = any(map(math.isnan, moved))
             said.append(
                 f"its {diagnostic} must move {way} by {100 * protocol.gates.moves:.0f} % from FedAvg's, "
-                f"and moves {way} by {100 * min(moved):.0f} %"
+                + ("and one of the two ends without any" if unknown else f"and moves {way} by {100 * min(moved):.0f} %")
             )
     return said
 

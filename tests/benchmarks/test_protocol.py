@@ -313,6 +313,15 @@ def test_a_change_from_nothing_is_one_unless_nothing_is_there_now(ours: float, w
     assert (verdicts.judge(replace(CLAIM, moves={"correlation": way}), TINY, found).word == "holds") is open_
 
 
+def test_a_gate_stays_closed_if_one_tuning_seed_has_no_model() -> None:
+    found = rows(0.65, 0.72, 0.66)
+    method = found["FedMR"]
+    method.trials[method.chosen] = [method.trials[method.chosen][0], {"failed": "diverged", "machine": "here"}]
+    judged = verdicts.judge(CLAIM, TINY, found)
+    assert judged.word == "not decided"
+    assert judged.why.endswith("and one of the two ends without any")
+
+
 def test_where_the_papers_level_is_lost_fedavg_needs_sixty_percent() -> None:
     lost = replace(CLAIM, level=None, printed=None)
     assert verdicts.judge(lost, TINY, rows(0.65, 0.72, 0.66)).word == "holds"
