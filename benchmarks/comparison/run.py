@@ -129,12 +129,14 @@ def protocol_rows(
     computed: makes on this machine what no machine has made all of
     Raises DataError (E-DATA-02) where something is missing and nothing computes it.
     """
+    kept = stored_runs(store)
+    machines = dict.fromkeys(str(run.get("machine")) for run in run_store.read(store).values())
 
     def of_one_machine(stage: Callable[[Complete, str], Rows]) -> Rows:
         missing = DataError("E-DATA-02", f"expected runs of {fixed.name} in {store}, found none")
-        for machine in dict.fromkeys(str(run.get("machine")) for run in run_store.read(store).values()):
+        for machine in machines:
             try:
-                return stage(stored_runs(store), machine)
+                return stage(kept, machine)
             except DataError as error:
                 missing = error
         if computed is None:
