@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from fl_core.models import build_model
 from fl_core.models.pooling import MaxPool2
+from fl_core.types.records import Schema
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 8, 8), (1, 16, 24, 24), (2, 3, 7, 9), (5, 2, 3), (0, 4, 6, 6), (1, 1, 2, 2)])
@@ -23,6 +25,18 @@ def test_the_numbers_are_those_of_torch_however_they_are_computed(
     for quiet in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with quiet():
             assert torch.equal(pool(x).nan_to_num(nan=7.0), oracle(x).nan_to_num(nan=7.0))
+
+
+def test_evaluation_leaves_torchs_slow_loop_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> torch.Tensor:
+        raise AssertionError("torch's own pooling")
+
+    monkeypatch.setattr("fl_core.models.pooling.functional.max_pool2d", refused)
+    net = build_model("lenet", {}, Schema((1, 28, 28), ("a", "b")), 0).eval()
+    with torch.no_grad():
+        assert net(torch.zeros(2, 1, 28, 28)).shape == (2, 2)
+    with pytest.raises(AssertionError, match="torch's own"):
+        net(torch.zeros(2, 1, 28, 28))
 
 
 def test_gradients_are_those_of_torch_with_ties_too() -> None:
