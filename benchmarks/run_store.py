@@ -136,17 +136,17 @@ def outcomes_text(rows: Mapping[str, Sequence[Run]]) -> str:
 
 
 def read(file: Path) -> dict[str, Run]:
-    """Read the runs of a store, by key; the newest line of a key wins.
+    """Read the runs of a store, by key.
 
     An incomplete last line, left by a killed process, is ignored; raises DataError (E-DATA-07) on any other invalid
-    line.
+    line, and on two lines of a key that differ in more than when, where and how fast they were made.
     """
     runs: dict[str, Run] = {}
     lines = file.read_text().splitlines() if file.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
             run = json.loads(line)
-            runs[str(run["key"])] = run
+            before = runs.setdefault(str(run["key"]), run)
         except (json.JSONDecodeError, TypeError, KeyError) as error:
             if number == len(lines):
                 continue
@@ -154,7 +154,17 @@ def read(file: Path) -> dict[str, Run]:
                 "E-DATA-07",
                 f"{file}, line {number}: expected a run with its key, found {line[:60]!r}: remove that line",
             ) from error
+        if any(before.get(name) != run.get(name) for name in {*before, *run} - _UNEQUAL):
+            raise DataError(
+                "E-DATA-07",
+                f"{file}, line {number}: expected the numbers of an earlier line with the key {run['key']}, found "
+                "others: remove one of the two lines",
+            )
     return runs
+
+
+_UNEQUAL = frozenset({"made", "device", "cpu_seconds"})
+"""What two equal runs may differ in."""
 
 
 def append(file: Path, run: Run) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import cast
 
@@ -29,9 +29,12 @@ import yaml
 from benchmarks.comparison.settings import CURVES, DIAGNOSTICS, Words
 from fl_core.errors import ConfigError
 from fl_core.suggest import suggest
+from privacy.accounting.uncertainty import LAST
 
 FOLDER = Path(__file__).parent / "protocols"
 BASELINE = "FedAvg"
+ITS_OWN = ("network=", "method=", "method.", "train.momentum=", "train.weight_decay=", "prototype_share=")
+"""How words begin in which the methods of a protocol may differ."""
 TUNING_SEEDS, SEEDS = (100, 101), tuple(range(10, 20))
 
 
@@ -60,6 +63,9 @@ class Claim:
     measure: str
     baselines: tuple[str, ...]
     moves: Mapping[str, str]
+
+
+GATES = Gates(level=8, lost=60, moves=0.1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +180,17 @@ def _check(protocol: Protocol) -> None:
     numbers = {method: len(variants) for method, variants in protocol.methods.items()}
     require(len(set(numbers.values())) == 1, "as many variants of every method", numbers)
     known("method", BASELINE, protocol.methods)
+    require(protocol.gates == GATES, f"gates: {asdict(GATES)}", asdict(protocol.gates))
+    require(0 <= protocol.widen <= 2, "widen from 0 to 2", protocol.widen)
+    rounds = [int(word.removeprefix("rounds=")) for word in protocol.words if word.startswith("rounds=")]
+    require(rounds >= [LAST], f"rounds={LAST} or more", rounds)
+    for method, variants in protocol.methods.items():
+        require(not method.startswith(f"{BASELINE},"), f"other names than those of {BASELINE}'s networks", method)
+        require(len(set(variants)) == len(variants), "different variants of a method", variants)
+        plain = all("method=fedavg" in words for words in variants)
+        require(plain == (method == BASELINE), f"method=fedavg in all variants of {BASELINE} and no others", method)
+        odd = [word for words in (*variants, *protocol.then) for word in words if not word.startswith(ITS_OWN)]
+        require(not odd, f"words that begin with {', '.join(ITS_OWN)}", odd)
     for measure in protocol.measures:
         known("measure", measure, CURVES)
     for diagnostic in protocol.diagnostics:
@@ -188,6 +205,8 @@ def _check(protocol: Protocol) -> None:
         for method in (claim.method, *claim.baselines):
             known("method", method, protocol.methods)
         known("measure", claim.measure, dict.fromkeys(protocol.measures))
+        require(claim.method not in (BASELINE, *claim.baselines), "a claim on a method and others", claim.method)
+        require(claim.printed is None or claim.printed > 0, "a printed gain, or lost", claim.printed)
         for diagnostic, way in claim.moves.items():
             known("diagnostic", diagnostic, dict.fromkeys(protocol.diagnostics))
             require(way in ("up", "down"), "up or down", way)

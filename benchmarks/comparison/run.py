@@ -30,7 +30,7 @@ from benchmarks.comparison.search import Searched
 from benchmarks.comparison.settings import Comparison
 from benchmarks.comparison.study import Complete
 from benchmarks.run_store import Run, TimeUpError
-from fl_core.errors import DataError, FederationError
+from fl_core.errors import ConfigError, DataError, FederationError
 from fl_core.training.devices import choose_device
 
 RESULTS = Path(__file__).parent / "results"
@@ -67,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         until = time.monotonic() + 60 * given.minutes
         if given.name in protocol.names():
+            if given.device:
+                raise ConfigError("E-CFG-02", "expected no --device: the runs of a protocol are of one processor")
             fixed = protocol.load(given.name)
             print(follow(fixed, given.out, given.jobs, given.data_root, stored=given.stored, until=until))
             return
@@ -157,25 +159,30 @@ def recompute(store: Path, key: str, data_root: Path | None = None) -> tuple[boo
     if len(found) != 1:
         raise DataError("E-DATA-02", f"expected one run of {store} whose key begins with {key}, found {len(found)}")
     (kept,) = found
-    also = {"protocol": kept["protocol"], "hits": "test_images" in kept} if "protocol" in kept else {}
-    trial = study.Trial(
-        str(kept["key"]),
-        method="",
-        lr=0.0,
-        seed=int(str(kept["seed"])),
-        words=tuple(str(word) for word in kept["words"]),  # type: ignore[attr-defined]
-        data_root=data_root,
-        diagnostics=tuple(name for name in settings.DIAGNOSTICS if name in kept),
-        also=also,
-    )
-    again = study.measure(trial)
-    apart = sorted({*kept, *again} - {"cpu_seconds", "made", "device", "machine"})
+    again = study.measure(trial_of(kept, store.stem, data_root))
+    # A setting's older keys do not follow from the words alone; a protocol's do.
+    equal = {"cpu_seconds", "made", "device", "machine"} | ({"key"} if store.stem not in protocol.names() else set())
+    apart = sorted({*kept, *again} - equal)
     apart = [name for name in apart if kept.get(name) != again.get(name)]
     result = (
         f"differs in {', '.join(apart)}" if apart else f"equal in every number and in its model {kept.get('model')}"
     )
     where = f"stored on {kept.get('device', 'a machine that is not named')}, here {run_store.machine()}"
     return bool(apart), f"{store.name}, run {kept['key']}, seed {kept['seed']}: {result}; {where}"
+
+
+def trial_of(kept: Run, name: str, data_root: Path | None = None) -> study.Trial:
+    """Compose a stored run of a setting or protocol again, with the key that follows from what it says of itself."""
+    *words, rate = (str(word) for word in kept["words"])  # type: ignore[attr-defined]
+    seed, also = int(str(kept["seed"])), {part: kept[part] for part in ("protocol", "machine") if part in kept}
+    diagnostics, hits = tuple(d for d in settings.DIAGNOSTICS if d in kept), "test_images" in kept
+    if name in protocol.names():  # a run that failed has neither
+        fixed = protocol.load(name)
+        diagnostics, hits = fixed.diagnostics, seed in fixed.seeds
+    also = {**also, "hits": hits} if also else also
+    lr = float(rate.removeprefix("train.lr="))
+    (trial,) = study.trials("", words, [lr], [seed], data_root, diagnostics, also=also)
+    return trial
 
 
 def stored_runs(store: Path) -> Complete:

@@ -35,9 +35,24 @@ class Searched:
     table: Mapping[int, Run] = field(default_factory=dict)
     twin: Sequence[Run] = ()
 
-    def best(self, measure: str, network: str | None = None) -> Cell:
-        cells = [c for c in sorted(self.trials, key=self._order) if network in (None, network_of(c[0]))]
-        return max(cells, key=lambda cell: study.score(self.trials[cell], measure))
+    network: str | None = None
+    """The network that a row of FedAvg's is of, whose cells alone are its own."""
+
+    @property
+    def own(self) -> list[Cell]:
+        return [cell for cell in self.trials if self.network in (None, network_of(cell[0]))]
+
+    @property
+    def at_an_end(self) -> bool:
+        """Whether no smaller or no larger rate was tried with what was chosen."""
+        words, lr = self.chosen
+        return lr in (min(rates := self.rates(words)), max(rates))
+
+    def rates(self, words: Words) -> list[float]:
+        return sorted(lr for other, lr in self.trials if other == words)
+
+    def best(self, measure: str) -> Cell:
+        return max(sorted(self.own, key=self._order), key=lambda cell: study.rank(self.trials[cell], measure))
 
     def _order(self, cell: Cell) -> tuple[int, float]:
         variants = list(dict.fromkeys(words for words, _ in self.trials))
@@ -67,8 +82,8 @@ def tuned(protocol: Protocol, complete: Complete, machine: str, data_root: Path 
     networks = [n for n in dict.fromkeys(network_of(words) for words in protocol.methods[BASELINE]) if n]
     rows = dict(found)
     for name, network in [(name, None) for name in found] + [(of_network(n), n) for n in networks]:
-        row = rows.setdefault(name, Searched(found[BASELINE].trials))
-        row.chosen = row.best(measure, network)
+        row = rows.setdefault(name, Searched(found[BASELINE].trials, network=network))
+        row.chosen = row.best(measure)
     twins = {
         claim.method: trials_of(protocol, BASELINE, twin_of(rows[claim.method].chosen), machine, data_root, table=False)
         for claim in protocol.claims
@@ -105,7 +120,7 @@ def twin_of(cell: Cell) -> Cell:
 def wider(row: Searched, measure: str, lrs: Sequence[float]) -> Cell | None:
     """Return the cell one step beyond the grid where the best rate is its end, None where it is not."""
     words, lr = row.best(measure)
-    rates = sorted(rate for other, rate in row.trials if other == words)
+    rates = row.rates(words)
     step = lrs[-1] / lrs[-2]
     if lr == rates[-1]:
         return words, float(f"{lr * step:.2g}")

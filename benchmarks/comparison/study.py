@@ -33,7 +33,7 @@ from consilium.research.simulate.engine import SimulationEngine
 from consilium.research.simulate.results import Result
 from coordinator.config.hydra_config import compose_simulation
 from coordinator.config.run_spec import RunSpec
-from fl_core.errors import FederationError
+from fl_core.errors import DataError, FederationError
 from fl_core.rounds.engine import Observer
 from fl_core.training.devices import choose_device
 from fl_core.types.clinical import CLINICAL
@@ -214,6 +214,11 @@ def curve(run: Run, name: str) -> list[float]:
 
 
 def mean_of_last(run: Run, name: str) -> float:
+    """Return a measure's mean over the last rounds; DEAD for a run that failed, DataError (E-DATA-07) without any."""
+    if "failed" not in run and name not in run:
+        raise DataError(
+            "E-DATA-07", f"expected {name!r} in run {run.get('key')}, found {sorted(run)}: compute it again"
+        )
     return fmean(curve(run, name)[-LAST:] or [DEAD])
 
 
@@ -228,6 +233,11 @@ def rounds_to(run: Run, name: str, target: float) -> float:
 
 def score(runs: Sequence[Run], name: str) -> float:
     return fmean(mean_of_last(run, name) for run in runs)
+
+
+def rank(runs: Sequence[Run], name: str) -> float:
+    """Return the score, minus infinity where it is no number, so that no comparison is won by it."""
+    return -math.inf if math.isnan(found := score(runs, name)) else found
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,9 @@ def followed(name: str) -> tuple[Protocol, Mapping[str, Searched] | None]:
     fixed = protocol.load(name)
     try:
         return fixed, run.protocol_rows(fixed, run.RESULTS / f"{name}.jsonl")
-    except DataError:
+    except DataError as error:
+        if error.code != "E-DATA-02":  # a run is missing; a store that cannot be read is not unfinished
+            raise
         return fixed, None
 
 

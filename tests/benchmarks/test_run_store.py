@@ -80,15 +80,20 @@ def test_a_run_of_a_frozen_setting_keeps_its_key(words: str, cut: str, key: str)
     assert key in kept
 
 
-def test_the_newest_line_of_a_key_wins_and_half_a_line_is_taken_back(tmp_path: Path) -> None:
+def test_half_a_line_is_taken_back_and_two_lines_of_a_key_have_the_same_numbers(tmp_path: Path) -> None:
     file = tmp_path / "folder" / "runs.jsonl"
-    append(file, {"key": "a", "value": 1})
-    append(file, {"key": "a", "value": 2})
+    append(file, {"key": "a", "value": 1, "cpu_seconds": 3})
+    append(file, {"key": "a", "value": 1, "cpu_seconds": 4, "device": "another"})
     whole = file.read_text()
     file.write_text(whole + '{"key": "b", "val')
-    assert read(file) == {"a": {"key": "a", "value": 2}}
+    assert read(file) == {"a": {"key": "a", "value": 1, "cpu_seconds": 3}}
     append(file, {"key": "c"})
     assert file.read_text() == whole + '{"key": "c"}\n'
+    append(file, {"key": "a", "value": 2})
+    with pytest.raises(
+        DataError, match=r"line 4: expected the numbers of an earlier line with the key a, found others"
+    ):
+        read(file)
 
 
 @pytest.mark.parametrize("line", ["", "[1]", '{"value": 1}', "{", "null", '"key"'])
