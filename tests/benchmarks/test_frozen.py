@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -138,11 +139,11 @@ def test_the_table_of_two_bodies_counts_the_runs_with_the_lambda_of_each_seed(mo
     assert [line for line in bodies.table(stored).splitlines() if "0.01 (1), 30 (1) | 2 |" in line]
 
 
-@pytest.mark.parametrize("head", limits.DECAYS)
+@pytest.mark.parametrize("head", [limits.LINEAR, limits.HIDDEN])
 def test_a_pooled_head_is_tuned_on_a_fifth_of_the_training_lesions_of_other_seeds(
     features: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch, head: str
 ) -> None:
-    monkeypatch.setattr(limits, "DECAYS", {head: (1.0, 1e6)})
+    monkeypatch.setattr(limits, "GRIDS", {head: (1.0, 1e6)})
     monkeypatch.setattr(limits, "SEEDS", range(2))
     (row,) = [row for row in limits.ROWS if row.name == "ISIC 2019, Lite0"]
     tuned = {fit.key: limits.measure(fit) for fit in limits.tuning(row, head, None)}
@@ -151,12 +152,23 @@ def test_a_pooled_head_is_tuned_on_a_fifth_of_the_training_lesions_of_other_seed
     assert [(fit.seed, fit.inner) for fit in fits] == [(0, False), (1, False)]
     runs = {fit.key: limits.measure(fit) for fit in fits}
     assert all(run["balanced"] > 0.9 for run in runs.values())
+    monkeypatch.setattr(limits, "ROWS", (replace(row, heads=(head,)),))
     shown = limits.table({**tuned, **runs})
     (line,) = [line for line in shown.splitlines() if line.startswith("| ISIC 2019, Lite0 |")]
     assert f"| {100 * np.mean([run['balanced'] for run in runs.values()]):.1f} ± " in line
     (train, test), both = row.load(0, None), features["lesion"]
     assert set(train[2]) | set(test[2]) == set(both)
     assert not set(train[2]) & set(test[2])
+
+
+def test_a_whole_network_on_pooled_digits_learns_and_is_measured_on_all_test_digits() -> None:
+    (row,) = [row for row in limits.ROWS if row.name == "digits, pixels"]
+    (train, test) = row.load(0, None)
+    assert train[0].shape[1:] == test[0].shape[1:] == (1, 8, 8)
+    assert len(train[0]) + len(test[0]) == 1797
+    one, again = (limits.measure(limits.Fit(row, "digits_cnn", 0.03, 0, None, False)) for _ in range(2))
+    assert one["ga"] == again["ga"] > 0.95
+    assert one["steps"] == limits.EPOCHS * (len(train[0]) // limits.BATCH)
 
 
 @pytest.mark.parametrize("made", [limits, bodies], ids=["limits", "bodies"])
