@@ -60,7 +60,7 @@ NETWORKS: Mapping[str, tuple[str, dict[str, object]]] = {
 GRIDS: Mapping[str, tuple[float, ...]] = {
     LINEAR: tuple(10.0**k for k in range(-1, 6)),
     HIDDEN: (0.1, 1.0, 10.0, 100.0),
-    **dict.fromkeys(NETWORKS, (0.003, 0.01, 0.03, 0.1, 0.3)),
+    **dict.fromkeys(NETWORKS, (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)),
 }
 """Weight decays, of the sum over images of their losses, halved: 1 / C of scikit-learn. With hidden units, over the 200
 of a batch. Of whole networks: learning rates."""
