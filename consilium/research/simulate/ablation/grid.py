@@ -26,7 +26,7 @@ class Variant:
         words: settings of the variant
         uses_share: whether its runs depend on the share
         zero: the variant that it equals at share 0
-        personal: whether it is measured by personal accuracy
+        personal: whether it has personal models alone, and is measured by them
         finite: whether it exists only at finite epsilon
     """
 
@@ -40,6 +40,8 @@ class Variant:
 _CLOSED_FORM = ("method=analytic", "model=random_features", "rounds=2")
 VARIANTS: Mapping[str, Variant] = {
     "fedavg": Variant(("method=fedavg",)),
+    "fedavg-head": Variant(("method=fedavg", "model.projection=[]")),
+    "fedavg-features": Variant(("method=fedavg", "model=random_features")),
     "fedmr-intra": Variant(("method=fedmr", "method.prototypes=false")),
     "fedmr": Variant(("method=fedmr", "method.inter_weighting=example"), True, "fedmr-intra"),
     "fedmr-inter": Variant(
@@ -50,16 +52,17 @@ VARIANTS: Mapping[str, Variant] = {
     "fedgela": Variant(("method=fedgela", "method.logit_scale=3")),
     "fedproto": Variant(("method=fedproto", "personal=true"), True, personal=True),
     "fedrs": Variant(("method=fedrs",)),
-    "fedphp": Variant(("method=fedphp", "personal=true"), personal=True),
-    "map": Variant(("method=map", "personal=true"), personal=True),
+    "fedphp": Variant(("method=fedphp", "personal=true")),
+    "map": Variant(("method=map", "personal=true")),
     "analytic": Variant(_CLOSED_FORM),
     "analytic-shared": Variant((*_CLOSED_FORM, "secagg=on", "privacy.placement=distributed"), finite=True),
 }
 """FedNH's prototypes are its head, which would stay random at share 0. FedNH and FedGELA classify by directions; their
 logit scales are chosen so that one learning rate suits all methods on the digits. FedMR-inter leaves out the coupled
 term, which is one way to handle finite epsilon. FedMR's weights are chosen so that its terms have an effect on the
-digits; the paper's weights, for 512 features, have none. `analytic` uses its own model; in `analytic-shared` hospitals
-share the noise under masks."""
+digits; the paper's weights, for 512 features, have none. FedPHP and MAP are measured by their global models, as the
+others are. `fedavg-head` trains the head alone, and `fedavg-features` the head of the model of `analytic`; in
+`analytic-shared` hospitals share the noise under masks."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -70,7 +70,9 @@ class AblationPlan:
         return (*self.base, *(self.plain if math.isinf(epsilon) else self.private), *rate)
 
     def words(self, run: GridRun) -> Words:
-        return (*self.schedule(run.epsilon), *run.words)
+        """Return all words of a run; a variant with a model of its own does not take the options of the common one."""
+        own = any(word.startswith("model=") for word in run.words)
+        return (*(w for w in self.schedule(run.epsilon) if not (own and w.startswith("model"))), *run.words)
 
     def key(self, run: GridRun) -> str:
         return run.key(self.schedule(run.epsilon), version())

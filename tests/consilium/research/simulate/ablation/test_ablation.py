@@ -161,10 +161,10 @@ def test_help_says_what_it_does_and_with_which_words(capsys: pytest.CaptureFixtu
 
 def test_every_scale_composes_and_wrong_words_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert privacy_ablation.composed(["scale=paper"]).grid == PAPER
-    for scale in ("smoke", "small", "paper"):
+    for scale in ("smoke", "small", "fmnist", "paper"):
         plan = privacy_ablation.composed([f"scale={scale}", "jobs=1"])
         for run in plan.grid.runs()[:: max(1, len(plan.grid.runs()) // 3)]:
-            privacy_ablation.compose_spec((*plan.schedule(run.epsilon), *run.words))
+            privacy_ablation.compose_spec(plan.words(run))
     assert privacy_ablation.composed(["scale=smoke", "epsilons=[inf,1]"]).grid.epsilons == (INF, 1.0)
     small = privacy_ablation.composed(["scale=small"])
     assert set(small.rates) == set(small.grid.epsilons)
@@ -174,6 +174,14 @@ def test_every_scale_composes_and_wrong_words_are_refused(capsys: pytest.Capture
     assert program().run(["ablation", "scale=nothing"]) == 2
     assert program().run(["ablation", "methods=[nothing]"]) == 2
     assert "E-CFG" in capsys.readouterr().err
+
+
+def test_a_variant_with_its_own_model_takes_no_option_of_the_common_one() -> None:
+    plan = privacy_ablation.composed(["scale=fmnist"])
+    ours, common = (plan.words(GridRun(name, INF, 1.0, 0)) for name in ("analytic", "fedavg"))
+    assert "model.width=128" in common
+    assert [word for word in ours if word.startswith("model")] == ["model=random_features"]
+    assert privacy_ablation.compose_spec(ours).model["width"] != 128
 
 
 def here(
