@@ -321,6 +321,8 @@ def test_a_noisy_sum_is_gone_on_from_by_training_and_by_no_other_release(
         with pytest.raises(FederationError, match=r"E-RUN-05.*north is in its sums already"):
             ran(world, ["privacy.epsilon=1", "silos=[north]"], capsys, start_from=parent.id)
         words = ["method=fedavg", "privacy=none", "rounds=1", "train.max_steps=1"]
+        for name in people:  # a run begins with the hospitals that are online
+            until(lambda name=name: online(world, name), name)
         tuned = ran(world, words, capsys, start_from=parent.id)
         assert set(tuned.members) == set(people)
         start = RunManifest.from_json(tuned.manifest).start
