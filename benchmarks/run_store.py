@@ -51,6 +51,10 @@ _OUTCOMES = {
 }
 
 
+MAY_DIFFER = frozenset({"made", "device", "cpu_seconds"})
+"""What two equal runs may differ in."""
+
+
 class TimeUpError(Exception):
     """The time limit of a computation is over; finished runs are stored."""
 
@@ -154,17 +158,13 @@ def read(file: Path) -> dict[str, Run]:
                 "E-DATA-07",
                 f"{file}, line {number}: expected a run with its key, found {line[:60]!r}: remove that line",
             ) from error
-        if any(before.get(name) != run.get(name) for name in {*before, *run} - _UNEQUAL):
+        if any(before.get(name) != run.get(name) for name in {*before, *run} - MAY_DIFFER):
             raise DataError(
                 "E-DATA-07",
                 f"{file}, line {number}: expected the numbers of an earlier line with the key {run['key']}, found "
                 "others: remove one of the two lines",
             )
     return runs
-
-
-_UNEQUAL = frozenset({"made", "device", "cpu_seconds"})
-"""What two equal runs may differ in."""
 
 
 def append(file: Path, run: Run) -> None:

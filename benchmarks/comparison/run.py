@@ -161,8 +161,8 @@ def recompute(store: Path, key: str, data_root: Path | None = None) -> tuple[boo
     (kept,) = found
     again = study.measure(trial_of(kept, store.stem, data_root))
     # A setting's older keys do not follow from the words alone; a protocol's do.
-    equal = {"cpu_seconds", "made", "device", "machine"} | ({"key"} if store.stem not in protocol.names() else set())
-    apart = sorted({*kept, *again} - equal)
+    unasked = {"machine"} if store.stem in protocol.names() else {"machine", "key"}
+    apart = sorted({*kept, *again} - run_store.MAY_DIFFER - unasked)
     apart = [name for name in apart if kept.get(name) != again.get(name)]
     result = (
         f"differs in {', '.join(apart)}" if apart else f"equal in every number and in its model {kept.get('model')}"

@@ -28,15 +28,14 @@ class Searched:
 
     trials: runs on the tuning seeds of each cell, in the order of `tuning_seeds`   table: runs by seed
     twin: FedAvg's on the tuning seeds with the network, the words and the rate that were chosen
+    network: the network that a row of FedAvg's is of, whose cells alone are its own
     """
 
     trials: dict[Cell, list[Run]] = field(default_factory=dict)
     chosen: Cell = ((), 0.0)
     table: Mapping[int, Run] = field(default_factory=dict)
     twin: Sequence[Run] = ()
-
     network: str | None = None
-    """The network that a row of FedAvg's is of, whose cells alone are its own."""
 
     @property
     def own(self) -> list[Cell]:
@@ -46,7 +45,8 @@ class Searched:
     def at_an_end(self) -> bool:
         """Whether no smaller or no larger rate was tried with what was chosen."""
         words, lr = self.chosen
-        return lr in (min(rates := self.rates(words)), max(rates))
+        rates = self.rates(words)
+        return lr in (rates[0], rates[-1])
 
     def rates(self, words: Words) -> list[float]:
         return sorted(lr for other, lr in self.trials if other == words)

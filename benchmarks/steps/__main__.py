@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks import timing
 from benchmarks.steps.ways import Setting, ways
-from fl_core.models.pooling import MaxPool2
+from fl_core.models.small import MaxPool2
 from fl_core.training.devices import choose_device
 from privacy.mechanisms.record import per_sample_gradients
 

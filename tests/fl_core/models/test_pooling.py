@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fl_core.models import build_model
-from fl_core.models.pooling import MaxPool2
+from fl_core.models.small import MaxPool2
 from fl_core.types.records import Schema
 
 
@@ -31,7 +31,7 @@ def test_evaluation_leaves_torchs_slow_loop_out(monkeypatch: pytest.MonkeyPatch)
     def refused(*_: object) -> torch.Tensor:
         raise AssertionError("torch's own pooling")
 
-    monkeypatch.setattr("fl_core.models.pooling.functional.max_pool2d", refused)
+    monkeypatch.setattr("fl_core.models.small.functional.max_pool2d", refused)
     net = build_model("lenet", {}, Schema((1, 28, 28), ("a", "b")), 0).eval()
     with torch.no_grad():
         assert net(torch.zeros(2, 1, 28, 28)).shape == (2, 2)
